@@ -1,0 +1,35 @@
+"""The five directives: what a user can ask of the graph."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from piper.directives.base import Directive
+from piper.directives.order import Order, order
+from piper.directives.place import Place, place
+from piper.directives.replicate import Replicate, replicate
+from piper.directives.shard import Shard, shard
+from piper.directives.split import Split, split
+from piper.ir.graph import Graph
+
+__all__ = [
+    "Directive",
+    "Order",
+    "Place",
+    "Replicate",
+    "Shard",
+    "Split",
+    "apply",
+    "order",
+    "place",
+    "replicate",
+    "shard",
+    "split",
+]
+
+
+def apply(graph: Graph, strategy: Sequence[Directive]) -> Graph:
+    """The graph after every directive of a strategy, in order."""
+    for number, directive in enumerate(strategy):
+        graph = directive.apply(graph, number)
+        graph = replace(graph, directives=(*graph.directives, directive.title(number)))
+    return graph

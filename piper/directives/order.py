@@ -1,0 +1,75 @@
+"""`order`: which nodes run before which on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, selected, touched
+from piper.errors import ScheduleError
+from piper.ir.graph import Graph, Ordering, Step
+from piper.ir.node import Compute, compute_name
+from piper.ir.select import At
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(Directive):
+    """Run the groups one after another on each device; members of one group may interleave.
+
+    F[PP=0 MB=0]   B[PP=0 MB=0]
+    -->
+    F[PP=0 MB=0] ..> BI[PP=0 MB=0] ..> BW[PP=0 MB=0]      (naming BI or BW splits that backward)
+    """
+
+    groups: tuple[tuple[At, ...], ...]
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        if not self.groups or not all(self.groups):
+            raise ScheduleError(
+                "an order needs groups, each with at least one filter",
+                by=by,
+                facts={"groups": ", ".join(str(len(group)) for group in self.groups) or "none"},
+                hint="order([[at(...)], [at(...), at(...)]])",
+            )
+        graph = self._split_backwards(graph, number, by)
+        groups: list[tuple[Step, ...]] = []
+        position: dict[str, int] = {}
+        members: list[Compute] = []
+        for place, ats in enumerate(self.groups):
+            group: list[Step] = []
+            for at in ats:
+                for node in selected(graph, at, by):
+                    if position.setdefault(node.name, place) != place:
+                        raise ScheduleError(
+                            "a node is in two groups",
+                            by=by,
+                            facts={"node": node.name, "groups": f"{position[node.name]} and {place}"},
+                            hint="name each node once: it runs once a step",
+                        )
+                    group.append(Step(chunk=node.chunk, phase=node.phase, part=node.part))
+                    members.append(node)
+            groups.append(tuple(dict.fromkeys(group)))
+        marked = (replace(node, origin=touched(node, number)) for node in members)
+        return graph.update(marked).link(Ordering(by=number, groups=tuple(groups)))
+
+    def _split_backwards(self, graph: Graph, number: int, by: str) -> Graph:
+        """Split each backward that this order names by its halves."""
+        halves: dict[str, tuple[Compute, ...]] = {}
+        for ats in self.groups:
+            for at in ats:
+                if at.phase not in ("BI", "BW"):
+                    continue
+                selected(graph, replace(at, phase=None), by)
+                for cell in graph.index.find(at):
+                    node = graph.nodes.get(compute_name(cell.chunk, "B", cell.part))
+                    if node is not None:
+                        origin = touched(node, number)
+                        halves[node.name] = (
+                            replace(node, phase="BI", origin=origin),
+                            replace(node, phase="BW", origin=origin),
+                        )
+        return graph.splice(halves) if halves else graph
+
+
+def order(groups: Sequence[Sequence[At] | At]) -> Order:
+    """Run groups of nodes in sequence: `order([[at(...)], [at(...), at(...)]])`."""
+    return Order(groups=tuple((group,) if isinstance(group, At) else tuple(group) for group in groups))

@@ -1,0 +1,38 @@
+"""`place`: which devices run which nodes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, checked_devices, selected, touched
+from piper.ir.graph import Graph
+from piper.ir.select import At
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Directive):
+    """Run the selected nodes on `devices`.
+
+    F[PP=0]
+    -->
+    F[PP=0] @0,2      (a data edge to a node elsewhere becomes a transfer on `stream` when the graph is lowered)
+    """
+
+    at: At
+    devices: tuple[int, ...]
+    stream: str | None = None
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        devices = checked_devices(self.devices, by)
+        nodes = selected(graph, self.at, by)
+        streams = graph.transfer_streams
+        if self.stream:
+            streams = {**streams, **{node.chunk: self.stream for node in nodes}}
+        return graph.update(
+            (replace(node, devices=devices, origin=touched(node, number)) for node in nodes), transfer_streams=streams
+        )
+
+
+def place(at: At, devices: Sequence[int] | int, stream: str | None = None) -> Place:
+    """Run the selected nodes on `devices`, each on its slice of the samples; transfers they need use `stream`."""
+    return Place(at=at, devices=(devices,) if isinstance(devices, int) else tuple(devices), stream=stream)

@@ -1,0 +1,78 @@
+"""`replicate`: the same parameters on several devices, kept equal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, checked_devices, selected, touched
+from piper.errors import ScheduleError
+from piper.ir.graph import Graph
+from piper.ir.select import At
+
+ZERO_LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate(Directive):
+    """Keep the selected chunks' parameters on every device of a set, whole or sharded.
+
+    B[PP=0] @0
+    -->
+    B[PP=0] @0,2 --> reduce over 0,2 --> update       (zero: what is sharded between uses)
+    """
+
+    at: At
+    devices: tuple[int, ...]
+    zero: int = 0
+    bucket_mb: float | None = None
+    reduce_stream: str | None = None
+    gather_stream: str | None = None
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        devices = checked_devices(self.devices, by)
+        if self.zero not in ZERO_LEVELS:
+            raise ScheduleError(
+                f"there is no ZeRO level {self.zero!r}",
+                by=by,
+                hint="zero is 0 (all whole), 1 (optimizer state sharded), 2 (gradients too) or 3 (parameters too)",
+            )
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ScheduleError(
+                f"a bucket of {self.bucket_mb} MB holds nothing",
+                by=by,
+                hint="give bucket_mb a positive size, or leave it out for one bucket per chunk",
+            )
+        nodes = selected(graph, self.at, by)
+        policies = dict(graph.policies)
+        for chunk in dict.fromkeys(node.chunk for node in nodes):
+            policies[chunk] = replace(
+                graph.policy(chunk),
+                zero=self.zero,
+                bucket_mb=self.bucket_mb,
+                reduce_stream=self.reduce_stream or "reduce",
+                gather_stream=self.gather_stream or "gather",
+                ways=1,  # a later replicate wins over an earlier shard
+                origin=number,
+            )
+        return graph.update(
+            (replace(node, devices=devices, origin=touched(node, number)) for node in nodes), policies=policies
+        )
+
+
+def replicate(
+    at: At,
+    devices: Sequence[int],
+    zero: int = 0,
+    bucket_mb: float | None = None,
+    reduce_stream: str | None = None,
+    gather_stream: str | None = None,
+) -> Replicate:
+    """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses."""
+    return Replicate(
+        at=at,
+        devices=tuple(devices),
+        zero=zero,
+        bucket_mb=bucket_mb,
+        reduce_stream=reduce_stream,
+        gather_stream=gather_stream,
+    )

@@ -1,0 +1,72 @@
+"""`shard`: experts divided over devices, rows sent to them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, checked_devices, selected, touched
+from piper.errors import ScheduleError
+from piper.ir.graph import Graph
+from piper.ir.select import At
+
+ROUTED = ("route", "expert", "unroute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(Directive):
+    """Divide the experts of the selected regions over each group of `ways` devices.
+
+    route --> experts --> unroute
+    -->
+    counts, all-to-all --> experts / ways @group --> all-to-all back
+    """
+
+    at: At
+    devices: tuple[int, ...]
+    ways: int | None = None
+    stream: str | None = None
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        devices = checked_devices(self.devices, by)
+        nodes = selected(graph, self.at, by)
+        chunks = graph.chunks
+        experts = [name for name in dict.fromkeys(n.chunk for n in nodes) if chunks[name].kind in ROUTED]
+        if not experts:
+            raise ScheduleError(
+                "nothing here can be divided by expert",
+                by=by,
+                facts={"asked": str(self.at), "but": f"{nodes[0].chunk} has no route ... unroute"},
+                hint="call piper.route and piper.unroute inside the region, and select it by its tag",
+            )
+        ways = len(devices) if self.ways is None else self.ways
+        self._check_ways(ways, devices, by)
+        for name in experts:
+            if chunks[name].experts % ways:
+                raise ScheduleError(
+                    f"{chunks[name].experts} experts do not divide by {ways}",
+                    by=by,
+                    facts={"region": name, "asked": f"ways={ways}"},
+                    hint="choose ways among the divisors of the number of experts",
+                )
+        policies = dict(graph.policies)
+        for name in experts:
+            policies[name] = replace(
+                graph.policy(name), ways=ways, exchange_stream=self.stream or "exchange", origin=number
+            )
+        return graph.update(
+            (replace(node, devices=devices, origin=touched(node, number)) for node in nodes), policies=policies
+        )
+
+    def _check_ways(self, ways: int, devices: tuple[int, ...], by: str) -> None:
+        if ways < 1 or len(devices) % ways:
+            raise ScheduleError(
+                f"{len(devices)} devices cannot form groups of {ways}",
+                by=by,
+                facts={"asked": f"ways={ways}, devices={list(devices)}"},
+                hint="ways is the size of one expert group: a divisor of the number of devices",
+            )
+
+
+def shard(at: At, devices: Sequence[int], ways: int | None = None, stream: str | None = None) -> Shard:
+    """Divide the selected experts over each group of `ways` devices; their all-to-alls use `stream`."""
+    return Shard(at=at, devices=tuple(devices), ways=ways, stream=stream)

@@ -1,0 +1,93 @@
+"""`split`: the same work on parts of the samples."""
+
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, selected, touched
+from piper.errors import ScheduleError
+from piper.ir.graph import Cell, Graph, Index, inputs_from_chunks
+from piper.ir.node import Compute
+from piper.ir.select import At
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split(Directive):
+    """Copy the selected sub-graph once per part of the samples.
+
+    F[PP=0] --> F[PP=1]
+    -->
+    F[PP=0 MB=0] --> F[PP=1 MB=0]
+    F[PP=0 MB=1] --> F[PP=1 MB=1]
+    """
+
+    at: At
+    axis: str = "MB"
+    parts: int = 1
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
+            raise ScheduleError(
+                f"{self.parts!r} is not a number of parts", by=by, hint="parts is a whole number from 1"
+            )
+        nodes = selected(graph, self.at, by)
+        self._check_axis(graph, by)
+        self._check_whole(graph, nodes, by)
+        copies: dict[str, tuple[Compute, ...]] = {
+            node.name: tuple(
+                replace(node, part=(*node.part, (self.axis, i)), origin=touched(node, number))
+                for i in range(self.parts)
+            )
+            for node in nodes
+        }
+        chunks = {node.chunk for node in nodes}
+        cells: list[Cell] = []
+        for cell in graph.index.cells:
+            if cell.chunk not in chunks:
+                cells.append(cell)
+                continue
+            for i in range(self.parts):
+                part = (*cell.part, (self.axis, i))
+                cells.append(Cell(chunk=cell.chunk, part=part, tags={**cell.tags, self.axis: i}))
+        parts = dict(graph.parts)
+        for chunk in chunks:
+            parts[chunk] = (*parts[chunk], (self.axis, self.parts))
+        return graph.splice(copies, index=Index(cells), parts=parts)
+
+    def _check_axis(self, graph: Graph, by: str) -> None:
+        if self.axis in graph.index.tags or self.axis == "PASS" or not self.axis.isidentifier():
+            raise ScheduleError(
+                f"{self.axis!r} cannot name the parts",
+                by=by,
+                facts={"taken": ", ".join(sorted([*graph.index.tags, "PASS"]))},
+                hint="choose an axis name that no annotation and no earlier split uses",
+            )
+
+    def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
+        """A part must never meet an unsplit value: its samples would not line up."""
+        names = {node.name for node in nodes}
+        chunks = {node.chunk for node in nodes}
+        inside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
+        if inside is not None:
+            raise ScheduleError(
+                "the filter cuts through a chunk",
+                by=by,
+                facts={"matched": nodes[0].name, "left out": inside.name},
+                hint="select whole regions: leave PASS and earlier axes out of the filter",
+            )
+        for chunk in graph.outline.chunks:
+            for _, source in inputs_from_chunks(chunk):
+                if (chunk.name in chunks) != (source.chunk in chunks):
+                    raise ScheduleError(
+                        "a split part would meet an unsplit value",
+                        by=by,
+                        facts={
+                            "split": chunk.name if chunk.name in chunks else source.chunk,
+                            "unsplit": source.chunk if chunk.name in chunks else chunk.name,
+                        },
+                        hint="split everything that is connected: split(at(), ...)",
+                    )
+
+
+def split(at: At, axis: str = "MB", parts: int = 1) -> Split:
+    """Copy the selected sub-graph once per part of each device's samples, tagged `axis=0`, `axis=1`, ..."""
+    return Split(at=at, axis=axis, parts=parts)

@@ -1,0 +1,33 @@
+"""The errors a user can cause. Our own bugs are assertions instead."""
+
+from collections.abc import Mapping
+
+
+def message(by: str, what: str, facts: Mapping[str, str], hint: str) -> str:
+    """Lay out one error: who and what on the first line, then the facts, then the way out."""
+    rows = {**facts, "hint": hint}
+    width = max(len(key) for key in rows) + 2
+    return "\n".join([f"{by}: {what}", *(f"  {key + ':':{width}}{text}" for key, text in rows.items())])
+
+
+class PiperError(ValueError):
+    """An error with one message: where, what, the facts that collide, and a way out."""
+
+    def __init__(self, what: str, *, by: str, facts: Mapping[str, str] | None = None, hint: str) -> None:
+        super().__init__(message(by, what, facts or {}, hint))
+
+
+class ScheduleError(PiperError):
+    """A directive that cannot be applied, or a strategy that can never run."""
+
+
+class CaptureError(PiperError):
+    """A model, loss or batch that cannot be captured."""
+
+
+class ConfigError(PiperError):
+    """A recipe, file or command line that is not what it should be."""
+
+
+class LaunchError(PiperError):
+    """Workers that could not be started."""

@@ -1,0 +1,137 @@
+"""What capture tells the compiler about a model: its chunks, their values, and what each phase reads and writes.
+
+Pure data. A chunk is a piece of the captured graph that runs as a unit; its code stays with capture and is found
+by `Chunk.key` at run time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Tags = tuple[tuple[str, int], ...]  # (("PP", 0), ("EP", 2)): the annotations around a region, outermost first
+Phase = Literal["F", "B", "BI", "BW"]  # forward; backward, whole or as input gradients and weight gradients
+PHASES: tuple[Phase, ...] = ("F", "B", "BI", "BW")
+ChunkKind = Literal["compute", "expert", "route", "unroute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One value: its shape, its type and the storage it lives in."""
+
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without the module: "float32", "bfloat16", "int64"
+    nbytes: int
+    storage: int = -1  # index into the chunk's storages; -1: a storage of its own
+    dynamic_rows: bool = False  # the first axis depends on routing; `shape` then holds the balanced size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """An input that comes from the batch."""
+
+    field: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """An input that another chunk produced."""
+
+    chunk: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """An input that never changes: a tensor the trace created or lifted."""
+
+    name: str
+
+
+Source = Batch | Output | Constant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSpec:
+    """What one phase of a chunk reads and writes. Its code is called with, and returns, exactly these in this order.
+
+    Reads: inputs, params, buffers, saved, carried, tangents.
+    Writes: F: outputs, saved, mutated buffers. B: grad_inputs, grad_params. BI: grad_inputs, carried. BW: grad_params.
+    """
+
+    inputs: tuple[int, ...] = ()  # indices into Chunk.inputs
+    params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    saved: tuple[int, ...] = ()  # indices into Chunk.saved
+    carried: tuple[int, ...] = ()  # indices into Chunk.carried: BI writes them, BW reads them
+    tangents: tuple[int, ...] = ()  # indices into Chunk.outputs: whose gradient is read
+    grad_inputs: tuple[int, ...] = ()  # indices into Chunk.inputs: whose gradient is written
+    grad_params: tuple[str, ...] = ()
+    flops: int = 0
+    bytes_moved: int = 0  # memory traffic, for the cost estimate
+    workspace: int = 0  # bytes live only while the phase runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A captured piece of the model that runs as a unit."""
+
+    name: str  # "PP=0", "PP=0 #1" for a second piece of the same region, "PP=0 EP=2"
+    tags: Tags
+    kind: ChunkKind = "compute"
+    key: str = ""  # structural hash: chunks with one key share their code
+    inputs: tuple[Source, ...] = ()
+    input_specs: tuple[TensorSpec, ...] = ()
+    params: tuple[str, ...] = ()  # what F reads, in call order
+    buffers: tuple[str, ...] = ()
+    mutated: tuple[str, ...] = ()  # buffers F writes back
+    outputs: tuple[TensorSpec, ...] = ()
+    saved: tuple[TensorSpec, ...] = ()  # F writes, B / BI / BW read; parameters and inputs are never among them
+    carried: tuple[TensorSpec, ...] = ()
+    storages: tuple[int, ...] = ()  # bytes of each storage that several of outputs and saved share
+    kept_inputs: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)
+    # ^ inputs whose storage a backward phase still uses through a saved view, though it does not read them
+    phases: Mapping[Phase, PhaseSpec] = field(default_factory=dict)  # no "B": nothing to differentiate
+    random: bool = False  # F draws random numbers
+    experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of the model, once, whatever its aliases."""
+
+    name: str  # its first fully qualified name
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()  # the other names of a tied parameter
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A captured model: chunks in a topological order, and the state they use."""
+
+    chunks: tuple[Chunk, ...]
+    loss: Output
+    weight: Output | None = None  # of a (sum, weight) loss
+    parameters: tuple[Parameter, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured
+    rows: int = 1  # samples in the captured slice

@@ -1,0 +1,161 @@
+"""The training graph that directives rewrite: what must happen, on which devices.
+
+Replicas are not expanded: a node carries its whole set of devices, so the graph does not grow with the degree of
+data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from piper.ir.chunk import Chunk, Outline, Output, Phase, Tags
+from piper.ir.devices import Devices
+from piper.ir.node import Compute, compute_name
+from piper.ir.select import At
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How a chunk's parameters live on its devices."""
+
+    zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
+    bucket_mb: float | None = None
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    ways: int = 1  # how many devices divide the experts among them
+    exchange_stream: str = "exchange"
+    origin: int | None = None  # the directive that said so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One chunk on one part of the samples: the node of each of its phases, and its saved values."""
+
+    chunk: str
+    part: Tags
+    tags: Mapping[str, int]  # the chunk's tags and the part's, together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A member of an ordered group: a node by what it is, so that a later rewrite can still find its successors."""
+
+    chunk: str
+    phase: Phase
+    part: Tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordering:
+    """Groups that one `order` directive puts in sequence."""
+
+    by: int  # the directive's number
+    groups: tuple[tuple[Step, ...], ...]
+
+
+class Index:
+    """Finds cells by tag in time proportional to what is found."""
+
+    def __init__(self, cells: Iterable[Cell]) -> None:
+        self.cells = tuple(cells)
+        self.tags = {tag for cell in self.cells for tag in cell.tags}
+        self._tables: dict[tuple[str, ...], dict[tuple[int | None, ...], list[Cell]]] = {}
+
+    def find(self, at: At) -> list[Cell]:
+        """The cells whose tags `at` asks for."""
+        exact = tuple(tag for tag, index in at.tags if isinstance(index, int))
+        if exact not in self._tables:
+            table = self._tables[exact] = {}
+            for cell in self.cells:
+                table.setdefault(tuple(map(cell.tags.get, exact)), []).append(cell)
+        found = self._tables[exact].get(tuple(index for _, index in at.tags if isinstance(index, int)), [])
+        loose = [(tag, index == "*") for tag, index in at.tags if not isinstance(index, int)]
+        if not loose:
+            return found
+        return [cell for cell in found if all((tag in cell.tags) == present for tag, present in loose)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Compute nodes, how their chunks' parameters live, and the orders asked for."""
+
+    outline: Outline
+    nodes: Mapping[str, Compute]
+    index: Index
+    parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
+    orderings: tuple[Ordering, ...] = ()
+    directives: tuple[str, ...] = ()  # "place #0 (llama.py:41)": who is number 0
+
+    @property
+    def chunks(self) -> dict[str, Chunk]:
+        """The chunks by name, in topological order."""
+        return {chunk.name: chunk for chunk in self.outline.chunks}
+
+    def policy(self, chunk: str) -> Policy:
+        """How a chunk's parameters live; the default where no directive said."""
+        return self.policies.get(chunk, Policy())
+
+    def select(self, at: At) -> list[Compute]:
+        """The nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
+        phases: tuple[Phase, ...] = {None: ("F", "B", "BI", "BW"), "B": ("B", "BI", "BW")}.get(
+            at.phase, (at.phase,)  # type: ignore[arg-type]
+        )
+        found = []
+        for cell in self.index.find(at):
+            for phase in phases:
+                node = self.nodes.get(compute_name(cell.chunk, phase, cell.part))
+                if node is not None:
+                    found.append(node)
+        return found
+
+    def update(self, nodes: Iterable[Compute], **changes: object) -> "Graph":
+        """The graph with some nodes replaced by others of the same name."""
+        return replace(self, nodes={**self.nodes, **{node.name: node for node in nodes}}, **changes)
+
+    def splice(self, successors: Mapping[str, tuple[Compute, ...]], **changes: object) -> "Graph":
+        """The graph with each named node replaced, where it stood, by its successors."""
+        nodes: dict[str, Compute] = {}
+        for name, node in self.nodes.items():
+            for successor in successors.get(name, (node,)):
+                nodes[successor.name] = successor
+        return replace(self, nodes=nodes, **changes)
+
+    def link(self, ordering: Ordering) -> "Graph":
+        """The graph with one more order asked for."""
+        return replace(self, orderings=(*self.orderings, ordering))
+
+    def drop(self, names: Iterable[str]) -> "Graph":
+        """The graph without some nodes."""
+        gone = set(names)
+        return replace(self, nodes={name: node for name, node in self.nodes.items() if name not in gone})
+
+    def devices(self) -> Devices:
+        """Every device that some node is placed on."""
+        return tuple(sorted({device for devices in {n.devices for n in self.nodes.values()} for device in devices}))
+
+
+def start(outline: Outline) -> Graph:
+    """The graph of one step on one device: a forward and, where there is one, a backward for each chunk."""
+    nodes: dict[str, Compute] = {}
+    for chunk in outline.chunks:
+        node = Compute(chunk=chunk.name, phase="F")
+        nodes[node.name] = node
+    for chunk in reversed(outline.chunks):
+        if has_backward(chunk):
+            node = Compute(chunk=chunk.name, phase="B")
+            nodes[node.name] = node
+    index = Index(Cell(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks)
+    return Graph(outline=outline, nodes=nodes, index=index, parts={c.name: () for c in outline.chunks})
+
+
+def has_backward(chunk: Chunk) -> bool:
+    """Whether a chunk has anything to differentiate."""
+    return not chunk.phases or "B" in chunk.phases
+
+
+def inputs_from_chunks(chunk: Chunk) -> Iterator[tuple[int, Output]]:
+    """A chunk's inputs that other chunks produce, with their positions."""
+    for position, source in enumerate(chunk.inputs):
+        if isinstance(source, Output):
+            yield position, source

@@ -1,0 +1,263 @@
+"""The kinds of work in a training step. Frozen, closed, and named by what they are.
+
+Directives see only `Compute`. Lowering adds the rest and fills in what each node reads and writes; values are
+named by content too, so errors, plans, traces and tests all say the same thing.
+"""
+
+from dataclasses import dataclass, field
+
+from piper.ir.chunk import Phase, Tags
+from piper.ir.devices import Devices, show
+
+COMPUTE_STREAM = "compute"
+
+
+def show_part(part: Tags) -> str:
+    """Write a part of the samples: ` MB=0`, or nothing for all of them."""
+    return "".join(f" {axis}={index}" for axis, index in part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Run one chunk, in one phase, on one part of each device's samples."""
+
+    chunk: str
+    phase: Phase
+    part: Tags = ()
+    devices: Devices = ()  # empty until placed
+    stream: str = COMPUTE_STREAM
+    origin: tuple[int, ...] = ()  # the directives that made it what it is, by number
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()  # values it does not read but whose storage it still uses
+    name: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", compute_name(self.chunk, self.phase, self.part))
+
+
+def compute_name(chunk: str, phase: Phase, part: Tags) -> str:
+    """The name of a compute node, known without having the node."""
+    return f"{phase}[{chunk}{show_part(part)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Bring one field of the batch, for one part, to the devices that read it."""
+
+    batch_field: str
+    part: Tags
+    devices: Devices
+    writes: tuple[str, ...]
+    stream: str = "load"
+    reads: tuple[str, ...] = ()
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"load[{self.batch_field}{show_part(self.part)} @{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Move a value from one set of devices to another. A send and a receive in the plan."""
+
+    value: str
+    source: Devices
+    target: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
+    sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"transfer[{self.value} @{show(self.source)} -> @{show(self.target)}]"
+
+    @property
+    def devices(self) -> Devices:
+        return tuple(dict.fromkeys((*self.source, *self.target)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add:
+    """Sum two gradients of one value that came from two of its readers."""
+
+    value: str
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = COMPUTE_STREAM
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"add[{self.writes[0]}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Tell the devices of an expert group how many rows each will get from each. The host waits for it."""
+
+    chunk: str
+    part: Tags
+    devices: Devices
+    ways: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"counts[{self.chunk}{show_part(self.part)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Send rows to the devices of their experts, or back: an all-to-all with uneven, data-dependent counts."""
+
+    chunk: str
+    phase: Phase  # F or B
+    part: Tags
+    devices: Devices
+    ways: int
+    outward: bool  # to the experts; else back to the rows' owners
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return compute_name(self.chunk, self.phase, self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """Bring together a bucket's sharded parameters, for a run of uses or after an update."""
+
+    bucket: str
+    run: str  # the first node of the run of uses; "update" at the end of a step
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"gather[{self.bucket} for {self.run}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate:
+    """Add one backward's weight gradients, or one part's loss, to what the step has so far."""
+
+    source: str  # the node whose results are added
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = COMPUTE_STREAM
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"accumulate[{self.source}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """Sum a bucket's gradients over the replicas; with `scatter`, each keeps only its shard of the sum."""
+
+    bucket: str
+    run: str  # the last backward it covers; "tied" sums the copies of a tied parameter
+    devices: Devices
+    scatter: bool
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"reduce[{self.bucket} after {self.run}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """Square and sum the gradients a device answers for, beside its losses: each parameter counts once over all."""
+
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = COMPUTE_STREAM
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"norm[@{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Sum the norms, losses and weights over all devices: every device then knows the step's result."""
+
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = "reduce"
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "total"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Step the optimizer over the parameters, or shards, that live on these devices."""
+
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = COMPUTE_STREAM
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"update[@{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """Give the replicas the first one's buffers."""
+
+    chunk: str
+    devices: Devices
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: str = "reduce"
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"broadcast[{self.chunk}]"
+
+
+Node = (
+    Compute
+    | Load
+    | Transfer
+    | Add
+    | Counts
+    | Exchange
+    | Gather
+    | Accumulate
+    | Reduce
+    | Norm
+    | Total
+    | Update
+    | Broadcast
+)

@@ -1,0 +1,204 @@
+"""Buckets: which parameters live, travel and are updated together, and among which devices."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from piper.errors import ScheduleError
+from piper.ir.chunk import Chunk, Parameter
+from piper.ir.devices import Devices, columns, groups_of, show
+from piper.ir.graph import Graph, Policy
+from piper.lower.work import Settings, Work
+from piper.plan.plan import Bucket, Piece, Slot
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where a chunk's parameters live, and how."""
+
+    chunk: str
+    devices: Devices
+    policy: Policy
+    origin: tuple[int, ...]
+
+
+def make_buckets(work: Work) -> Work:
+    """Group each chunk's parameters into buckets; a tied parameter gets buckets of its own.
+
+    PP=0: a, b, tied     PP=1: c, tied
+    -->
+    PP=0/0: a, b     PP=1/0: c     tied@PP=0: tied     tied@PP=1: tied
+    """
+    graph = work.graph
+    homes = homes_of(graph)
+    parameters = {p.name: p for p in graph.outline.parameters}
+    users: dict[str, list[str]] = {}
+    for chunk in graph.outline.chunks:
+        for name in chunk.params:
+            users.setdefault(name, []).append(chunk.name)
+    made: dict[str, Bucket] = {}
+    why: list[str] = []
+    for chunk in graph.outline.chunks:
+        own = [parameters[name] for name in chunk.params if len(users[name]) == 1]
+        for bucket in chunk_buckets(chunk, own, homes[chunk.name]):
+            made[bucket.name] = bucket
+    for name, chunks in users.items():
+        if len(chunks) > 1:
+            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], graph)
+            made.update({bucket.name: bucket for bucket in buckets})
+            why += reason
+    by_chunk: dict[str, list[str]] = {chunk.name: [] for chunk in graph.outline.chunks}
+    for bucket in made.values():
+        for reader in bucket.chunks:
+            by_chunk[reader].append(bucket.name)
+    return replace(
+        work,
+        buckets=made,
+        chunk_buckets={name: tuple(names) for name, names in by_chunk.items()},
+        residents={**work.residents, **residents_of(made.values(), work.settings)},
+        why=(*work.why, *why),
+    )
+
+
+def every_parameter_has_a_bucket(work: Work) -> Iterator[str]:
+    """Each chunk finds each of its parameters in exactly one of its buckets."""
+    for chunk in work.graph.outline.chunks:
+        held = [p.name for b in work.chunk_buckets[chunk.name] for p in work.buckets[b].pieces]
+        for name in chunk.params:
+            if held.count(name) != 1:
+                yield f"{chunk.name} finds {name} in {held.count(name)} of its buckets"
+
+
+def homes_of(graph: Graph) -> dict[str, Home]:
+    """Where each chunk lives."""
+    homes: dict[str, Home] = {}
+    for node in graph.nodes.values():
+        if node.chunk not in homes:
+            homes[node.chunk] = Home(
+                chunk=node.chunk, devices=node.devices, policy=graph.policy(node.chunk), origin=node.origin
+            )
+    return homes
+
+
+def local_shape(chunk: Chunk, param: Parameter, ways: int) -> tuple[int, ...]:
+    """What one device holds of a parameter: its own experts, where they are divided."""
+    if chunk.kind == "expert" and ways > 1 and param.shape and param.shape[0] == chunk.experts:
+        return (param.shape[0] // ways, *param.shape[1:])
+    return param.shape
+
+
+def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iterator[Bucket]:
+    """A chunk's own parameters in buckets of at most `bucket_mb`, alike in type and in who holds what."""
+    kinds: dict[tuple[str, bool, int], list[Parameter]] = {}
+    for param in params:
+        divided = local_shape(chunk, param, home.policy.ways) != param.shape
+        key = (param.dtype, param.trainable, home.policy.ways if divided else 1)
+        kinds.setdefault(key, []).append(param)
+    limit = home.policy.bucket_mb
+    number = 0
+    for (dtype, trainable, ways), members in kinds.items():
+        pieces: list[Piece] = []
+        filled = 0
+        for param in members:
+            piece = Piece(name=param.name, shape=local_shape(chunk, param, ways), offset=filled)
+            if pieces and limit is not None and (filled + piece.numel) * ITEMSIZE[dtype] > limit * MEGABYTE:
+                yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
+                number, pieces, filled = number + 1, [], 0
+                piece = replace(piece, offset=0)
+            pieces.append(piece)
+            filled += piece.numel
+        yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
+        number += 1
+
+
+def bucket_for(
+    name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool, ways: int
+) -> Bucket:
+    """A bucket that lives on the homes' devices: the same set for each of them."""
+    home = homes[0]
+    groups = columns(groups_of(home.devices, ways)) if ways > 1 else (home.devices,)
+    zero = min(h.policy.zero for h in homes) if len(groups[0]) > 1 else 0
+    return Bucket(
+        name=name,
+        pieces=tuple(pieces),
+        devices=home.devices,
+        groups=groups,
+        chunks=tuple(h.chunk for h in homes),
+        dtype=dtype,
+        itemsize=ITEMSIZE[dtype],
+        zero=zero,
+        ways=ways,
+        trainable=trainable,
+        copies=1 if zero else len(groups[0]),
+        reduce_stream=home.policy.reduce_stream,
+        gather_stream=home.policy.gather_stream,
+        origin=tuple(dict.fromkeys(n for h in homes for n in h.origin)),
+    )
+
+
+def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[list[Bucket], list[str]]:
+    """Buckets for a parameter that several chunks use: one per set of devices, or one over them all."""
+    chunks = graph.chunks
+    ways = {home.policy.ways for home in homes if local_shape(chunks[home.chunk], param, home.policy.ways) != param.shape}
+    by_set: dict[Devices, list[Home]] = {}
+    for home in homes:
+        by_set.setdefault(home.devices, []).append(home)
+    if ways and (len(ways) > 1 or len(by_set) > 1):
+        raise ScheduleError(
+            f"the tied experts {param.name} are divided in two ways",
+            by=graph.directives[homes[-1].origin[-1]],
+            facts={home.chunk: f"on {show(home.devices)}, ways {home.policy.ways}" for home in homes},
+            hint="shard the regions that share experts alike, on the same devices",
+        )
+    degree = ways.pop() if ways else 1
+    shape = local_shape(chunks[homes[0].chunk], param, degree)
+    piece = Piece(name=param.name, shape=shape, offset=0)
+
+    def bucket(name: str, members: Iterable[Home]) -> Bucket:
+        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, degree)
+
+    if len(by_set) == 1:
+        return [bucket(param.name, homes)], []
+    sizes = {len(devices) for devices in by_set}
+    total = sum(len(devices) for devices in by_set)
+    everyone = tuple(sorted({d for devices in by_set for d in devices}))
+    if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, copy by copy
+        zero = min(home.policy.zero for home in homes) if sizes != {1} else 0
+        made = [bucket(f"{param.name}@{members[0].chunk}", members) for members in by_set.values()]
+        names = [b.name for b in made]
+        return [
+            replace(
+                b,
+                zero=zero,
+                copies=len(made) * (1 if zero else b.group_size),
+                siblings=tuple(n for n in names if n != b.name),
+            )
+            for b in made
+        ], []
+    union = [
+        replace(home, devices=everyone, policy=replace(home.policy, zero=0)) for home in homes
+    ]
+    reason = (
+        f"{param.name}: not sharded, because its chunks live on sets of devices that differ in size or overlap "
+        f"({', '.join(show(devices) for devices in by_set)})"
+    )
+    return [bucket(param.name, union)], [reason] if any(h.policy.zero for h in homes) else []
+
+
+def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[str, Slot]:
+    """The slots that outlive a step: parameters, master copies and optimizer state."""
+    residents: dict[str, Slot] = {}
+    for bucket in buckets:
+        whole = bucket.zero < 3
+        residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
+        if bucket.trainable:
+            owned = bucket.padded // bucket.group_size if bucket.zero else bucket.numel
+            residents[f"{bucket.name}.state"] = Slot(nbytes=owned * (settings.state_bytes + settings.master_bytes))
+    return residents
+
+
+def param_slot(bucket: Bucket) -> str:
+    """The slot of a bucket's parameters between uses."""
+    return f"{bucket.name}.param"

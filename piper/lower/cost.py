@@ -1,0 +1,23 @@
+"""A rough cost of each node, only to choose between orders: the simulator has the careful ones."""
+
+from collections.abc import Mapping
+
+from piper.ir.chunk import Chunk
+from piper.ir.node import Compute, Exchange, Node, Transfer
+from piper.lower.work import prefix_of
+from piper.plan.plan import Slot
+
+FLOPS = 2e14  # a current accelerator's, about
+MEMORY = 2e12  # bytes per second
+LINK = 5e10
+LATENCY = 5e-6
+
+
+def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[str, Slot]) -> float:
+    """Seconds a node takes, roughly."""
+    if isinstance(node, Compute):
+        spec = chunks[node.chunk].phases[node.phase]
+        return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)
+    if isinstance(node, Transfer | Exchange):
+        return LATENCY + values[prefix_of(node.writes[0])].nbytes / LINK
+    return LATENCY

@@ -1,0 +1,175 @@
+"""The ends of a step: batch fields loaded when first read, and from the last gradient to equal parameters everywhere."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from piper.ir.chunk import Output
+from piper.ir.devices import Devices
+from piper.ir.node import Accumulate, Broadcast, Compute, Gather, Load, Node, Norm, Total, Transfer, Update
+from piper.lower.buckets import homes_of, param_slot
+from piper.lower.flow import buffer_slot
+from piper.lower.line import woven
+from piper.lower.programs import classes_of
+from piper.lower.reductions import final_gradient
+from piper.lower.work import Work
+from piper.plan.plan import Bucket, Slot
+
+LOSS = "loss"
+NORM = "norm"
+TOTAL = "total"
+
+
+def add_loads(work: Work) -> Work:
+    """Load each field of the batch right before its first reader on each set of devices.
+
+    F[PP=0 MB=0] reads batch.tokens
+    -->
+    load[tokens MB=0], F[PP=0 MB=0]
+    """
+    before: dict[int, list[Node]] = {}
+    loaded: set[str] = set()
+    for place, node in enumerate(work.line):
+        if not isinstance(node, Compute):
+            continue
+        for value in node.reads:
+            if value.startswith("batch.") and value not in loaded:
+                loaded.add(value)
+                field = value.removeprefix("batch.").rpartition("@")[0]
+                load = Load(
+                    batch_field=field, part=node.part, devices=node.devices, writes=(value,), origin=node.origin
+                )
+                before.setdefault(place, []).append(load)
+    return replace(work, line=woven(work.line, before, {}))
+
+
+def every_field_is_loaded(work: Work) -> Iterator[str]:
+    """Each batch value is loaded before it is read, once."""
+    seen: set[str] = set()
+    for node in work.line:
+        for value in node.reads:
+            if value.startswith("batch.") and value not in seen:
+                yield f"{node.name} reads {value} before it is loaded"
+        if isinstance(node, Load):
+            seen.update(node.writes)
+
+
+def add_losses(work: Work) -> Work:
+    """Add up each part's loss, and its weight, as soon as it is known.
+
+    F[PP=1 MB=0]  F[PP=1 MB=1]
+    -->
+    F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
+    """
+    outline = work.graph.outline
+    totals: dict[str, Output] = {LOSS: outline.loss, **({"weight": outline.weight} if outline.weight else {})}
+    after: dict[int, list[Node]] = {}
+    for total, source in totals.items():
+        prefix = f"{source.chunk}.out{source.index}"
+        began = False
+        for place, node in enumerate(work.line):
+            if isinstance(node, Compute) and node.phase == "F" and node.chunk == source.chunk:
+                value = next(v for v in node.writes if v == prefix or v.startswith(prefix + "["))
+                after.setdefault(place, []).append(
+                    Accumulate(
+                        source=f"{node.name} into {total}",
+                        devices=node.devices,
+                        reads=(value, total) if began else (value,),
+                        writes=(total,),
+                        origin=node.origin,
+                    )
+                )
+                began = True
+    values = {**work.values, LOSS: Slot(nbytes=8), "weight": Slot(nbytes=8)}
+    return replace(work, line=woven(work.line, {}, after), values=values)
+
+
+def add_updates(work: Work) -> Work:
+    """End the step: the norm and the losses over all devices, the update, and what it makes stale brought up to date.
+
+    reduce ...
+    -->
+    reduce ..., norm, total, update, gather (zero 1, 2), broadcast (buffers)
+    """
+    written = {value for node in work.line for value in node.writes}
+    trained = [b for b in work.buckets.values() if final_gradient(b) in written]
+    everyone = work.graph.devices()
+    nodes: list[Node] = []
+    homes = homes_of(work.graph)
+    loss_home = homes[work.graph.outline.loss.chunk].devices
+    weight = work.graph.outline.weight
+    weight_home = homes[weight.chunk].devices if weight else ()
+    extras = {LOSS: loss_home, **({"weight": weight_home} if weight else {})}
+    groups = device_groups(work, trained)
+    waits_for_total = work.settings.clip or weight is not None
+    for devices, buckets in groups.items():
+        reads = [final_gradient(b) for b in buckets]
+        reads += [name for name, home in extras.items() if devices[0] in home]
+        nodes.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
+    nodes.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
+    for devices, buckets in groups.items():
+        if buckets:
+            nodes.append(
+                Update(
+                    devices=devices,
+                    reads=(*(final_gradient(b) for b in buckets), *((TOTAL,) if waits_for_total else ())),
+                    writes=tuple(param_slot(b) for b in buckets),
+                    origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
+                )
+            )
+    nodes += [gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2)]
+    nodes += broadcasts(work)
+    return replace(
+        work,
+        line=(*work.line, *nodes),
+        values={**work.values, NORM: Slot(nbytes=24)},
+        residents={**work.residents, TOTAL: Slot(nbytes=24)},  # the step's result: whoever runs the plan reads it
+    )
+
+
+def every_gradient_is_applied(work: Work) -> Iterator[str]:
+    """Each final gradient is read by an update on every device of its bucket, after the last write to it."""
+    applied: dict[str, set[int]] = {}
+    for node in work.line:
+        if isinstance(node, Update):
+            for value in node.reads:
+                applied.setdefault(value, set()).update(node.devices)
+    written = {value for node in work.line for value in node.writes}
+    for bucket in work.buckets.values():
+        slot = final_gradient(bucket)
+        if slot in written and applied.get(slot, set()) != set(bucket.devices):
+            yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
+
+
+def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
+    """The devices that do the same work, with the buckets they update. A device with none still has its part."""
+    sets: dict[Devices, None] = {}
+    for node in work.line:
+        for devices in (node.source, node.target) if isinstance(node, Transfer) else (node.devices,):
+            sets.setdefault(devices)
+    for bucket in trained:
+        sets.setdefault(bucket.devices)
+    members = {devices: frozenset(devices) for devices in sets}
+    return {devices: [b for b in trained if devices[0] in members[b.devices]] for devices in classes_of(sets)}
+
+
+def gather_updated(bucket: Bucket) -> Gather:
+    """Bring the updated shards of a bucket together again on every replica."""
+    return Gather(
+        bucket=bucket.name,
+        run="update",
+        devices=bucket.devices,
+        reads=(param_slot(bucket),),
+        writes=(param_slot(bucket),),
+        stream=bucket.gather_stream,
+        origin=bucket.origin,
+    )
+
+
+def broadcasts(work: Work) -> Iterator[Broadcast]:
+    """Buffers that a chunk writes follow the first replica."""
+    homes = homes_of(work.graph)
+    for chunk in work.graph.outline.chunks:
+        devices = homes[chunk.name].devices
+        if chunk.mutated and len(devices) > 1:
+            slots = tuple(buffer_slot(name) for name in chunk.mutated)
+            yield Broadcast(chunk=chunk.name, devices=devices, reads=slots, writes=slots)

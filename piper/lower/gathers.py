@@ -1,0 +1,72 @@
+"""ZeRO-3: parameters gathered before each run of uses and freed after it, between parts too."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from piper.ir.node import Compute, Gather, Node
+from piper.lower.buckets import param_slot
+from piper.lower.line import computes_by_set, runs, woven
+from piper.lower.work import Work
+from piper.plan.plan import Bucket, Slot
+
+
+def add_gathers(work: Work) -> Work:
+    """Gather a sharded bucket for every run of neighbouring uses, one compute node ahead of it.
+
+    F[PP=0]  B[PP=1]  B[PP=0]
+    -->
+    gather PP=0, F[PP=0], gather PP=1, B[PP=1], gather PP=0, B[PP=0]      (each one node earlier, to overlap)
+    """
+    sharded = [bucket for bucket in work.buckets.values() if bucket.zero == 3]
+    if not sharded:
+        return work
+    line = list(work.line)
+    places = computes_by_set(line, {bucket.devices for bucket in sharded})
+    before: dict[int, list[Node]] = {}
+    values = dict(work.values)
+    renamed: dict[int, dict[str, str]] = {}
+    for bucket in sharded:
+        values[whole(bucket)] = Slot(nbytes=bucket.nbytes)
+        for run in uses(bucket, line, places[bucket.devices]):
+            first = line[places[bucket.devices][run[0]]]
+            slot = f"{whole(bucket)}[{first.name}]"
+            ahead = places[bucket.devices][max(0, run[0] - 1)]
+            gather = Gather(
+                bucket=bucket.name,
+                run=first.name,
+                devices=bucket.devices,
+                reads=(param_slot(bucket),),
+                writes=(slot,),
+                stream=bucket.gather_stream,
+                origin=bucket.origin,
+            )
+            before.setdefault(ahead, []).append(gather)
+            for use in run:
+                renamed.setdefault(places[bucket.devices][use], {})[param_slot(bucket)] = slot
+    for place, names in renamed.items():
+        node = line[place]
+        line[place] = replace(node, reads=tuple(names.get(value, value) for value in node.reads))
+    return replace(work, line=woven(line, before, {}), values=values)
+
+
+def sharded_parameters_are_gathered(work: Work) -> Iterator[str]:
+    """No compute node reads a shard where it needs the whole."""
+    shards = {param_slot(bucket) for bucket in work.buckets.values() if bucket.zero == 3}
+    for node in work.line:
+        if isinstance(node, Compute):
+            for value in node.reads:
+                if value in shards:
+                    yield f"{node.name} reads the shard {value}"
+
+
+def whole(bucket: Bucket) -> str:
+    """The slot of a bucket's gathered parameters."""
+    return f"{bucket.name}.whole"
+
+
+def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:
+    """The runs of neighbouring compute nodes that read a bucket. Its own chunks' other nodes do not break a run."""
+    slot = param_slot(bucket)
+    belongs = [slot in line[place].reads for place in places]
+    keeps = [line[place].chunk in bucket.chunks for place in places]  # type: ignore[union-attr]
+    return runs(places, belongs, keeps)

@@ -1,0 +1,57 @@
+"""The compiler from a directed graph to plans: read the list to know it."""
+
+from dataclasses import replace
+
+from piper.ir.chunk import Outline
+from piper.ir.graph import Graph
+from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
+from piper.lower.emit import emit
+from piper.lower.finish import (
+    add_loads,
+    add_losses,
+    add_updates,
+    every_field_is_loaded,
+    every_gradient_is_applied,
+)
+from piper.lower.flow import bind_values, no_value_crosses_devices
+from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
+from piper.lower.orders import add_orders, edges_join_nodes_that_exist
+from piper.lower.reductions import (
+    add_reductions,
+    add_tied_sums,
+    every_gradient_is_reduced,
+    every_tied_copy_is_summed,
+)
+from piper.lower.schedule import line_respects_every_edge, schedule
+from piper.lower.settle import every_chunk_has_one_home, settle
+from piper.lower.work import Property, Rewrite, Settings, Work
+from piper.plan.plan import Plans
+
+LOWERING: tuple[tuple[Rewrite, Property], ...] = (
+    (settle, every_chunk_has_one_home),
+    (make_buckets, every_parameter_has_a_bucket),
+    (bind_values, no_value_crosses_devices),
+    (add_orders, edges_join_nodes_that_exist),
+    (schedule, line_respects_every_edge),
+    (add_gathers, sharded_parameters_are_gathered),
+    (add_reductions, every_gradient_is_reduced),
+    (add_tied_sums, every_tied_copy_is_summed),
+    (add_losses, no_value_crosses_devices),
+    (add_loads, every_field_is_loaded),
+    (add_updates, every_gradient_is_applied),
+)
+
+
+def lower(graph: Graph, settings: Settings | None = None, outline: Outline | None = None) -> tuple[Plans, Work]:
+    """Lower a graph to plans; `outline` is the differentiated one, where the graph was made before it was known.
+
+    Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
+    """
+    if outline is not None:
+        graph = replace(graph, outline=outline)
+    work = Work(graph=graph, settings=settings or Settings())
+    for rewrite, holds in LOWERING:
+        work = rewrite(work)
+        broken = next(holds(work), None)
+        assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
+    return emit(work), work

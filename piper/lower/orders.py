@@ -1,0 +1,165 @@
+"""Temporal edges: what `order` directives ask for on each device, or a pipeline order where nobody asked."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from piper.errors import ScheduleError
+from piper.ir.chunk import Output, Phase, Tags
+from piper.ir.devices import Devices, show
+from piper.ir.graph import Graph, Ordering, Step
+from piper.ir.node import Compute, Exchange, Node, compute_name
+from piper.lower.work import Temporal, Work
+
+HALVES: dict[Phase, tuple[Phase, ...]] = {"B": ("B", "BI", "BW"), "F": ("F",), "BI": ("BI",), "BW": ("BW",)}
+
+
+def add_orders(work: Work) -> Work:
+    """Turn orders into temporal edges on each device, from the ends of a group to the starts of the next.
+
+    order([[F MB=0], [F MB=1]])
+    -->
+    F[PP=0 MB=0] ..> F[PP=0 MB=1]
+    """
+    nodes: dict[str, Node] = {node.name: node for node in work.nodes}
+    edges: list[Temporal] = []
+    if work.graph.orderings:
+        for ordering in work.graph.orderings:
+            for groups in variants(work.graph, ordering):
+                edges += chain_groups(work.graph, ordering.by, groups, nodes)
+    else:
+        edges += limit_in_flight(work.graph)
+    return replace(work, temporal=tuple(dict.fromkeys(edges)))
+
+
+def edges_join_nodes_that_exist(work: Work) -> Iterator[str]:
+    """Temporal edges join two nodes of the graph."""
+    names = {node.name for node in work.nodes}
+    for first, then, _ in work.temporal:
+        if first not in names or then not in names:
+            yield f"{first} ..> {then} leads nowhere"
+
+
+def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Step, ...], ...]]:
+    """The groups as asked, or once per part where a later split cut all of them along an axis."""
+    steps = [step for group in ordering.groups for step in group]
+    later = {graph.parts[step.chunk][len(step.part) :] for step in steps}
+    if later == {()}:
+        yield ordering.groups
+        return
+    if len(later) == 1:  # every member was split alike: each part keeps the order
+        axes = later.pop()
+        for indices in itertools.product(*(range(size) for _, size in axes)):
+            part = tuple((axis, i) for (axis, _), i in zip(axes, indices, strict=True))
+            yield tuple(tuple(replace(s, part=(*s.part, *part)) for s in group) for group in ordering.groups)
+        return
+    yield tuple(tuple(copy for step in group for copy in copies(graph, step)) for group in ordering.groups)
+
+
+def copies(graph: Graph, step: Step) -> Iterator[Step]:
+    """A step, on every part that a later split made of it."""
+    axes = graph.parts[step.chunk][len(step.part) :]
+    for indices in itertools.product(*(range(size) for _, size in axes)):
+        yield replace(step, part=(*step.part, *((axis, i) for (axis, _), i in zip(axes, indices, strict=True))))
+
+
+def chain_groups(
+    graph: Graph, by: int, groups: tuple[tuple[Step, ...], ...], nodes: dict[str, Node]
+) -> Iterator[Temporal]:
+    """Edges from each group to the next one on every device they share."""
+    found = [list(existing(group, nodes)) for group in groups]
+    present = [members for members in found if members]
+    check_devices_met(graph, by, present)
+    sets = {node.devices for members in present for node in members}
+    if len(sets) == 1:
+        yield from chain_on_device(by, present)
+        return
+    for home in sets:  # sets may overlap: chain what each set shares with the others
+        mine = set(home)
+        here = [[n for n in members if n.devices == home or not mine.isdisjoint(n.devices)] for members in present]
+        yield from chain_on_device(by, [members for members in here if members])
+
+
+def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute | Exchange]:
+    """A group's nodes; a backward that was split later stands for its halves."""
+    for step in group:
+        for phase in HALVES[step.phase]:
+            node = nodes.get(compute_name(step.chunk, phase, step.part))
+            if isinstance(node, Compute | Exchange):
+                yield node
+
+
+def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchange]]) -> None:
+    """Neighbouring groups must share a device: an order says nothing across devices."""
+    seen: set[int] = set()
+    known: dict[Devices, frozenset[int]] = {}
+    for place, members in enumerate(groups):
+        here: set[int] = set()
+        for node in members:
+            here |= known.setdefault(node.devices, frozenset(node.devices))
+        if place and here.isdisjoint(seen):
+            before = groups[place - 1][0]
+            raise ScheduleError(
+                "the order crosses devices",
+                by=graph.directives[by],
+                facts={
+                    "before": f"{before.name} on {show(before.devices)}",
+                    "after": f"{members[0].name} on {show(members[0].devices)}",
+                },
+                hint="order the nodes of one device at a time; data already orders them across devices",
+            )
+        seen = here
+
+
+def chain_on_device(by: int, groups: list[list[Compute | Exchange]]) -> Iterator[Temporal]:
+    """Edges between consecutive groups, from nodes that end one to nodes that start the next."""
+    for before, after in itertools.pairwise(groups):
+        for first in ends(before):
+            for then in starts(after):
+                yield (first.name, then.name, by)
+
+
+def ends(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
+    """The members of a group whose results no other member reads."""
+    if len(members) == 1:
+        return members
+    read = {value for node in members for value in node.reads}
+    return [node for node in members if not any(value in read for value in node.writes)]
+
+
+def starts(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
+    """The members of a group that read no other member's result."""
+    if len(members) == 1:
+        return members
+    written = {value for node in members for value in node.writes}
+    return [node for node in members if not any(value in written for value in node.reads)]
+
+
+def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
+    """Without an order, let no region run further ahead of its backward than the pipeline behind it is deep.
+
+    Backwards go first where both can run, so this is 1F1B for a plain pipeline.
+    """
+    depth = depths(graph)
+    parts: dict[str, list[Tags]] = {}
+    for cell in graph.index.cells:
+        parts.setdefault(cell.chunk, []).append(cell.part)
+    ordered = {chunk.name for chunk in graph.outline.chunks if chunk.kind in ("compute", "expert")}
+    for chunk, all_parts in parts.items():
+        if chunk not in ordered:
+            continue
+        for done, then in zip(all_parts, all_parts[depth[chunk] :], strict=False):
+            if compute_name(chunk, "B", done) in graph.nodes:
+                yield (compute_name(chunk, "B", done), compute_name(chunk, "F", then), -1)
+
+
+def depths(graph: Graph) -> dict[str, int]:
+    """For each chunk, how many sets of devices in a row its results still pass through, its own included."""
+    homes = {node.chunk: node.devices for node in graph.nodes.values()}
+    depth = {chunk.name: 1 for chunk in graph.outline.chunks}
+    for chunk in reversed(graph.outline.chunks):
+        for source in chunk.inputs:
+            if isinstance(source, Output):
+                hop = homes[source.chunk] != homes[chunk.name]
+                depth[source.chunk] = max(depth[source.chunk], depth[chunk.name] + hop)
+    return depth

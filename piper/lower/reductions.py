@@ -1,0 +1,199 @@
+"""Gradients on their way from backwards to the update: accumulated, reduced over replicas, summed over tied copies."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from piper.ir.devices import columns
+from piper.ir.node import Accumulate, Compute, Node, Reduce
+from piper.lower.flow import gradient_slot
+from piper.lower.line import computes_by_set, runs, woven
+from piper.lower.work import Work, prefix_of
+from piper.plan.plan import Bucket, Slot
+
+
+@dataclass(slots=True)
+class Weaving:
+    """Nodes to put into the line, and the values they need."""
+
+    line: tuple[Node, ...]
+    after: dict[int, list[Node]] = field(default_factory=dict)
+    values: dict[str, Slot] = field(default_factory=dict)
+
+    def put(self, place: int, node: Node) -> None:
+        self.after.setdefault(place, []).append(node)
+
+
+def add_reductions(work: Work) -> Work:
+    """Accumulate each backward's gradients and reduce them: once a step (zero 0, 1) or after each run (2, 3).
+
+    B[PP=0 MB=0]  B[PP=0 MB=1]
+    -->
+    B[PP=0 MB=0], accumulate, B[PP=0 MB=1], accumulate, reduce
+    """
+    givers = gradient_givers(work)
+    weaving = Weaving(work.line, values=dict(work.values))
+    places = computes_by_set(work.line, {bucket.devices for bucket in work.buckets.values()})
+    for bucket in work.buckets.values():
+        given = givers.get(bucket.name, {})
+        if not given:
+            continue
+        if bucket.zero >= 2:
+            reduce_each_run(weaving, bucket, given, places[bucket.devices])
+        else:
+            reduce_once(weaving, bucket, given)
+    return replace(work, line=woven(work.line, {}, weaving.after), values=weaving.values)
+
+
+def every_gradient_is_reduced(work: Work) -> Iterator[str]:
+    """Each trainable bucket ends with a gradient, summed over replicas where it has them, and no partial one is lost."""
+    read = {value for node in work.line for value in node.reads}
+    written = {value for node in work.line for value in node.writes}
+    reduced = {node.bucket for node in work.line if isinstance(node, Reduce)}
+    gives = gradient_givers(work)
+    for bucket in work.buckets.values():
+        if bucket.name not in gives:
+            continue
+        if final_gradient(bucket) not in written:
+            yield f"{bucket.name} has no gradient to apply"
+        if bucket.group_size > 1 and bucket.name not in reduced:
+            yield f"{bucket.name} is never reduced over its {bucket.group_size} replicas"
+        for value in gives[bucket.name].values():
+            if value not in read:
+                yield f"the gradient {value} is lost"
+
+
+def gradient_givers(work: Work) -> dict[str, dict[int, str]]:
+    """For each bucket: where in line a backward gives it a gradient, and in which slot."""
+    bucket_of = {
+        gradient_slot(bucket.name, bucket.chunks, chunk): bucket.name
+        for bucket in work.buckets.values()
+        for chunk in bucket.chunks
+    }
+    givers: dict[str, dict[int, str]] = {}
+    for place, node in enumerate(work.line):
+        if isinstance(node, Compute) and node.phase in ("B", "BW"):
+            for value in node.writes:
+                name = bucket_of.get(prefix_of(value))
+                if name is not None:
+                    givers.setdefault(name, {})[place] = value
+    return givers
+
+
+def full_gradient(bucket: Bucket) -> str:
+    """The slot where a bucket's gradients of several backwards are added up, before any reduction."""
+    return f"{bucket.name}.grad"
+
+
+def shard_gradient(bucket: Bucket) -> str:
+    """The slot of a device's shard of the reduced gradient."""
+    return f"{bucket.name}.grad_shard"
+
+
+def final_gradient(bucket: Bucket) -> str:
+    """The slot that the update reads."""
+    return shard_gradient(bucket) if bucket.zero else full_gradient(bucket)
+
+
+def accumulate(weaving: Weaving, bucket: Bucket, place: int, value: str, total: str, first: bool) -> None:
+    """Add one backward's gradients to a total, or begin it."""
+    source = weaving.line[place]
+    weaving.put(
+        place,
+        Accumulate(
+            source=f"{source.name} into {total}",
+            devices=bucket.devices,
+            reads=(value,) if first else (value, total),
+            writes=(total,),
+            origin=source.origin,
+        ),
+    )
+
+
+def reduce_node(weaving: Weaving, bucket: Bucket, place: int, value: str, again: bool) -> None:
+    """Reduce a gradient over the replicas after a place in line; a scattered sum adds to the shard so far."""
+    scatter = bucket.zero > 0
+    result = shard_gradient(bucket) if scatter else full_gradient(bucket)
+    if scatter:
+        weaving.values[result] = Slot(nbytes=bucket.shard_nbytes)
+    weaving.put(
+        place,
+        Reduce(
+            bucket=bucket.name,
+            run=weaving.line[place].name,
+            devices=bucket.devices,
+            scatter=scatter,
+            reads=(value, result) if again else (value,),
+            writes=(result,),
+            stream=bucket.reduce_stream,
+            origin=bucket.origin,
+        ),
+    )
+
+
+def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None:
+    """Add everything up on each device, then reduce once."""
+    total = full_gradient(bucket)
+    weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
+    for count, (place, value) in enumerate(given.items()):
+        accumulate(weaving, bucket, place, value, total, first=count == 0)
+    if bucket.group_size > 1:
+        reduce_node(weaving, bucket, max(given), total, again=False)
+
+
+def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], places: list[int]) -> None:
+    """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its run."""
+    belongs = [place in given for place in places]
+    for count, run in enumerate(runs(places, belongs, [False] * len(places))):
+        where = [places[use] for use in run]
+        value = given[where[0]]
+        if len(where) > 1:
+            value = f"{full_gradient(bucket)}[{weaving.line[where[0]].name}]"
+            weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.itemsize)
+            for nth, place in enumerate(where):
+                accumulate(weaving, bucket, place, given[place], value, first=nth == 0)
+        reduce_node(weaving, bucket, where[-1], value, again=count > 0)
+
+
+def add_tied_sums(work: Work) -> Work:
+    """Sum the gradients of a tied parameter over the sets of devices that hold a copy of it.
+
+    reduce PP=0's copy     reduce PP=3's copy
+    -->
+    reduce PP=0's copy, reduce PP=3's copy, reduce both, shard by shard
+    """
+    sums: list[Node] = []
+    done: set[str] = set()
+    written = {value for node in work.line for value in node.writes}
+    for bucket in work.buckets.values():
+        if not bucket.siblings or bucket.name in done or not bucket.trainable:
+            continue
+        family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
+        done.update(member.name for member in family)
+        slots = [final_gradient(member) for member in family]
+        given = [slot for slot in slots if slot in written]
+        if not given:
+            continue
+        devices = tuple(device for column in columns([member.devices for member in family]) for device in column)
+        sums.append(
+            Reduce(
+                bucket=bucket.name,
+                run="tied",
+                devices=devices,
+                scatter=False,
+                reads=tuple(given),  # a copy that no backward reaches adds nothing, but gets the sum
+                writes=tuple(slots),
+                stream=bucket.reduce_stream,
+                origin=tuple(dict.fromkeys(n for member in family for n in member.origin)),
+            )
+        )
+    return replace(work, line=(*work.line, *sums))
+
+
+def every_tied_copy_is_summed(work: Work) -> Iterator[str]:
+    """Each trainable parameter with copies in several buckets is in a sum over them."""
+    summed = {slot for node in work.line if isinstance(node, Reduce) and node.run == "tied" for slot in node.writes}
+    gives = gradient_givers(work)
+    for bucket in work.buckets.values():
+        reached = any(name in gives for name in (bucket.name, *bucket.siblings))
+        if bucket.siblings and reached and final_gradient(bucket) not in summed:
+            yield f"{bucket.name} is not summed with {', '.join(bucket.siblings)}"

@@ -1,0 +1,234 @@
+"""One global order for everything in the step, by list scheduling over a rough cost.
+
+Every device later issues its part of the work in this order. Because it is one order and data and orders agree with
+it, communicators can never wait for each other in a circle.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from piper.errors import ScheduleError
+from piper.ir.node import Compute, Node, Transfer
+from piper.lower.cost import cost_of
+from piper.lower.work import Work
+
+SEARCHED = 256  # orders looked at for the shortest circle; one is enough to mend the strategy
+URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
+
+
+@dataclass(slots=True)
+class Web:
+    """The nodes as numbers, with who must wait for whom."""
+
+    nodes: tuple[Node, ...]
+    followers: list[list[int]]
+    waiting: list[int]  # how many each one waits for
+    said_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
+
+
+def schedule(work: Work) -> Work:
+    """Put every node of the step in one order: what can start first, starts first; ties by urgency and path length.
+
+    F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
+    """
+    web = connect(work)
+    order = topological(web, work)
+    chunks = work.graph.chunks
+    costs = [cost_of(node, chunks, work.values) for node in web.nodes]
+    tails = path_lengths(web, order, costs)
+    priority = priorities(web, tails)
+    line = simulate(web, costs, priority)
+    return replace(work, line=tuple(web.nodes[i] for i in line))
+
+
+def line_respects_every_edge(work: Work) -> Iterator[str]:
+    """Each node stands after what it reads and after what was ordered before it."""
+    place = {node.name: i for i, node in enumerate(work.line)}
+    if len(place) != len(work.nodes):
+        yield f"{len(work.nodes)} nodes, {len(place)} in line"
+    written = {value: i for i, node in enumerate(work.line) for value in node.writes}
+    for i, node in enumerate(work.line):
+        for value in node.reads:
+            if written.get(value, -1) >= i and value not in work.residents:
+                yield f"{node.name} stands before {value} is written"
+    for first, then, _ in work.temporal:
+        if place[first] >= place[then]:
+            yield f"{first} stands after {then}"
+
+
+def connect(work: Work) -> Web:
+    """Number the nodes and link each to those that must wait for it."""
+    producer: dict[str, int] = {}
+    number: dict[str, int] = {}
+    for i, node in enumerate(work.nodes):
+        number[node.name] = i
+        for value in node.writes:
+            if value not in work.residents:
+                producer[value] = i
+    followers: list[list[int]] = [[] for _ in work.nodes]
+    waiting = [0] * len(work.nodes)
+    for i, node in enumerate(work.nodes):
+        for before in {producer[value] for value in node.reads if value in producer}:
+            followers[before].append(i)
+            waiting[i] += 1
+    said_by: dict[tuple[int, int], int] = {}
+    for first, then, by in work.temporal:
+        pair = (number[first], number[then])
+        if pair not in said_by:
+            said_by[pair] = by
+            followers[pair[0]].append(pair[1])
+            waiting[pair[1]] += 1
+    return Web(work.nodes, followers, waiting, said_by)
+
+
+def topological(web: Web, work: Work) -> list[int]:
+    """Some order that respects every edge; a circle is an error that shows it."""
+    waiting = list(web.waiting)
+    ready = deque(i for i, count in enumerate(waiting) if not count)
+    order: list[int] = []
+    while ready:
+        i = ready.popleft()
+        order.append(i)
+        for j in web.followers[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                ready.append(j)
+    if len(order) < len(web.nodes):
+        raise circle_error(web, {i for i, count in enumerate(waiting) if count}, work)
+    return order
+
+
+def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
+    """The shortest circle that an order closes, with the path that contradicts it."""
+    best: list[int] = []
+    stuck = on_circles(web, stuck)
+    closing = [pair for pair in web.said_by if pair[0] in stuck and pair[1] in stuck]
+    for tries, (first, then) in enumerate(closing):
+        if best and (tries >= SEARCHED or len(best) == 2):
+            break
+        path = shortest_path(web, then, first, stuck, len(best) or len(web.nodes))
+        if path and (not best or len(path) < len(best)):
+            best = path
+    then, first = best[0], best[-1]
+    arrows = [f"{web.nodes[best[0]].name}"]
+    for a, b in zip(best, best[1:], strict=False):
+        arrows.append(f"{'..>' if (a, b) in web.said_by else '-->'} {web.nodes[b].name}")
+    others = sorted({web.said_by[a, b] for a, b in zip(best, best[1:], strict=False) if (a, b) in web.said_by})
+    by = web.said_by[first, then]
+    directives = work.graph.directives
+    facts = {"asked": f"{web.nodes[first].name} before {web.nodes[then].name}", "but": " ".join(arrows)}
+    if extra := [directives[o] for o in others if o not in (by, -1)]:
+        facts["with"] = ", ".join(extra)
+    return ScheduleError(
+        "this order can never run",
+        by=directives[by],
+        facts=facts,
+        hint=f"put {web.nodes[then].name} first, or order only one of them",
+    )
+
+
+def on_circles(web: Web, stuck: set[int]) -> set[int]:
+    """Of the nodes that wait for a circle, those that also lead back to one."""
+    left = {i: sum(j in stuck for j in web.followers[i]) for i in stuck}
+    before: dict[int, list[int]] = {i: [] for i in stuck}
+    for i in stuck:
+        for j in web.followers[i]:
+            if j in stuck:
+                before[j].append(i)
+    dead = [i for i, count in left.items() if not count]
+    remaining = set(stuck)
+    while dead:
+        j = dead.pop()
+        remaining.discard(j)
+        for i in before[j]:
+            left[i] -= 1
+            if not left[i]:
+                dead.append(i)
+    return remaining
+
+
+def shortest_path(web: Web, start: int, goal: int, among: set[int], limit: int) -> list[int]:
+    """The shortest path between two nodes, or nothing."""
+    came: dict[int, int] = {start: -1}
+    frontier = [start]
+    while frontier and goal not in came and limit > 0:
+        limit -= 1
+        following: list[int] = []
+        for i in frontier:
+            for j in web.followers[i]:
+                if j in among and j not in came:
+                    came[j] = i
+                    following.append(j)
+        frontier = following
+    if goal not in came:
+        return []
+    path = [goal]
+    while came[path[-1]] >= 0:
+        path.append(came[path[-1]])
+    return path[::-1]
+
+
+def path_lengths(web: Web, order: list[int], costs: list[float]) -> list[float]:
+    """For each node, the longest way from its start to the end of the step."""
+    tails = [0.0] * len(order)
+    for i in reversed(order):
+        tails[i] = costs[i] + max((tails[j] for j in web.followers[i]), default=0.0)
+    return tails
+
+
+def priorities(web: Web, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
+    """Who goes first where several could: the urgent, then earlier parts, then the longest way to go."""
+    result = []
+    for i, node in enumerate(web.nodes):
+        if isinstance(node, Compute):
+            key = (URGENCY[node.phase], tuple([index for _, index in node.part]), -tails[i], i)
+        else:
+            key = (0, (), -tails[i], i)
+        result.append(key)
+    return result
+
+
+def lane_of(node: Node) -> tuple[int, str]:
+    """What a node occupies while it runs: a stream of its first device."""
+    if isinstance(node, Transfer):
+        return (node.source[0], f"{node.stream}.send")
+    return (node.devices[0], node.stream)
+
+
+def simulate(web: Web, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]) -> list[int]:
+    """The nodes in the order they would start if each stream always took its most urgent ready node."""
+    lanes: dict[tuple[int, str], int] = {}
+    lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in web.nodes]
+    ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in lanes]
+    busy = [False] * len(lanes)
+    waiting = list(web.waiting)
+    events: list[tuple[float, int]] = []
+    line: list[int] = []
+    touched: set[int] = set()
+    for i, count in enumerate(waiting):
+        if not count:
+            heapq.heappush(ready[lane[i]], (priority[i], i))
+            touched.add(lane[i])
+    now = 0.0
+    while True:
+        for at in sorted(touched):
+            if not busy[at] and ready[at]:
+                _, i = heapq.heappop(ready[at])
+                busy[at] = True
+                line.append(i)
+                heapq.heappush(events, (now + costs[i], i))
+        if not events:
+            return line
+        now = events[0][0]
+        touched.clear()
+        while events and events[0][0] == now:
+            _, i = heapq.heappop(events)
+            busy[lane[i]] = False
+            touched.add(lane[i])
+            for j in web.followers[i]:
+                waiting[j] -= 1
+                if not waiting[j]:
+                    heapq.heappush(ready[lane[j]], (priority[j], j))
+                    touched.add(lane[j])

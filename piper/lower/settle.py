@@ -1,0 +1,154 @@
+"""Settle what directives left open: places, phases that do nothing, and that every set of devices fits the batch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from piper.errors import ScheduleError
+from piper.ir.chunk import Chunk
+from piper.ir.devices import show
+from piper.ir.graph import Graph
+from piper.ir.node import Compute
+from piper.lower.work import Work
+
+
+def settle(work: Work) -> Work:
+    """Place a strategy without places on device 0, drop phases with nothing to do, and check the rest.
+
+    F[PP=0]  B[PP=0]  BI[PP=0 MB=1] (nothing to give back)
+    -->
+    F[PP=0]@0  B[PP=0]@0
+    """
+    graph = work.graph
+    if not any(node.devices for node in graph.nodes.values()):
+        graph = graph.update(replace(node, devices=(0,)) for node in graph.nodes.values())
+    graph = drop_idle(graph)
+    check_placed(graph)
+    check_one_home(graph)
+    check_expert_regions(graph)
+    check_batch(graph, work.settings.samples)
+    return replace(work, graph=graph)
+
+
+def every_chunk_has_one_home(work: Work) -> Iterator[str]:
+    """Each chunk's nodes are all placed, and on one set of devices."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for node in work.graph.nodes.values():
+        if not node.devices:
+            yield f"{node.name} is not placed"
+        elif homes.setdefault(node.chunk, node.devices) != node.devices:
+            yield f"{node.name} is on {show(node.devices)}, its chunk on {show(homes[node.chunk])}"
+
+
+def drop_idle(graph: Graph) -> Graph:
+    """Drop backwards that capture found empty: nothing to differentiate, or all of it in the other half."""
+    chunks = graph.chunks
+    return graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+
+
+def is_idle(chunk: Chunk, node: Compute) -> bool:
+    """Whether a node of this phase would do nothing."""
+    if node.phase == "F" or not chunk.phases:
+        return False
+    if "B" not in chunk.phases:
+        return True
+    if chunk.kind in ("route", "unroute"):
+        return node.phase == "BW"  # rows travel in the first half
+    if node.phase == "BI":
+        spec = chunk.phases["BI"]
+        return not spec.grad_inputs and not spec.carried
+    return node.phase == "BW" and not chunk.phases["BW"].grad_params
+
+
+def check_placed(graph: Graph) -> None:
+    """Every node must be placed by now."""
+    unplaced = [node.name for node in graph.nodes.values() if not node.devices]
+    if unplaced:
+        placed = next(node for node in graph.nodes.values() if node.devices)
+        raise ScheduleError(
+            f"{unplaced[0]} is placed on no device",
+            by="strategy",
+            facts={
+                "unplaced": ", ".join(unplaced[:4]) + (f" and {len(unplaced) - 4} more" if len(unplaced) > 4 else ""),
+                "placed": f"{placed.name} on {show(placed.devices)}",
+            },
+            hint="place every region, or none for a single device",
+        )
+
+
+def check_one_home(graph: Graph) -> None:
+    """A chunk's parameters and saved values live where it runs, so all its nodes share one set of devices."""
+    homes: dict[str, Compute] = {}
+    for node in graph.nodes.values():
+        first = homes.setdefault(node.chunk, node)
+        if first.devices != node.devices:
+            number = node.origin[-1] if node.origin else first.origin[-1]
+            raise ScheduleError(
+                f"{node.chunk} would live in two places",
+                by=graph.directives[number],
+                facts={first.name: f"on {show(first.devices)}", node.name: f"on {show(node.devices)}"},
+                hint="place all passes and parts of a region on the same devices",
+            )
+
+
+def check_expert_regions(graph: Graph) -> None:
+    """Rows between route and unroute belong to no sample, so the region cannot be cut across sets of devices."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    chunks = graph.chunks
+    for chunk in graph.outline.chunks:
+        ways = graph.policy(chunk.name).ways
+        home = homes[chunk.name]
+        if chunk.kind != "compute" and len(home.devices) % ways:
+            raise ScheduleError(
+                f"{len(home.devices)} devices cannot form groups of {ways}",
+                by=graph.directives[home.origin[-1]],
+                facts={"region": chunk.name, "devices": show(home.devices)},
+                hint="place the region on a multiple of `ways` devices",
+            )
+        if chunk.kind not in ("expert", "unroute"):
+            continue
+        for source in chunk.inputs:
+            producer = homes.get(getattr(source, "chunk", ""))
+            if producer is None or chunks[producer.chunk].kind not in ("route", "expert"):
+                continue
+            there = graph.policy(producer.chunk).ways
+            if producer.devices != home.devices or there != ways:
+                raise ScheduleError(
+                    "an expert region would be cut apart",
+                    by=graph.directives[home.origin[-1]] if home.origin else "strategy",
+                    facts={
+                        producer.chunk: f"on {show(producer.devices)}, ways {there}",
+                        chunk.name: f"on {show(home.devices)}, ways {ways}",
+                    },
+                    hint="select the whole region from its route to its unroute",
+                )
+
+
+def cells_per_device(graph: Graph) -> int:
+    """How many slices the samples are cut into before parts: a number every set of devices divides."""
+    return math.lcm(*{len(node.devices) for node in graph.nodes.values()})
+
+
+def parts_of(graph: Graph, chunk: str) -> int:
+    """Into how many parts a chunk's samples are split."""
+    return math.prod(size for _, size in graph.parts[chunk])
+
+
+def check_batch(graph: Graph, samples: int | None) -> None:
+    """The samples must divide evenly over devices and parts."""
+    if samples is None:
+        return
+    slices = cells_per_device(graph)
+    for chunk in graph.parts:
+        parts = parts_of(graph, chunk)
+        if samples % (slices * parts):
+            axes = " x ".join(f"{axis}={size}" for axis, size in graph.parts[chunk])
+            raise ScheduleError(
+                f"{samples} samples do not divide into {slices * parts} equal pieces",
+                by="strategy",
+                facts={
+                    "devices": f"{slices} slices of the samples",
+                    "parts": f"{parts} in each slice" + (f" ({axes})" if axes else ""),
+                },
+                hint=f"use a batch that is a multiple of {slices * parts}, fewer parts or fewer devices",
+            )

@@ -1,0 +1,82 @@
+"""How much memory a device holds as it goes through its plan, storage by storage."""
+
+from dataclasses import dataclass
+
+from piper.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The bytes live while each instruction runs, in issue order."""
+
+    resident: int  # held between steps: parameters, optimizer state, buffers
+    live: tuple[int, ...]  # while instruction i runs: residents, slots and its workspace
+    peak: int
+    peak_at: int  # the instruction at the peak
+    at_peak: tuple[tuple[str, int], ...]  # what is live there, largest first
+
+
+class Ledger:
+    """Counts live bytes as slots come and go; a shared storage counts once, until its last slot is freed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.live = 0
+        self.sharers: dict[str, int] = {}
+
+    def hold(self, slot: str) -> None:
+        """Count a slot that comes to life."""
+        spec = self.plan.slots[slot]
+        self.live += spec.nbytes
+        for storage, nbytes in spec.shares:
+            self.sharers[storage] = self.sharers.get(storage, 0) + 1
+            if self.sharers[storage] == 1:
+                self.live += nbytes
+
+    def release(self, slot: str) -> None:
+        """Uncount a slot that is freed."""
+        spec = self.plan.slots[slot]
+        self.live -= spec.nbytes
+        for storage, nbytes in spec.shares:
+            self.sharers[storage] -= 1
+            if not self.sharers[storage]:
+                self.live -= nbytes
+
+
+def timeline(plan: Plan) -> Timeline:
+    """Walk a plan in issue order and count what is live."""
+    resident = sum(slot.nbytes for slot in plan.residents.values())
+    ledger = Ledger(plan)
+    held: set[str] = set()
+    live: list[int] = []
+    peak, peak_at = resident, 0
+    for place, ins in enumerate(plan.instrs):
+        for slot in ins.writes:
+            if slot in plan.slots and slot not in held:
+                held.add(slot)
+                ledger.hold(slot)
+        now = resident + ledger.live + ins.workspace
+        live.append(now)
+        if now > peak:
+            peak, peak_at = now, place
+        for slot in ins.frees:
+            held.discard(slot)
+            ledger.release(slot)
+    return Timeline(
+        resident=resident, live=tuple(live), peak=peak, peak_at=peak_at, at_peak=tuple(live_at(plan, peak_at))
+    )
+
+
+def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
+    """What is live while one instruction runs, largest first."""
+    held: dict[str, int] = {}
+    for ins in plan.instrs[: place + 1]:
+        for slot in ins.writes:
+            if slot in plan.slots:
+                spec = plan.slots[slot]
+                held[slot] = spec.nbytes + sum(nbytes for _, nbytes in spec.shares)
+        if ins is not plan.instrs[place]:
+            for slot in ins.frees:
+                held.pop(slot, None)
+    everything = [*held.items(), *((name, slot.nbytes) for name, slot in plan.residents.items())]
+    return sorted(everything, key=lambda entry: (-entry[1], entry[0]))

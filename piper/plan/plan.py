@@ -1,0 +1,133 @@
+"""Plans: when each device does what, on which stream, in which slot. Pure data that a runtime or a simulator obeys."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from piper.plan.instr import Instr
+
+Devices = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """What a slot holds, in bytes: storage of its own, and storages it shares with other slots."""
+
+    nbytes: int
+    shares: tuple[tuple[str, int], ...] = ()  # (storage, bytes): live until the last slot that shares it is freed
+    dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comm:
+    """A communicator: groups of devices that communicate among themselves, or (sender, receiver) pairs."""
+
+    name: str
+    kind: str  # "pairs" or "groups"
+    groups: tuple[Devices, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One parameter inside a bucket, as a device holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # in elements, from the start of the bucket
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that live, travel and are updated together.
+
+    Replicas reduce within `groups`; with zero > 0 each member owns an equal shard of the flat, padded bucket.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    devices: Devices
+    groups: tuple[Devices, ...]
+    chunks: tuple[str, ...]  # who reads it
+    dtype: str
+    itemsize: int
+    zero: int = 0
+    ways: int = 1  # experts: device i of the set holds the (i mod ways)-th part of each piece
+    trainable: bool = True
+    copies: int = 1  # how many devices hold each element of the gradient that is clipped and applied
+    siblings: tuple[str, ...] = ()  # the other buckets of a tied parameter
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    origin: tuple[int, ...] = ()  # the directives that made it so
+
+    @property
+    def group_size(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the flat bucket, so that it divides evenly among its group."""
+        return -(-self.numel // self.group_size) * self.group_size
+
+    @property
+    def nbytes(self) -> int:
+        """The whole bucket, in bytes, as a device holds it when gathered."""
+        return (self.padded if self.zero else self.numel) * self.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.padded // self.group_size * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What each of `devices` does in a step; they differ only in rank."""
+
+    devices: Devices
+    instrs: tuple[Instr, ...]
+    slots: Mapping[str, Slot]  # those made and freed within the step
+    residents: Mapping[str, Slot]  # those that outlive it: parameters, optimizer state, buffers, constants
+
+    def around(self, position: int, reach: int = 3) -> str:
+        """The instructions near one, an arrow at it."""
+        low, high = max(0, position - reach), position + reach + 1
+        return "\n".join(
+            f"{'-->' if i == position else '   '} {i:5}  {ins.op:14} {ins.node}"
+            for i, ins in enumerate(self.instrs[low:high], low)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plans:
+    """The plans of all devices, and what they share."""
+
+    plans: tuple[Plan, ...]
+    comms: Mapping[str, Comm]
+    buckets: Mapping[str, Bucket]
+    seed: float  # what each part's loss gradient starts from
+    weighted: bool  # gradients are divided by the total weight in the update
+    cells: int = 1  # slices of the samples before parts; every set of devices divides it
+    axes: Mapping[str, int] = field(default_factory=dict)  # how many parts along each axis
+    why: tuple[str, ...] = ()  # what the compiler decided against, and the reason
+
+    def of(self, device: int) -> Plan:
+        """One device's plan."""
+        for plan in self.plans:
+            if device in plan.devices:
+                return plan
+        raise KeyError(device)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
