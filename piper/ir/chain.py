@@ -105,7 +105,7 @@ def _matmuls(
                 inputs=(0,), params=params, saved=(0,), tangents=(0,), grad_inputs=grads, grad_params=params,
                 flops=inward + weight,
             ),
-            "BI": PhaseSpec(params=params, saved=(0,), tangents=(0,), grad_inputs=grads, carried=(0,), flops=inward),
+            "BI": PhaseSpec(params=params, saved=(0,), tangents=(0,), grad_inputs=grads, flops=inward),
             "BW": PhaseSpec(inputs=(0,), carried=(0,), grad_params=params, flops=weight),
         },
     )

@@ -55,14 +55,15 @@ class PhaseSpec:
     """What one phase of a chunk reads and writes. Its code is called with, and returns, exactly these in this order.
 
     Reads: inputs, params, buffers, saved, carried, tangents.
-    Writes: F: outputs, saved, mutated buffers. B: grad_inputs, grad_params. BI: grad_inputs, carried. BW: grad_params.
+    Writes: F: outputs, saved, mutated buffers. B: grad_inputs, grad_params. BI: grad_inputs, all of Chunk.carried.
+    BW: grad_params.
     """
 
     inputs: tuple[int, ...] = ()  # indices into Chunk.inputs
     params: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     saved: tuple[int, ...] = ()  # indices into Chunk.saved
-    carried: tuple[int, ...] = ()  # indices into Chunk.carried: BI writes them, BW reads them
+    carried: tuple[int, ...] = ()  # indices into Chunk.carried: what BW reads of it
     tangents: tuple[int, ...] = ()  # indices into Chunk.outputs: whose gradient is read
     grad_inputs: tuple[int, ...] = ()  # indices into Chunk.inputs: whose gradient is written
     grad_params: tuple[str, ...] = ()

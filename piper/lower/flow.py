@@ -253,7 +253,7 @@ def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int,
     reads += state_reads(flow, chunk, spec)
     reads += [f"{chunk.name}.{bundle}" for bundle, members in bundles(chunk).items() if saved & set(members)]
     writes = [f"{chunk.name}.din{position}" for position in spec.grad_inputs]
-    if spec.carried and phase == "BI":
+    if chunk.carried and phase == "BI":
         flow.values[f"{chunk.name}.carried"] = slot_of(chunk, chunk.carried)
         writes.append(f"{chunk.name}.carried")
     if spec.carried and phase == "BW":

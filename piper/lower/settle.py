@@ -56,7 +56,7 @@ def is_idle(chunk: Chunk, node: Compute) -> bool:
         return node.phase == "BW"  # rows travel in the first half
     if node.phase == "BI":
         spec = chunk.phases["BI"]
-        return not spec.grad_inputs and not spec.carried
+        return not spec.grad_inputs and not chunk.carried
     return node.phase == "BW" and not chunk.phases["BW"].grad_params
 
 

@@ -1,0 +1,52 @@
+# Every target does what it needs: on a fresh machine `make test` also makes the virtual environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WORKERS ?= 2
+SCHEDULES := gpipe 1f1b interleaved-1f1b zero-bubble interleaved-zero-bubble zbv dualpipe-v
+
+.PHONY: help setup test matrix demo lint format bench gallery
+
+help:
+	@echo "make setup    the virtual environment, with everything the tests need"
+	@echo "make test     the tests (no GPU, network or Ray); make matrix: every composition of strategies"
+	@echo "make demo     compile a small composed strategy and print its plan"
+	@echo "make lint     ruff and mypy; make format: let ruff write"
+	@echo "make bench    how compile time grows with the job"
+	@echo "make gallery  every pipeline schedule as a grid"
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $(PYTHON) is older than Python 3.11; name another one: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot make virtual environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+matrix: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m matrix
+
+demo: setup
+	$(BIN)/piper plan recipes/moe_dualpipe.py:demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/compile_scale.py
+
+gallery: setup
+	@for name in $(SCHEDULES); do echo "$$name"; $(BIN)/piper schedule $$name --ranks 4 --microbatches 8 || exit 1; echo; done

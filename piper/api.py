@@ -1,0 +1,225 @@
+"""From a job to a proven program: capture, directives, lowering, proof."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from piper.capture.differentiate import Captured, differentiate
+from piper.capture.trace import Traced, trace
+from piper.devices import show
+from piper.directives import Directive, Place, Replicate, Shard, Split, apply
+from piper.directives.json import load_strategy
+from piper.errors import ConfigError, ScheduleError
+from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.graph import Graph, start
+from piper.ir.node import Compute, Node
+from piper.job import Batch, Job
+from piper.lower.lower import lower
+from piper.lower.settle import parts_of, settle
+from piper.lower.work import Settings, Work
+from piper.plan.check import prove
+from piper.plan.plan import Plans
+from piper.probe import Probe, probe_optimizer
+
+MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A job compiled and proven: the graph, the plans, and the code they call."""
+
+    job: Job
+    graph: Graph
+    plans: Plans
+    work: Work
+    codes: Mapping[int, Captured]  # by the samples in a slice: usually one
+
+    @property
+    def outline(self) -> Outline:
+        """The model's chunks, each for the slice of samples it gets."""
+        return self.graph.outline
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors that the trace lifted out of the model."""
+        return {name: value for code in self.codes.values() for name, value in code.constants.items()}
+
+    def code(self, chunk: Chunk, phase: Phase) -> Callable[..., tuple[Tensor, ...]]:
+        """The code of one phase of a chunk, called as its `PhaseSpec` says."""
+        for captured in self.codes.values():
+            if chunk.key in captured.codes:
+                return captured.phase(chunk.key, phase)
+        raise KeyError(chunk.key)
+
+    def explain(self, node: str) -> str:
+        """Say of a node what it is, where it runs, which directives made it so, and what it waits for."""
+        found = {line.name: line for line in self.work.line}
+        if node not in found:
+            close = get_close_matches(node, found, n=3)
+            raise ConfigError(
+                f"there is no node {node!r}",
+                by="explain",
+                facts={"close": ", ".join(close)} if close else {},
+                hint="`piper plan` lists the nodes; a backward is in halves (BI, BW) only where an order asks for them",
+            )
+        return explanation(self, found[node])
+
+
+def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is of no use to our users
+    """Capture a job's model, apply its strategy, lower it to plans and prove them."""
+    strategy = strategy_of(job)
+    batch = first_batch(job)
+    samples = len(next(iter(batch.values())))
+    settings = Settings(
+        samples=samples,
+        clip=job.clip_norm is not None,
+        state_bytes=0,
+        master_bytes=MASTER_BYTES[job.precision],
+    )
+
+    def traced_at(rows: int) -> Traced:
+        return trace(job.model, job.loss, batch, rows, job.precision)
+
+    traced = traced_at(likely_rows(strategy, samples))
+    graph = apply(start(traced.outline), strategy)
+    settled = settle(Work(graph=graph, settings=settings)).graph  # what is wrong is said before the costly part
+    probe = probe_optimizer(job.optimizer)
+    check_optimizer(settled, probe)
+    codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at)
+    outline = outline_by_slice(settled, samples, codes)
+    settings = replace(settings, state_bytes=probe.state_bytes)
+    plans, work = lower(graph, settings, outline)
+    prove(plans)
+    reasons = [f"{chunk}: runs under eager autograd, because {why}" for code in codes.values() for chunk, why in code.fallbacks.items()]
+    return Program(
+        job=job, graph=work.graph, plans=replace(plans, why=(*plans.why, *reasons)), work=work, codes=codes
+    )
+
+
+def strategy_of(job: Job) -> list[Directive]:
+    """A job's directives, read from its file where it names one."""
+    if isinstance(job.strategy, Path | str):
+        return load_strategy(Path(job.strategy))
+    return list(job.strategy)
+
+
+def first_batch(job: Job) -> Batch:
+    """The first batch of a job's data: its shapes stand for all."""
+    data = job.data()
+    try:
+        batch = next(iter(data), None)
+    except TypeError:
+        raise ConfigError(
+            f"data() returned {type(data).__name__}, which cannot be iterated",
+            by="Job",
+            hint="return the batches: a list, a generator or a DataLoader of dicts of tensors",
+        ) from None
+    if batch is None:
+        raise ConfigError("data() holds no batch", by="Job", hint="return at least one batch")
+    bad = not isinstance(batch, Mapping) or not batch
+    if bad or not all(isinstance(v, Tensor) and v.dim() for v in batch.values()):
+        raise ConfigError(
+            "a batch is not a dict of tensors",
+            by="Job",
+            facts={"got": type(batch).__name__ if bad else describe(batch)},
+            hint='yield batches such as {"tokens": ..., "labels": ...}, whose first axis is the samples',
+        )
+    if len({len(value) for value in batch.values()}) > 1:
+        raise ConfigError(
+            "the fields of a batch disagree on the number of samples",
+            by="Job",
+            facts={name: f"{len(value)} samples" for name, value in batch.items()},
+            hint="the first axis of every field is the samples",
+        )
+    return batch
+
+
+def describe(batch: Mapping[str, object]) -> str:
+    """What a batch holds, field by field."""
+    return ", ".join(f"{name}: {type(value).__name__}" for name, value in batch.items())
+
+
+def likely_rows(strategy: list[Directive], samples: int) -> int:
+    """The samples of one slice, where every set of devices is of one size; else a guess that costs a second trace."""
+    sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard)}
+    parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
+    return max(1, samples // max(1, max(sizes, default=1) * parts))
+
+
+def rows_of(graph: Graph, samples: int) -> dict[str, int]:
+    """How many samples each chunk sees at a time."""
+    homes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
+    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
+
+
+def capture_slices(
+    graph: Graph, samples: int, traces: dict[int, Traced], traced_at: Callable[[int], Traced]
+) -> dict[int, Captured]:
+    """The model differentiated for every size of slice that its chunks get."""
+    ways = {
+        chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
+    }
+    needed = sorted(set(rows_of(graph, samples).values()))
+    return {rows: differentiate(traces.get(rows) or traced_at(rows), ways) for rows in needed}
+
+
+def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> Outline:
+    """One outline, with each chunk as captured for its own slice."""
+    rows = rows_of(graph, samples)
+    by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
+    first = next(iter(codes.values())).outline
+    names = [chunk.name for chunk in graph.outline.chunks]
+    for size, chunks in by_rows.items():
+        assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
+    return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
+
+
+def check_optimizer(graph: Graph, probe: Probe) -> None:
+    """An optimizer that looks at whole parameters cannot work on shards of them."""
+    if probe.elementwise:
+        return
+    for name, policy in graph.policies.items():
+        home = next(node for node in graph.nodes.values() if node.chunk == name)
+        if policy.zero and len(home.devices) > policy.ways:
+            raise ScheduleError(
+                f"{probe.name} cannot work on sharded parameters",
+                by=graph.directives[policy.origin] if policy.origin is not None else "strategy",
+                facts={"asked": f"zero={policy.zero} over {show(home.devices)}", "but": probe.why},
+                hint="use zero=0, or an elementwise optimizer such as AdamW or SGD",
+            )
+
+
+def explanation(program: Program, node: Node) -> str:
+    """The text of `Program.explain`."""
+    work, graph = program.work, program.graph
+    writer = {value: other.name for other in work.line for value in other.writes}
+    readers: dict[str, list[str]] = {}
+    for other in work.line:
+        for value in other.reads:
+            readers.setdefault(value, []).append(other.name)
+    lines = [f"{node.name}: {type(node).__doc__.splitlines()[0] if type(node).__doc__ else ''}"]
+    lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
+    lines += [f"  made by  {graph.directives[number]}" for number in node.origin]
+    if isinstance(node, Compute):
+        chunk = graph.chunks[node.chunk]
+        spec = chunk.phases[node.phase]
+        lines.append(f"  work     {spec.flops / 1e9:.3g} GFLOP, {len(chunk.params)} parameters, code {chunk.key[:12]}")
+    for value in node.reads:
+        where = "from the last step" if value in work.residents else f"from {writer.get(value, 'nowhere')}"
+        lines.append(f"  reads    {value} {where}")
+    for value in node.writes:
+        users = [name for name in readers.get(value, []) if name != node.name]
+        shown = ", ".join(users[:3]) + (f" and {len(users) - 3} more" if len(users) > 3 else "")
+        lines.append(f"  writes   {value}" + (f" for {shown}" if users else ""))
+    before = [f"{first} ({'our choice' if by < 0 else graph.directives[by]})" for first, then, by in work.temporal if then == node.name]
+    lines += [f"  after    {text}" for text in before]
+    for plan in program.plans:
+        at = [i for i, ins in enumerate(plan.instrs) if ins.node == node.name]
+        if at:
+            lines.append(f"  in plan  of {show(plan.devices)}: instruction {', '.join(map(str, at))} of {len(plan.instrs)}")
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Marks the regions of a model that a strategy can speak of: `annotate` in code, `annotate_modules` from outside.
+
+Both only leave a mark on the operations that a capture records: a key `piper:PP` and a value that tells one
+region from another. Marks grow in the order the regions were made, so capture can count them from 0.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.fx import traceback
+
+from piper.errors import ConfigError
+
+PREFIX = "piper:"  # of the keys under which marks travel: other tools keep theirs in the same place
+Entry = str | Sequence[str]
+Mark = tuple[int, int]
+
+
+@contextmanager
+def annotate(tag: str) -> Iterator[None]:
+    """Make what runs inside one region: PP=0, PP=1, ... in the order entered. Does nothing outside a capture."""
+    if torch.compiler.is_compiling():
+        with traceback.annotate({PREFIX + tag: _next_mark()}):
+            yield
+    else:
+        yield
+
+
+@torch.compiler.assume_constant_result  # runs while tracing, at every entry: a loop gives every turn its own mark
+def _next_mark() -> Mark:
+    return (time.perf_counter_ns(), 0)
+
+
+def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -> nn.Module:
+    """Make submodules regions, for a model that may not be edited. Changes their `forward`; returns the model.
+
+    regions: for each tag its regions in order. A region is a module's path, several paths together, or a
+    pattern such as `layers.*.mlp.experts`, of which each match becomes a region.
+    """
+    modules = dict(model.named_modules())
+    for tag, entries in regions.items():
+        start = time.perf_counter_ns()
+        for number, paths in enumerate(_regions(tag, entries, list(modules))):
+            for path in paths:
+                module = modules[path]
+                # A hook that opens a region does not trace; a wrapped forward does.
+                module.forward = traceback.annotate_fn({PREFIX + tag: (start, number)})(module.forward)
+    return model
+
+
+def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterator[list[str]]:
+    """Each region's module paths, patterns expanded."""
+    if isinstance(entries, str):
+        raise ConfigError(
+            f"the regions of {tag} are a list, not one string",
+            by="annotate_modules",
+            hint=f'write {{"{tag}": ["{entries}"]}}',
+        )
+    for entry in entries:
+        if isinstance(entry, str):
+            matches = _matches(tag, entry, paths)
+            yield from ([path] for path in matches)
+        else:
+            yield [path for part in entry for path in _matches(tag, part, paths)]
+
+
+def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
+    """The module paths that a pattern names, in the model's order. A star stays within one part of a path."""
+    parts = pattern.split(".")
+    found = [path for path in paths if _fits(path.split("."), parts)]
+    if not found:
+        close = get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.5)
+        raise ConfigError(
+            f"the model has no module {pattern!r}",
+            by=f"annotate_modules, {tag}",
+            facts={"close": ", ".join(close) or "nothing"},
+            hint="name modules as model.named_modules() does; * stands for one part of a path",
+        )
+    return found
+
+
+def _fits(path: Sequence[str], parts: Sequence[str]) -> bool:
+    return len(path) == len(parts) and all(fnmatchcase(name, part) for name, part in zip(path, parts, strict=True))

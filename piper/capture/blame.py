@@ -1,0 +1,75 @@
+"""Turns what torch says about a model that cannot be captured into one clear error."""
+
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from piper.errors import CaptureError
+
+_OURS = (str(Path(__file__).parents[1] / "capture"), str(Path(torch.__file__).parent), "<")
+_HINT = "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's warnings and logs about a trace to itself: what matters of them becomes an error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def refused(what: str, error: Exception, *, hint: str = _HINT) -> CaptureError:
+    """The error that says where and why the user's code could not be traced."""
+    where = user_line(error)
+    return CaptureError(
+        what,
+        by=f"capture ({where})" if where else "capture",
+        facts={"why": reason(error)},
+        hint=hint,
+    )
+
+
+def user_line(error: Exception) -> str | None:
+    """The line of the user's code that an error speaks of: `llama.py:41`."""
+    frames = [*(getattr(error, "real_stack", None) or ()), *traceback.extract_tb(error.__traceback__)]
+    traced = len(getattr(error, "real_stack", None) or ())
+    # The traced stack knows better than the interpreter's, which only sees the tracer at work.
+    for group in (frames[:traced], frames[traced:]):
+        for frame in reversed(group):
+            if not frame.filename.startswith(_OURS):
+                return f"{Path(frame.filename).name}:{frame.lineno}"
+    return None
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    text = str(error)
+    for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
+        if found := re.search(pattern, text, re.MULTILINE):
+            return _one_line(found.group(1))
+    return _one_line(f"{type(error).__name__}: {text}")
+
+
+def _one_line(text: str, width: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def node_line(node: torch.fx.Node) -> str:
+    """The line of the user's code that made a node, for errors: ` (llama.py:41)`, or nothing."""
+    files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    for name, line in reversed(files):
+        if not name.startswith(_OURS):
+            return f" ({Path(name).name}:{line})"
+    return ""

@@ -1,0 +1,134 @@
+"""The code of a distinct chunk: what each phase reads, writes and costs, and how to build it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.aliases import draws_random, storage_of
+from piper.capture.cost import Cost, cost_of
+from piper.capture.partition import KINDS, Kind, Partition, Section
+from piper.ir.chunk import Phase, TensorSpec
+
+PhaseCode = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What one phase reads and writes, by position in the chunk, and what it costs."""
+
+    reads: Mapping[Kind, tuple[int, ...]]
+    grad_inputs: tuple[int, ...] = ()
+    grad_params: tuple[int, ...] = ()
+    cost: Cost = field(default_factory=lambda: Cost(flops=0, bytes_moved=0, workspace=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a chunk's phases exchange. Positions are those of the chunk's inputs, params, buffers and outputs."""
+
+    outputs: tuple[TensorSpec, ...]
+    saved: tuple[TensorSpec, ...]
+    carried: tuple[TensorSpec, ...]
+    storages: tuple[int, ...]
+    mutated: tuple[int, ...]
+    random: bool
+    phases: Mapping[Phase, Signature]
+    keeps_inputs: bool = False  # the saved values hold on to the inputs
+
+
+class Code(Protocol):
+    """The code of one distinct chunk."""
+
+    @property
+    def shape(self) -> Shape:
+        """What its phases exchange."""
+        ...
+
+    def build(self, phase: Phase) -> PhaseCode:
+        """Make the callable of a phase."""
+        ...
+
+
+class GraphCode:
+    """Code as explicit graphs, one for each phase."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self._shape = _shape_of(partition)
+
+    @property
+    def shape(self) -> Shape:
+        return self._shape
+
+    def build(self, phase: Phase) -> fx.GraphModule:
+        """Copy the phase's part of the joint graph into a module of its own."""
+        section = self.partition.sections[phase]
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for kind in KINDS:
+            for position, node in section.reads.get(kind, {}).items():
+                copies[node] = graph.placeholder(f"{kind}_{position}")
+        for size, (node, axis) in section.lengths.items():
+            copies[size] = graph.call_function(torch.ops.aten.sym_size.int, (copies[node], axis))
+        for node in section.body:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {}  # fakes and stacks: large, and of no use to what runs
+        results = []
+        for write in section.writes:
+            result = copies[write.node]
+            if write.copy:
+                contiguous = {"memory_format": torch.contiguous_format}
+                result = graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
+            results.append(result)
+        graph.output(tuple(results))
+        return fx.GraphModule(self.partition.joint.module, graph)
+
+
+def _shape_of(partition: Partition) -> Shape:
+    joint, sizes = partition.joint, partition.joint.sizes
+    kept = [*partition.outputs, *partition.saved]
+    index, storages = _storages(partition, kept)
+    specs = tuple(
+        sizes.spec(node.meta["val"], index.get(storage_of(node), -1) if node.op != "placeholder" else -1)
+        for node in kept
+    )
+    forward = partition.sections["F"]
+    return Shape(
+        outputs=specs[: len(partition.outputs)],
+        saved=specs[len(partition.outputs) :],
+        carried=tuple(sizes.spec(node.meta["val"]) for node in partition.carried),
+        storages=storages,
+        mutated=tuple(sorted(joint.mutated)),
+        random=any(draws_random(node) for node in forward.body),
+        phases={phase: _signature(section, partition) for phase, section in partition.sections.items()},
+    )
+
+
+def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int | None, int], tuple[int, ...]]:
+    """Number the memory that several values share, or of which a value shows only a part."""
+    sizes = partition.joint.sizes
+    users: dict[int | None, list[fx.Node]] = {}
+    for node in kept:
+        if node.op != "placeholder":  # a buffer is saved as a copy
+            users.setdefault(storage_of(node), []).append(node)
+    index: dict[int | None, int] = {}
+    bytes_of = []
+    for storage, nodes in users.items():
+        value = nodes[0].meta["val"]
+        total = sizes.storage_bytes(value)
+        if len(nodes) > 1 or total != sizes.nbytes(value):
+            index[storage] = len(bytes_of)
+            bytes_of.append(total)
+    return index, tuple(bytes_of)
+
+
+def _signature(section: Section, partition: Partition) -> Signature:
+    return Signature(
+        reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
+        grad_inputs=section.grad_inputs,
+        grad_params=section.grad_params,
+        cost=cost_of(section, partition.joint.sizes),
+    )

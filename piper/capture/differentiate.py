@@ -1,0 +1,188 @@
+"""Gives every chunk of a captured model its phases: explicit forward and backward code."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from piper.capture.code import Code, GraphCode, PhaseCode, Shape
+from piper.capture.eager import EagerCode
+from piper.capture.joint import Untraceable, trace_joint
+from piper.capture.partition import partition
+from piper.capture.pieces import Piece
+from piper.capture.sizes import Sizes
+from piper.capture.structure import structural_key
+from piper.capture.trace import Traced
+from piper.errors import CaptureError
+from piper.ir.chunk import PHASES, Chunk, Outline, Output, Phase, PhaseSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured model: what the compiler knows of it, and its code."""
+
+    outline: Outline
+    constants: Mapping[str, Tensor]
+    fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
+    codes: Mapping[str, Code]
+    built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
+
+    def phase(self, key: str, phase: Phase) -> PhaseCode:
+        """The code of a phase, called and returning as its `PhaseSpec` says. Built at the first call for a key."""
+        if (key, phase) not in self.built:
+            self.built[key, phase] = self.codes[key].build(phase)
+        return self.built[key, phase]
+
+
+def differentiate(traced: Traced, ways: Mapping[str, int] | None = None) -> Captured:
+    """Split every chunk into F, B, BI and BW.
+
+    ways: for each expert chunk, by name, over how many devices its experts are divided.
+    """
+    return _Differentiator(traced, dict(ways or {})).run()
+
+
+class _Differentiator:
+    def __init__(self, traced: Traced, ways: Mapping[str, int]) -> None:
+        self.traced = traced
+        self.trained = {parameter.name: parameter.trainable for parameter in traced.outline.parameters}
+        self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
+        self.ways = _ways_by_chunk(traced.outline, ways)
+        self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
+        self.codes: dict[str, Code] = {}
+        self.reasons: dict[str, str] = {}
+        self.fallbacks: dict[str, str] = {}
+
+    def run(self) -> Captured:
+        """From the loss back to the first chunk, so that each knows which of its outputs need a gradient."""
+        outline = self.traced.outline
+        self.wanted[outline.loss.chunk].add(outline.loss.index)
+        done: list[Chunk] = []
+        for piece in reversed(self.traced.pieces):
+            chunk = self._divided(piece.chunk)
+            chunk = self._marker(piece, chunk) if piece.graph is None else self._compute(piece, chunk)
+            for index in chunk.phases["B"].grad_inputs if "B" in chunk.phases else ():
+                source = chunk.inputs[index]
+                assert isinstance(source, Output), "only what a chunk made has a gradient"
+                self.wanted[source.chunk].add(source.index)
+            done.append(chunk)
+        return Captured(
+            outline=replace(outline, chunks=tuple(reversed(done))),
+            constants=self.traced.constants,
+            fallbacks=dict(reversed(self.fallbacks.items())),
+            codes=self.codes,
+        )
+
+    def _divided(self, chunk: Chunk) -> Chunk:
+        """The chunk on one of the devices that share its experts: the counts are those of its own experts."""
+        ways = self.ways.get(chunk.name, 1)
+        if chunk.kind == "route":
+            rows, counts = chunk.outputs
+            return replace(chunk, outputs=(rows, _fewer(counts, ways)))
+        specs = (
+            _fewer(spec, ways) if isinstance(source, Output) and (source.chunk, source.index) in self.counts else spec
+            for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
+        )
+        return replace(chunk, input_specs=tuple(specs))
+
+    def _marker(self, piece: Piece, chunk: Chunk) -> Chunk:
+        """A marker exchanges rows forward and their gradients back; it has no code."""
+        phases: dict[Phase, PhaseSpec] = {"F": PhaseSpec(inputs=(0, 1))}
+        if 0 in self.wanted[chunk.name] and piece.inputs[0].requires_grad:
+            phases["B"] = PhaseSpec(tangents=(0,), grad_inputs=(0,))
+        return replace(chunk, phases=phases)
+
+    def _compute(self, piece: Piece, chunk: Chunk) -> Chunk:
+        trained = [self.trained[name] for name in chunk.params]
+        tangents = sorted(self.wanted[chunk.name])
+        ways = self.ways.get(chunk.name, 1)
+        key = structural_key(piece, trained, tangents, ways, self.traced.device)
+        if key not in self.codes:
+            try:
+                self.codes[key] = GraphCode(
+                    partition(trace_joint(piece, trained, tangents, ways, self.traced.device))
+                )
+            except Untraceable as error:
+                params = [_fewer(Sizes().spec(tensor), ways) for tensor in piece.params]
+                self.codes[key] = EagerCode(piece, trained, tangents, params)
+                self.reasons[key] = str(error)
+        if key in self.reasons:
+            self.fallbacks[chunk.name] = self.reasons[key]
+        return _finished(chunk, key, self.codes[key].shape)
+
+
+def _ways_by_chunk(outline: Outline, ways: Mapping[str, int]) -> dict[str, int]:
+    """Over how many devices each expert chunk's experts are divided, and each of its markers'."""
+    chunks = {chunk.name: chunk for chunk in outline.chunks}
+    found: dict[str, int] = {}
+    for name, count in ways.items():
+        chunk = chunks[name]
+        _check_division(outline, chunk, count)
+        found[name] = count
+        for source in chunk.inputs:
+            assert isinstance(source, Output)
+            found[source.chunk] = count
+    for chunk in outline.chunks:
+        if chunk.kind == "unroute":
+            route = chunk.inputs[1]
+            assert isinstance(route, Output)
+            found[chunk.name] = found.get(route.chunk, 1)
+    return found
+
+
+def _check_division(outline: Outline, chunk: Chunk, ways: int) -> None:
+    assert chunk.kind == "expert", f"{chunk.name} has no experts"
+    assert chunk.experts % ways == 0, f"{chunk.experts} experts do not divide by {ways}"
+    shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
+    shapes |= {buffer.name: buffer.shape for buffer in outline.buffers}
+    for name in (*chunk.params, *chunk.buffers):
+        if ways > 1 and shapes[name][:1] != (chunk.experts,):
+            raise CaptureError(
+                f"{name} cannot be divided by expert",
+                by=chunk.name,
+                facts={"shape": str(list(shapes[name])), "experts": str(chunk.experts)},
+                hint="between route and unroute use weights of shape [experts, ...]; use others outside",
+            )
+
+
+def _fewer(spec: TensorSpec, ways: int) -> TensorSpec:
+    """A tensor with one entry for each expert, on one of the devices that share the experts."""
+    if not spec.shape:
+        return spec
+    return replace(spec, shape=(spec.shape[0] // ways, *spec.shape[1:]), nbytes=spec.nbytes // ways)
+
+
+def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
+    """The chunk with what its code says of it."""
+    phases = {
+        phase: PhaseSpec(
+            inputs=found.reads.get("inputs", ()),
+            params=tuple(chunk.params[i] for i in found.reads.get("params", ())),
+            buffers=tuple(chunk.buffers[i] for i in found.reads.get("buffers", ())),
+            saved=found.reads.get("saved", ()),
+            carried=found.reads.get("carried", ()),
+            tangents=found.reads.get("tangents", ()),
+            grad_inputs=found.grad_inputs,
+            grad_params=tuple(chunk.params[i] for i in found.grad_params),
+            flops=found.cost.flops,
+            bytes_moved=found.cost.bytes_moved,
+            workspace=found.cost.workspace,
+        )
+        for phase in PHASES
+        if (found := shape.phases.get(phase)) is not None
+    }
+    kept = tuple(range(len(chunk.inputs))) if shape.keeps_inputs else ()
+    return replace(
+        chunk,
+        key=key,
+        params=phases["F"].params,
+        buffers=phases["F"].buffers,
+        mutated=tuple(chunk.buffers[i] for i in shape.mutated),
+        outputs=shape.outputs,
+        saved=shape.saved,
+        carried=shape.carried,
+        storages=shape.storages,
+        kept_inputs={"B": kept, "BI": kept} if kept else {},
+        phases=phases,
+        random=shape.random,
+    )

@@ -1,0 +1,130 @@
+"""Runs a chunk that cannot be traced backward under eager autograd, behind the same interface.
+
+F keeps autograd's graph in one opaque saved object. BI runs the whole backward and carries the weight
+gradients, which BW hands out: nothing is saved by splitting, but any schedule can ask for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.code import PhaseCode, Shape, Signature
+from piper.capture.partition import Kind
+from piper.capture.pieces import Piece
+from piper.ir.chunk import Phase, TensorSpec
+
+_OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)
+
+
+@dataclass(slots=True)
+class Tape:
+    """What F keeps for the backward: outputs that know their graph, and what gradients are asked for."""
+
+    outputs: list[Tensor]
+    leaves: list[Tensor]
+
+
+class EagerCode:
+    """Code as the captured forward, differentiated while it runs."""
+
+    def __init__(
+        self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], params: Sequence[TensorSpec]
+    ) -> None:
+        assert piece.graph is not None
+        self.piece = piece
+        self.tangents = tuple(tangents)
+        self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
+        reached = _reached(piece.graph, tangents)
+        wants = [tensor.requires_grad for tensor in piece.inputs]
+        self.grad_inputs = tuple(i for i, wanted in enumerate(wants) if wanted and i in reached)
+        first = len(piece.inputs)
+        self.grad_params = tuple(i for i, wanted in enumerate(trained) if wanted and first + i in reached)
+        self._shape = self._make_shape(params)
+
+    @property
+    def shape(self) -> Shape:
+        return self._shape
+
+    def _make_shape(self, params: Sequence[TensorSpec]) -> Shape:
+        piece = self.piece
+        everything: dict[Kind, tuple[int, ...]] = {
+            "inputs": tuple(range(len(piece.inputs))),
+            "params": tuple(range(len(piece.params))),
+            "buffers": tuple(range(len(piece.buffers))),
+        }
+        phases: dict[Phase, Signature] = {"F": Signature(reads=everything)}
+        trains = bool(self.tangents and (self.grad_inputs or self.grad_params))
+        if trains:
+            back: dict[Kind, tuple[int, ...]] = {"saved": (0,), "tangents": self.tangents}
+            phases["B"] = Signature(reads=back, grad_inputs=self.grad_inputs, grad_params=self.grad_params)
+            phases["BI"] = Signature(reads=back, grad_inputs=self.grad_inputs)
+            phases["BW"] = Signature(
+                reads={"carried": tuple(range(len(self.grad_params)))}, grad_params=self.grad_params
+            )
+        return Shape(
+            outputs=piece.chunk.outputs,
+            saved=(_OPAQUE,) if trains else (),
+            carried=tuple(params[i] for i in self.grad_params) if trains else (),
+            storages=(),
+            keeps_inputs=trains,
+            mutated=tuple(self.mutated),
+            random=piece.chunk.random,
+            phases=phases,
+        )
+
+    def build(self, phase: Phase) -> PhaseCode:
+        match phase:
+            case "F":
+                assert self.piece.graph is not None
+                return _Forward(self, fx.GraphModule(self.piece.root, self.piece.graph))
+            case "B" | "BI":
+                return self._backward
+            case "BW":
+                return lambda *carried: carried
+
+    def _backward(self, tape: Tape, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            tape.outputs, tape.leaves, tangents, allow_unused=True, materialize_grads=True
+        )
+
+
+class _Forward:
+    """F of an eager chunk."""
+
+    def __init__(self, code: EagerCode, module: fx.GraphModule) -> None:
+        self.code, self.module = code, module
+
+    def __call__(self, *reads: Tensor) -> tuple[Tensor, ...]:
+        code, piece = self.code, self.code.piece
+        first_param = len(piece.inputs)
+        first_buffer = first_param + len(piece.params)
+        asked = [*code.grad_inputs, *(first_param + i for i in code.grad_params)]
+        changed = [first_buffer + i for i in code.mutated]
+        arguments = [tensor.detach() for tensor in reads]
+        for index in asked:
+            arguments[index].requires_grad_()
+        for index in changed:  # F has no side effects: it returns the new values
+            arguments[index] = arguments[index].clone()
+        with torch.enable_grad():
+            outputs = self.module(*arguments)
+        results: list[Tensor] = [output.detach().contiguous() for output in outputs]
+        if code.shape.saved:
+            tape = Tape([outputs[i] for i in code.tangents], [arguments[i] for i in asked])
+            results.append(tape)  # type: ignore[arg-type]
+        return (*results, *(arguments[index] for index in changed))
+
+
+def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
+    """The positions of the placeholders that the differentiated outputs depend on."""
+    results = next(iter(reversed(graph.nodes))).args[0]
+    stack = [results[index] for index in tangents]  # type: ignore[index]
+    seen: set[object] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes  # type: ignore[union-attr]
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    return {position for position, node in enumerate(places) if node in seen}

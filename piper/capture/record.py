@@ -1,0 +1,282 @@
+"""Records one forward and loss as a single graph: what was called, on what, in which region and mode."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import autocast_mode
+
+from piper.capture.annotate import PREFIX, Mark
+from piper.capture.blame import node_line, quiet, refused
+from piper.capture.effects import writes
+from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant, Tags
+
+LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromParameter:
+    """A graph input that is a parameter of the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromBuffer:
+    """A graph input that is a buffer of the model."""
+
+    name: str
+
+
+Origin = Batch | Constant | FromParameter | FromBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How an operation runs: whether autograd sees it, and inside which autocasts."""
+
+    grad: bool = True
+    autocast: tuple[tuple[object, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The captured graph. Calls that only change a mode are gone from it; `modes` says what they did."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
+    origins: Mapping[fx.Node, Origin]  # of each placeholder
+    results: tuple[fx.Node, ...]  # the loss, or its sum and its weight
+    tags: Mapping[fx.Node, Tags]
+    modes: Mapping[fx.Node, Mode]
+    bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Step(nn.Module):
+    """The module that is traced: the user's loss of the user's model."""
+
+    def __init__(self, model: nn.Module, loss: LossFn) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = (loss,)  # in a tuple: a loss that is itself a module must not become a submodule
+
+    def forward(self, batch: dict[str, Tensor]) -> object:
+        return self.loss[0](self.model, batch)
+
+
+def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recording:
+    """Trace `loss(model, batch)`, all of it, into one graph."""
+    step = Step(model, loss)
+    settings = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+    )
+    with quiet(), settings:
+        try:
+            captured = dynamo_graph_capture_for_export(step)(batch)
+        except AssertionError as error:
+            if "backend_input" in str(error):  # torch's way to say that it saw no operation at all
+                raise _not_a_loss("it computes nothing") from error
+            raise refused("the model and its loss cannot be captured", error) from error
+        except Exception as error:
+            raise refused("the model and its loss cannot be captured", error) from error
+        flat = captured.graph._codegen.process_inputs(batch)
+        returned = _structure(captured)
+    sources = _sources(model, batch)
+    return _Reader(captured, dict(zip(_placeholders(captured.graph), flat, strict=True)), sources).read(returned)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
+    """Where each tensor comes from, by identity. A tied parameter goes by its first name."""
+    found: dict[int, Origin] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(id(parameter), FromParameter(name=name))
+    for name, buffer in model.named_buffers():
+        found.setdefault(id(buffer), FromBuffer(name=name))
+    return {**found, **{id(tensor): Batch(field=name) for name, tensor in batch.items()}}
+
+
+def _structure(captured: fx.GraphModule) -> tuple[object, ...]:
+    """What the loss returned, with graph nodes in place of what the graph computes."""
+    flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
+    try:
+        returned = captured.graph._codegen.process_outputs(flat)
+    except AttributeError as error:  # a Python number is read off a tensor after the graph
+        raise _not_a_loss("it returns a Python number") from error
+    values = returned if isinstance(returned, tuple) else (returned,)
+    if len(values) not in (1, 2) or not all(isinstance(value, fx.Node | Tensor) for value in values):
+        kinds = ", ".join(
+            "a tensor" if isinstance(value, fx.Node | Tensor) else type(value).__name__ for value in values
+        )
+        raise _not_a_loss(f"it returns {'(' + kinds + ')' if isinstance(returned, tuple) else kinds}")
+    return values
+
+
+def _not_a_loss(got: str) -> CaptureError:
+    return CaptureError(
+        "the loss is not a loss",
+        by="loss",
+        facts={"got": got},
+        hint="return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors",
+    )
+
+
+class _Reader:
+    """Copies a captured graph, leaving out what is not computation and noting what it meant."""
+
+    def __init__(
+        self, captured: fx.GraphModule, tensors: Mapping[fx.Node, object], sources: Mapping[int, Origin]
+    ) -> None:
+        self.captured, self.tensors, self.sources = captured, tensors, sources
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[int, fx.Node] = {}  # placeholders by their tensor's identity
+        self.origins: dict[fx.Node, Origin] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.modes: dict[fx.Node, Mode] = {}
+        self.bundles: dict[fx.Node, int] = {}
+        self.mode = Mode()
+        self.depth = 0
+        self.bundle = 0
+
+    def read(self, returned: tuple[object, ...]) -> Recording:
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node, self.tensors[node])
+            elif node.op == "get_attr" and isinstance(held := _attribute(self.captured, node), Tensor):
+                self._input(node, held)
+            elif node.op != "output" and not self._context(node):
+                self._copy(node)
+        results = tuple(self._result(value) for value in returned)
+        _check_results(results)
+        tags = number_regions({node: node.meta.get("custom") or {} for node in self.graph.nodes})
+        return Recording(
+            graph=self.graph,
+            root=self.captured,
+            origins=self.origins,
+            results=results,
+            tags=tags,
+            modes=self.modes,
+            bundles=self.bundles,
+            constants=self.constants,
+        )
+
+    def _input(self, node: fx.Node, tensor: object) -> fx.Node:
+        """Make a placeholder for a tensor that comes from outside."""
+        origin = self.sources.get(id(tensor))
+        if origin is None:
+            origin = self._constant(node, tensor)
+        copy = self.graph.placeholder(node.name)
+        copy.meta["example_value"] = node.meta.get("example_value", tensor)
+        self.copies[node], self.origins[copy], self.inputs[id(tensor)] = copy, origin, copy
+        return copy
+
+    def _constant(self, node: fx.Node, tensor: object) -> Constant:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                "the model uses a tensor that is neither a parameter nor a buffer",
+                by="model",
+                facts={"tensor": str(node.target)},
+                hint="make it known: self.register_buffer(name, tensor, persistent=False)",
+            )
+        self.constants[node.name] = tensor.detach().contiguous()
+        return Constant(name=node.name)
+
+    def _copy(self, node: fx.Node) -> None:
+        copy = self.graph.node_copy(node, lambda used: self.copies[used])
+        self.copies[node], self.modes[copy] = copy, self.mode
+        if self.depth:
+            self.bundles[copy] = self.bundle
+
+    def _context(self, node: fx.Node) -> bool:
+        """Whether a node is no computation; if it opens or closes a mode, note that."""
+        target = node.target
+        if target is torch._C._set_grad_enabled:
+            self.mode = Mode(grad=bool(node.args[0]), autocast=self.mode.autocast)
+        elif target is autocast_mode._enter_autocast:
+            self.mode = Mode(grad=self.mode.grad, autocast=(*self.mode.autocast, node.args))
+        elif target is autocast_mode._exit_autocast:
+            self.mode = Mode(grad=self.mode.grad, autocast=self.mode.autocast[:-1])
+        elif (name := getattr(target, "__name__", "")).endswith("_increment_nesting"):
+            self.bundle += not self.depth
+            self.depth += 1
+            return False  # vmap's levels are part of what runs, so they stay, with all between them
+        elif name.endswith("_decrement_nesting"):
+            self._copy(node)
+            self.depth -= 1
+        else:
+            return name in ("lazy_load_decompositions", "_log_api_usage_once") or "_assert" in str(target)
+        return True
+
+    def _result(self, value: object) -> fx.Node:
+        """The node of one thing the loss returned, even if it only passes through."""
+        if isinstance(value, fx.Node):
+            return self.copies[value]
+        return self.inputs.get(id(value)) or self._input(fx.Graph().placeholder("result"), value)
+
+
+def _attribute(module: nn.Module, node: fx.Node) -> object:
+    held: object = module
+    for part in str(node.target).split("."):
+        held = getattr(held, part)
+    return held
+
+
+def _check_results(results: tuple[fx.Node, ...]) -> None:
+    values = [node.meta["example_value"] for node in results]
+    for what, value in zip(("loss", "weight"), values, strict=False):
+        if value.dim():
+            raise _not_a_loss(f"its {what} has shape {list(value.shape)}")
+    if not values[0].requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter",
+            by="loss" + node_line(results[0]),
+            hint="check for detach(), no_grad() and requires_grad=False between the parameters and the loss",
+        )
+
+
+def number_regions(marks: Mapping[fx.Node, Mapping[str, Mark]]) -> dict[fx.Node, Tags]:
+    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made."""
+    seen: dict[str, set[Mark]] = {}
+    for custom in marks.values():
+        for key, mark in custom.items():
+            if key.startswith(PREFIX):
+                seen.setdefault(key, set()).add(mark)
+    indices = {key: {mark: index for index, mark in enumerate(sorted(found))} for key, found in seen.items()}
+    for key in seen:
+        _check_tag(key.removeprefix(PREFIX))
+    return {
+        node: tuple((key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices)
+        for node, custom in marks.items()
+    }
+
+
+def _check_tag(tag: str) -> None:
+    if not tag.isidentifier() or tag == "PASS":
+        raise CaptureError(
+            f"{tag!r} cannot name a region",
+            by="annotate",
+            hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
+        )
+
+
+def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that the results, or what is written in place, depend on."""
+    stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
+    reached: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack += node.all_input_nodes
+    return reached

@@ -1,0 +1,166 @@
+"""Decides for every node of the captured graph to which region it belongs, and which nodes need no home."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from piper.capture.blame import node_line
+from piper.capture.effects import draws, marker, writes
+from piper.capture.record import Constant, FromBuffer, FromParameter, Recording, live
+from piper.capture.rewrite import Entangled, value
+from piper.errors import CaptureError
+from piper.ir.chunk import Tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """Where every node runs."""
+
+    order: Mapping[fx.Node, int]  # position in the program
+    homes: Mapping[fx.Node, Tags]  # of each node that runs in one place
+    copied: frozenset[fx.Node]  # made from constants alone: every chunk that needs one makes its own
+    weights: frozenset[fx.Node]  # made from parameters alone: an expert region makes its own
+    experts: Mapping[fx.Node, fx.Node]  # nodes between the markers, with their `route`
+
+
+def find_regions(recording: Recording, entangled: list[Entangled]) -> Regions:
+    """Sort the nodes into regions."""
+    graph = recording.graph
+    needed = live(graph, recording.results)
+    bundles = {recording.bundles[node] for node in needed if node in recording.bundles}
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op != "placeholder" and (node in needed or recording.bundles.get(node) in bundles)
+    ]
+    order = {node: position for position, node in enumerate(nodes)}
+    tied = frozenset(node for group in entangled for node in group.nodes)
+    copied = _made_from(recording, nodes, (FromBuffer, Constant), tied)
+    weights = _made_from(recording, nodes, (FromBuffer, Constant, FromParameter), tied) - copied
+    experts = _expert_areas(recording, nodes, copied, weights)
+    sunk = _only_for_experts(nodes, weights, experts)
+    placed = [node for node in nodes if node not in copied and node not in sunk]
+    return Regions(
+        order=order,
+        homes=_homes(recording, placed),
+        copied=copied,
+        weights=weights,
+        experts=experts,
+    )
+
+
+def _made_from(
+    recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], tied: frozenset[fx.Node]
+) -> frozenset[fx.Node]:
+    """The nodes that depend on inputs of these kinds alone, and give the same result wherever they run."""
+    written = {target for node in nodes for target in writes(node)}
+    made = {node for node, origin in recording.origins.items() if isinstance(origin, kinds) and node not in written}
+    trains = FromParameter in kinds
+    found = set()
+    for node in nodes:
+        result = value(node)
+        fixed = isinstance(result, Tensor | tuple | list) or node.op == "get_attr"
+        if (
+            fixed
+            and all(source in made for source in node.all_input_nodes)
+            and not draws(node)
+            and marker(node) is None
+            and node not in recording.bundles
+            and node not in tied
+            and (trains or not (isinstance(result, Tensor) and result.requires_grad))
+        ):
+            made.add(node)
+            found.add(node)
+    return frozenset(found)
+
+
+def _expert_areas(
+    recording: Recording, nodes: list[fx.Node], copied: frozenset[fx.Node], weights: frozenset[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The nodes between each `route` and its `unroute`: all that depends on the rows that were routed."""
+    area: dict[fx.Node, fx.Node] = {}  # also the getitems of `route`, which carry its results
+    for node in nodes:
+        routes = {area[source] for source in node.all_input_nodes if source in area}
+        routes |= {source for source in node.all_input_nodes if marker(source) == "route"}
+        if not routes:
+            continue
+        if marker(node) == "unroute":
+            _check_unroute(node, area)
+            continue
+        outside = [
+            source
+            for source in node.all_input_nodes
+            if source not in area
+            and marker(source) != "route"
+            and source not in copied
+            and source not in weights
+            and not isinstance(recording.origins.get(source), FromBuffer | FromParameter | Constant)
+        ]
+        if outside or len(routes) > 1 or marker(node) or node in recording.results:
+            raise _leaves_area(node, outside)
+        area[node] = routes.pop()
+    return {node: route for node, route in area.items() if not _result_of_route(node)}
+
+
+def _result_of_route(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and marker(source) == "route"
+
+
+def _check_unroute(node: fx.Node, area: Mapping[fx.Node, fx.Node]) -> None:
+    rows, counts = node.args[:2]
+    if not (isinstance(counts, fx.Node) and _result_of_route(counts) and area.get(rows) is area[counts]):
+        raise CaptureError(
+            "these rows and counts do not come from one route",
+            by=f"unroute{node_line(node)}",
+            hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+        )
+
+
+def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
+    if outside:
+        fact = {"uses": f"{outside[0].name}{node_line(outside[0])}, which was not routed"}
+        hint = "send it through route beside the rows, or use it after unroute: the rows may be on another device"
+    else:
+        fact = {"uses": "rows of a route that has not been unrouted"}
+        hint = "call unroute before anything else uses what route returned"
+    return CaptureError(
+        "what lies between route and unroute must come from the rows, the counts and the weights",
+        by=f"{node.name}{node_line(node)}",
+        facts=fact,
+        hint=hint,
+    )
+
+
+def _only_for_experts(
+    nodes: list[fx.Node], weights: frozenset[fx.Node], experts: Mapping[fx.Node, fx.Node]
+) -> frozenset[fx.Node]:
+    """The nodes made from parameters that only expert regions use: these sink into them."""
+    sunk: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node in weights and all(user in experts or user in sunk for user in node.users):
+            sunk.add(node)
+    return frozenset(sunk)
+
+
+def _homes(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags]:
+    """Give nodes outside every annotation the region of their producers, else of their users."""
+    homes = {node: recording.tags[node] for node in nodes if recording.tags[node]}
+    loss = recording.results[0]
+    first: dict[Tags, int] = {}
+    for position, node in enumerate(nodes):
+        if node in homes:
+            first.setdefault(homes[node], position)
+    for node in nodes:
+        if node not in homes:
+            producers = [homes[source] for source in node.all_input_nodes if source in homes]
+            if producers:
+                homes[node] = max(producers, key=first.__getitem__)
+    for node in reversed(nodes):
+        if node not in homes:
+            users = [homes[user] for user in node.users if user in homes]
+            # What nothing reads is a result, and runs where the loss does.
+            homes[node] = min(users, key=lambda tags: first.get(tags, 0)) if users else homes.get(loss, ())
+    return homes

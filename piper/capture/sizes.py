@@ -1,0 +1,64 @@
+"""Reads sizes off fake tensors, also where a size depends on routing."""
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+from torch import Tensor
+
+from piper.ir.chunk import TensorSpec
+
+
+class Sizes:
+    """Turns symbolic sizes into numbers: each known symbol has the size it takes when routing is balanced."""
+
+    def __init__(self, balanced: Mapping[str, int] | None = None, rows: frozenset[str] = frozenset()) -> None:
+        self.balanced = dict(balanced or {})
+        self.rows = rows  # the symbols that count routed rows
+
+    def number(self, size: int | torch.SymInt) -> int:
+        """A size as a number. A symbol nobody knows counts as its least size."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression = size.node.expr
+        values = {symbol: self.balanced.get(str(symbol), 1) for symbol in expression.free_symbols}
+        return int(sympy.sympify(expression).subs(values))
+
+    def shape(self, value: Tensor) -> tuple[int, ...]:
+        """A shape in numbers."""
+        return tuple(self.number(size) for size in value.shape)
+
+    def nbytes(self, value: Tensor) -> int:
+        """The bytes of a tensor's elements."""
+        total = value.element_size()
+        for size in value.shape:
+            total *= self.number(size)
+        return total
+
+    def storage_bytes(self, value: Tensor) -> int:
+        """The bytes of the memory a tensor lives in."""
+        return self.number(value.untyped_storage().nbytes())
+
+    def routed(self, value: Tensor) -> bool:
+        """Whether a tensor's size depends on routing."""
+        return any(
+            str(symbol) in self.rows or str(symbol) not in self.balanced
+            for size in value.shape
+            if isinstance(size, torch.SymInt)
+            for symbol in size.node.expr.free_symbols
+        )
+
+    def spec(self, value: Tensor, storage: int = -1) -> TensorSpec:
+        """What the compiler is told of a tensor."""
+        return TensorSpec(
+            shape=self.shape(value),
+            dtype=dtype_name(value.dtype),
+            nbytes=self.nbytes(value),
+            storage=storage,
+            dynamic_rows=self.routed(value),
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a type, without the module."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,72 @@
+"""Names a piece of code by what it does, so that identical stages are traced and compiled once."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from piper.capture.pieces import Piece
+
+
+def structural_key(
+    piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+) -> str:
+    """A hash of everything that decides a piece's code. Parameters count by shape, not by name."""
+    assert piece.graph is not None
+    digest = hashlib.sha256()
+    for line in _lines(piece, trained, tangents, ways, device):
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _lines(
+    piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+) -> Iterator[str]:
+    yield f"{piece.chunk.kind} {piece.chunk.experts} / {ways} on {device}"
+    for group, tensors in (("input", piece.inputs), ("param", piece.params), ("buffer", piece.buffers)):
+        for tensor in tensors:
+            grad = tensor.requires_grad if group == "input" else ""
+            yield f"{group} {_shape(piece, tensor)} {tensor.dtype} {grad}"
+    yield f"trained {list(trained)} tangents {list(tangents)}"
+    assert piece.graph is not None
+    numbers: dict[fx.Node, int] = {}
+    for node in piece.graph.nodes:
+        numbers[node] = len(numbers)
+        shown = [_text(argument, numbers) for argument in node.args]
+        named = [f"{key}={_text(argument, numbers)}" for key, argument in sorted(node.kwargs.items())]
+        yield f"{node.op} {_target(node, piece.root)} {' '.join(shown + named)}"
+
+
+def _shape(piece: Piece, tensor: Tensor) -> str:
+    """A shape without the names of its symbols, which differ between layers that are otherwise the same."""
+    sizes = ["?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape]
+    return ",".join(sizes) + (f" rows {piece.chunk.input_specs[0].shape[0]}" if "?" in sizes else "")
+
+
+def _target(node: fx.Node, root: nn.Module) -> str:
+    if node.op == "placeholder":
+        return ""
+    if node.op == "get_attr":  # the body of a higher-order operation
+        held: object = root
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        return str(held.graph) if isinstance(held, fx.GraphModule) else f"{type(held)} {id(held)}"
+    target = node.target
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')} {str(target).split(' at 0x')[0]}"
+
+
+def _text(argument: object, numbers: Mapping[fx.Node, int]) -> str:
+    match argument:
+        case fx.Node():
+            return f"%{numbers[argument]}"
+        case tuple() | list():
+            return "[" + " ".join(_text(part, numbers) for part in argument) + "]"
+        case dict():
+            return "{" + " ".join(f"{key}:{_text(part, numbers)}" for key, part in argument.items()) + "}"
+        case slice():
+            return f"slice{_text((argument.start, argument.stop, argument.step), numbers)}"
+        case _:
+            return repr(argument)

@@ -1,0 +1,84 @@
+"""The command line: a few verbs over `recipe.py:function`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from piper.errors import PiperError
+from piper.schedules.names import NAMES, grid_for
+from piper.schedules.picture import picture
+from piper.schedules.torch_csv import to_csv
+
+SUCCESS, NO, USER_ERROR = 0, 1, 2
+
+app = typer.Typer(
+    name="piper",
+    help="Plan, check and run distributed training strategies for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def main() -> None:
+    """Run the command line: 0 on success, 1 when the answer is no, 2 on a user error with one message."""
+    try:
+        app()
+    except PiperError as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """End with one message for the user."""
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {message}")
+    sys.exit(USER_ERROR)
+
+
+@app.callback()
+def root() -> None:
+    """Plan, check and run distributed training strategies for PyTorch."""
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    device: Annotated[int | None, typer.Option(help="Print this device's instructions.")] = None,
+    why: Annotated[bool, typer.Option("--why", help="Say what the compiler decided against, and why.")] = False,
+    text: Annotated[Path | None, typer.Option(help="Write the plans in their text form to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a recipe, prove its plans and show them."""
+    from piper.api import compile  # torch is paid for only where it is used
+    from piper.recipe import load_recipe
+    from piper.report import plan_report, print_plan, write_text
+
+    program = compile(load_recipe(recipe))
+    if text is not None:
+        write_text(program, text)
+    if as_json:
+        sys.stdout.write(json.dumps(plan_report(program)) + "\n")
+        return
+    print_plan(program, Console(highlight=False, soft_wrap=True), device=device, why=why)
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(help=", ".join(NAMES), metavar="NAME")],
+    ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")],
+    microbatches: Annotated[int, typer.Option(help="Parts of the batch.")],
+    stages_per_rank: Annotated[int | None, typer.Option(help="Stages on each rank, where the schedule lets you choose.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")] = False,
+) -> None:
+    """Show a pipeline schedule as a grid, or as CSV that torch reads."""
+    grid = grid_for(name, ranks, microbatches, stages_per_rank)
+    sys.stdout.write(to_csv(grid) if csv else picture(grid) + "\n")
+
+

@@ -1,0 +1,37 @@
+"""Sets of devices, and how they are written down."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+Devices = tuple[int, ...]  # logical indices; the i-th takes the i-th slice of the samples
+RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?")
+
+
+@lru_cache(maxsize=4096)
+def show(devices: Devices) -> str:
+    """Write a set of devices shortly: `0`, `0,2`, `0-7`, `0-14/2`."""
+    if len(devices) > 2:
+        step = devices[1] - devices[0]
+        if step > 0 and devices == tuple(range(devices[0], devices[-1] + 1, step)):
+            return f"{devices[0]}-{devices[-1]}" + (f"/{step}" if step > 1 else "")
+    return ",".join(map(str, devices))
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Devices:
+    """Read what `show` wrote."""
+    if match := RANGE.fullmatch(text):
+        first, last, step = match.groups()
+        return tuple(range(int(first), int(last) + 1, int(step or 1)))
+    return tuple(int(number) for number in text.split(",")) if text else ()
+
+
+def groups_of(devices: Devices, ways: int) -> tuple[Devices, ...]:
+    """Cut a set into neighbouring groups of `ways`: the groups that divide experts among them."""
+    return tuple(devices[i : i + ways] for i in range(0, len(devices), ways))
+
+
+def columns(rows: Sequence[Devices]) -> tuple[Devices, ...]:
+    """The i-th device of every set together: the copies of one part in sets of equal size."""
+    return tuple(zip(*rows, strict=True))

@@ -1,0 +1,227 @@
+"""The marker operations of an expert region: `route`, `grouped_mm` and `unroute`.
+
+On one device `route` and `unroute` only copy, and `grouped_mm` multiplies each expert's rows by that expert's
+weight. Capture sees the two markers and knows that the number of rows between them depends on the data; a
+sharded region then puts its exchange in their place.
+
+[Note: unknown sizes] `route` answers with fresh symbolic sizes, for rows and for experts, because on several
+devices neither equals what went in. A check that compares a size with one of these two cannot be made while
+tracing, so it is made where the operation runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.errors import ConfigError
+
+_INTEGERS = (torch.int32, torch.int64)
+_ALIGNED = 16  # bytes: what the grouped kernel asks of every row
+
+
+def route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Send rows to their experts: `rows, counts` are what this device's experts receive.
+
+    x: rows grouped by expert, on the first axis; counts[e]: how many of them are for expert e.
+    """
+    _check_rows("route", "x", x)
+    _check_counts("route", counts)
+    rows, received = _route(x, counts)
+    return rows, received
+
+
+def unroute(y: Tensor, counts: Tensor, n: int) -> Tensor:
+    """Send rows back to where `route` took them from: the caller's n rows, in the caller's order.
+
+    counts: what `route` returned.
+    """
+    _check_rows("unroute", "y", y)
+    _check_counts("unroute", counts)
+    result: Tensor = _unroute(y, counts, n)
+    return result
+
+
+def grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool = False) -> Tensor:
+    """Multiply each expert's rows by that expert's weight: [n, d] x [experts, d, f] -> [n, f].
+
+    transpose: w is [experts, f, d].
+    """
+    if rows.dim() != 2 or w.dim() != 3 or rows.shape[1] != w.shape[2 if transpose else 1]:
+        raise ConfigError(
+            "rows and weights do not fit together",
+            by="grouped_mm",
+            facts={
+                "rows": f"{_shape(rows)}, should be [n, d]",
+                "w": f"{_shape(w)}, should be {'[experts, f, d]' if transpose else '[experts, d, f]'}",
+            },
+            hint=f"pass transpose={not transpose} if w is stored the other way round",
+        )
+    if rows.dtype != w.dtype:
+        raise ConfigError(
+            "rows and weights have different types",
+            by="grouped_mm",
+            facts={"rows": f"{rows.dtype}", "w": f"{w.dtype}"},
+            hint="cast one of them before the call",
+        )
+    _check_counts("grouped_mm", counts)
+    result: Tensor = _grouped_mm(rows, w, counts, transpose)
+    return result
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))
+
+
+def _check_rows(by: str, name: str, x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ConfigError(
+            f"{name} has no rows",
+            by=by,
+            facts={name: f"a single number of type {x.dtype}"},
+            hint="rows lie along the first axis: [n, ...]",
+        )
+
+
+def _check_counts(by: str, counts: Tensor) -> None:
+    if counts.dim() != 1 or counts.dtype not in _INTEGERS:
+        raise ConfigError(
+            "counts should hold one whole number per expert",
+            by=by,
+            facts={"counts": f"{_shape(counts)} of {counts.dtype}"},
+            hint="counts is [experts] of torch.int64 or torch.int32",
+        )
+
+
+def _spans(by: str, counts: Tensor, experts: int, rows: int) -> list[tuple[int, int, int]]:
+    """Each (expert, first row, last row + 1) that has rows."""
+    sizes: list[int] = counts.tolist()
+    total, least = sum(sizes), min(sizes, default=0)
+    if len(sizes) != experts or total != rows or least < 0:
+        raise ConfigError(
+            "counts does not describe these rows",
+            by=by,
+            facts={
+                "counts": f"{len(sizes)} experts, {total} rows in all, the least {least}",
+                "given": f"{experts} experts, {rows} rows",
+            },
+            hint="pass the counts that route returned together with these rows",
+        )
+    spans, start = [], 0
+    for expert, size in enumerate(sizes):
+        if size:
+            spans.append((expert, start, start + size))
+        start += size
+    return spans
+
+
+def _fast(*operands: Tensor) -> bool:
+    """Whether the grouped kernel takes these: it wants bf16 on a GPU, and every row on an aligned address."""
+    return all(
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and x.numel() > 0
+        and all(stride == 1 or stride * x.element_size() % _ALIGNED == 0 for stride in x.stride())
+        for x in operands
+    )
+
+
+def _ends(counts: Tensor) -> Tensor:
+    """The grouped kernel takes the row after each expert's last one."""
+    return counts.cumsum(0).to(torch.int32)
+
+
+@torch.library.custom_op("piper::route", mutates_args=())
+def _route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clone(), counts.clone()  # a custom operation may not return its inputs
+
+
+@_route.register_fake
+def _(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size  # see [Note: unknown sizes]
+    return x.new_empty([size(min=0), *x.shape[1:]]), counts.new_empty([size(min=0)])
+
+
+@torch.library.custom_op("piper::unroute", mutates_args=())
+def _unroute(y: Tensor, counts: Tensor, n: int) -> Tensor:
+    if y.shape[0] != n:
+        raise ConfigError(
+            "these are not the rows that were routed",
+            by="unroute",
+            facts={"y": f"{y.shape[0]} rows", "n": str(n)},
+            hint="pass one row for each row that route returned, and n = the rows that went into route",
+        )
+    return y.clone()
+
+
+@_unroute.register_fake
+def _(y: Tensor, counts: Tensor, n: int) -> Tensor:
+    return y.new_empty([n, *y.shape[1:]])
+
+
+@torch.library.custom_op("piper::grouped_mm", mutates_args=())
+def _grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool) -> Tensor:
+    w = w.transpose(1, 2) if transpose else w
+    if _fast(rows, w):
+        return torch._grouped_mm(rows, w, offs=_ends(counts))
+    out = rows.new_empty(rows.shape[0], w.shape[2])
+    for expert, start, end in _spans("grouped_mm", counts, w.shape[0], rows.shape[0]):
+        torch.mm(rows[start:end], w[expert], out=out[start:end])
+    return out
+
+
+@_grouped_mm.register_fake
+def _(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool) -> Tensor:
+    return rows.new_empty([rows.shape[0], w.shape[1 if transpose else 2]])
+
+
+@torch.library.custom_op("piper::grouped_mm_weight", mutates_args=())
+def _grouped_mm_weight(left: Tensor, right: Tensor, counts: Tensor, experts: int) -> Tensor:
+    """Each expert's left.T @ right: [n, d], [n, f] -> [experts, d, f]. An expert without rows gets zeros."""
+    if _fast(left, right):
+        return torch._grouped_mm(left.t(), right, offs=_ends(counts))
+    out = left.new_zeros(experts, left.shape[1], right.shape[1])
+    for expert, start, end in _spans("grouped_mm", counts, experts, left.shape[0]):
+        torch.mm(left[start:end].t(), right[start:end], out=out[expert])
+    return out
+
+
+@_grouped_mm_weight.register_fake
+def _(left: Tensor, right: Tensor, counts: Tensor, experts: int) -> Tensor:
+    return left.new_empty([experts, left.shape[1], right.shape[1]])
+
+
+def _save_counts(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401  autograd's protocol
+    ctx.save_for_backward(inputs[1])
+    ctx.rows = inputs[0].shape[0]
+
+
+def _route_backward(ctx: Any, grad: Tensor, _counts: None) -> tuple[Tensor, None]:  # noqa: ANN401
+    return _unroute(grad, *ctx.saved_tensors, ctx.rows), None
+
+
+def _unroute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    # The way back of `unroute` is `route`, but its number of rows is known here, so `unroute` says it.
+    return _unroute(grad, *ctx.saved_tensors, ctx.rows), None, None
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    rows, w, counts, ctx.transpose = inputs
+    ctx.save_for_backward(rows, w, counts)
+
+
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # noqa: ANN401
+    rows, w, counts = ctx.saved_tensors
+    grad = grad.contiguous()  # an expanded gradient has strides no kernel takes
+    left, right = (grad, rows) if ctx.transpose else (rows, grad)
+    return (
+        _grouped_mm(grad, w, counts, not ctx.transpose) if ctx.needs_input_grad[0] else None,
+        _grouped_mm_weight(left, right, counts, w.shape[0]) if ctx.needs_input_grad[1] else None,
+        None,
+        None,
+    )
+
+
+_route.register_autograd(_route_backward, setup_context=_save_counts)
+_unroute.register_autograd(_unroute_backward, setup_context=_save_counts)
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)

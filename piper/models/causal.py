@@ -1,0 +1,122 @@
+"""What the reference decoders share: their sizes, the way from tokens to logits, and their losses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.capture.annotate import annotate
+from piper.errors import ConfigError
+from piper.models.layers import rope
+
+IGNORED = -100  # the label of a position that has no target
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes every decoder has."""
+
+    vocab: int = 32_000
+    dim: int = 1024
+    layers: int = 16
+    heads: int = 16
+    kv_heads: int = 4
+    head_dim: int = 64
+    stages: int = 1  # regions PP=0 ... PP=stages-1
+    tied: bool = False  # the head uses the embedding's weight
+    rope_base: float = 10_000.0
+    eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= self.layers:
+            raise ConfigError(
+                "every stage needs a layer",
+                by="Config",
+                facts={"stages": str(self.stages), "layers": str(self.layers)},
+                hint=f"choose stages from 1 to {self.layers}",
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                "query heads cannot share key and value heads evenly",
+                by="Config",
+                facts={"heads": str(self.heads), "kv_heads": str(self.kv_heads)},
+                hint="choose kv_heads that divides heads",
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                "rotary positions turn features in pairs",
+                by="Config",
+                facts={"head_dim": str(self.head_dim)},
+                hint="choose an even head_dim",
+            )
+
+
+def stage_ranges(layers: int, stages: int) -> Sequence[range]:
+    """Each stage's layers, as even as the numbers allow."""
+    return [range(layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages)]
+
+
+class CausalDecoder(nn.Module):
+    """Tokens to logits through `sizes.layers` blocks, in `sizes.stages` regions tagged PP.
+
+    The first region holds the embedding, the last the final norm and the head.
+    """
+
+    def __init__(self, sizes: Sizes, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocab, sizes.dim)
+        self.layers = nn.ModuleList(block() for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.eps)
+        self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
+        if sizes.tied:
+            self.head.weight = self.embedding.weight
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=sizes.init_std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, length] -> [batch, length, vocab]."""
+        sizes, x = self.sizes, tokens
+        for stage, layers in enumerate(stage_ranges(sizes.layers, sizes.stages)):
+            with annotate("PP"):
+                if stage == 0:
+                    x = self.embedding(x)
+                # Each stage makes its own rotation: less work than receiving one.
+                rotation = rope(tokens.shape[1], sizes.head_dim, sizes.rope_base, like=x)
+                for layer in layers:
+                    x = self.layers[layer](x, rotation)
+                if stage == sizes.stages - 1:
+                    x = self.head(self.norm(x))
+        return x
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count."""
+    return mean_cross_entropy(model(batch["tokens"]), batch["labels"])
+
+
+def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy, and how many labels it counts: exact when these differ between parts."""
+    return summed_cross_entropy(model(batch["tokens"]), batch["labels"])
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the labels that count."""
+    return F.cross_entropy(*_flat(logits, labels), ignore_index=IGNORED)
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over the labels that count, and their number."""
+    total = F.cross_entropy(*_flat(logits, labels), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum().to(total.dtype)
+
+
+def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """One row per position. bf16 logits are widened: a sum over the vocabulary needs the digits."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.flatten(0, 1).to(wide), labels.flatten()

@@ -1,0 +1,58 @@
+"""A Llama-style decoder, annotated by pipeline stage."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
+from piper.models.layers import Attention, SwiGLU
+
+__all__ = ["Block", "Config", "Decoder", "loss", "token_loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Sizes):
+    """The sizes of a dense decoder."""
+
+    hidden: int = 2816
+    qk_norm: bool = False  # normalise queries and keys, as Qwen3 does
+
+    @classmethod
+    def tiny(cls, *, layers: int = 4, stages: int = 2, tied: bool = False) -> "Config":
+        """A size for tests: a step takes milliseconds."""
+        return cls(
+            vocab=64,
+            dim=32,
+            layers=layers,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            hidden=64,
+            stages=stages,
+            tied=tied,
+        )
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward, each added to what came in."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.attention = Attention(
+            config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=config.qk_norm, eps=config.eps
+        )
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.ffn = SwiGLU(config.dim, config.hidden)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        result: Tensor = x + self.ffn(self.ffn_norm(x))
+        return result
+
+
+class Decoder(CausalDecoder):
+    """A dense decoder: regions PP=0 ... PP=stages-1."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, lambda: Block(config))

@@ -1,0 +1,72 @@
+"""Hugging Face models as they are: their losses, and their experts through the marker operations.
+
+register_experts()
+model = Qwen3MoeForCausalLM(Qwen3MoeConfig(..., experts_implementation="piper"))
+annotate_modules(model, {"PP": [...], "EP": ["model.layers.*.mlp.experts"]})
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from piper.errors import ConfigError
+from piper.experts import grouped_mm, route, unroute
+from piper.models.causal import Batch, mean_cross_entropy, summed_cross_entropy
+from piper.models.layers import collect, group_by_expert
+
+NAME = "piper"  # experts_implementation=NAME
+
+
+def register_experts() -> None:
+    """Let transformers run the experts of a model through `route`, `grouped_mm` and `unroute`.
+
+    A model does so when its config says `experts_implementation="piper"`. Registering twice changes nothing.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ConfigError(
+            "transformers has no registry of experts",
+            by="register_experts",
+            facts={"cause": str(error)},
+            hint="install transformers 5 or later: pip install 'piper[hf]'",
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+
+
+def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # noqa: ANN401
+    """Send each token through the experts chosen for it; called by transformers with its own experts module.
+
+    tokens: [n, d]; chosen and weights: [n, k].
+    """
+    if experts.has_bias:
+        raise ConfigError(
+            "these experts have biases",
+            by="run_experts",
+            facts={"module": type(experts).__name__},
+            hint="leave experts_implementation at its default for this model",
+        )
+    order, counts = group_by_expert(chosen, experts.num_experts)
+    grouped = tokens[order // chosen.shape[-1]]
+    rows, received = route(grouped, counts)
+    stored_out_in = not experts.is_transposed  # transformers' usual layout is [experts, out, in]
+    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    hidden = grouped_mm(rows, first, received, transpose=stored_out_in)
+    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    y = grouped_mm(hidden, experts.down_proj, received, transpose=stored_out_in)
+    return collect(unroute(y, received, grouped.shape[0]), weights, order).to(tokens.dtype)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count."""
+    return mean_cross_entropy(_logits(model, batch), batch["labels"])
+
+
+def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy, and how many labels it counts: exact when these differ between parts."""
+    return summed_cross_entropy(_logits(model, batch), batch["labels"])
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(input_ids=batch["tokens"], use_cache=False).logits
+    return logits

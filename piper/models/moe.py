@@ -1,0 +1,115 @@
+"""A Qwen3-style mixture-of-experts decoder, annotated by pipeline stage and by expert region."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.capture.annotate import annotate
+from piper.errors import ConfigError
+from piper.experts import grouped_mm, route, unroute
+from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
+from piper.models.layers import Attention, collect, group_by_expert
+
+__all__ = [
+    "Block",
+    "Config",
+    "MoEDecoder",
+    "SparseFeedForward",
+    "loss",
+    "token_loss",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Sizes):
+    """The sizes of a mixture-of-experts decoder."""
+
+    experts: int = 64
+    top_k: int = 8  # experts that see each token
+    hidden: int = 512  # of one expert
+
+    def __post_init__(self) -> None:
+        Sizes.__post_init__(self)  # super() does not find the class that slots=True makes
+        if not 1 <= self.top_k <= self.experts:
+            raise ConfigError(
+                "a token cannot go to that many experts",
+                by="Config",
+                facts={"top_k": str(self.top_k), "experts": str(self.experts)},
+                hint=f"choose top_k from 1 to {self.experts}",
+            )
+
+    @classmethod
+    def tiny(cls, *, layers: int = 2, stages: int = 2, experts: int = 8, tied: bool = False) -> "Config":
+        """A size for tests: a step takes milliseconds."""
+        return cls(
+            vocab=64,
+            dim=32,
+            layers=layers,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            experts=experts,
+            top_k=2,
+            hidden=16,
+            stages=stages,
+            tied=tied,
+            init_std=0.2,  # far from uniform, so that tests see uneven counts and empty experts
+        )
+
+
+class SparseFeedForward(nn.Module):
+    """Experts, of which each token sees the `top_k` that its router scores highest."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.experts, self.top_k = config.experts, config.top_k
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(config.experts, config.dim, 2 * config.hidden))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.dim))
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=config.init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self._choose(tokens)
+        order, counts = group_by_expert(chosen, self.experts)
+        grouped = tokens[order // self.top_k]
+        with annotate("EP"):
+            rows, received = route(grouped, counts)
+            gate, up = grouped_mm(rows, self.gate_up, received).chunk(2, dim=-1)
+            y = grouped_mm(F.silu(gate) * up, self.down, received)
+            y = unroute(y, received, grouped.shape[0])
+        return collect(y, weights, order).view(x.shape)
+
+    def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their weights, which add up to one."""
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        weights, chosen = self.router(tokens).softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
+        return (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype), chosen
+
+
+class Block(nn.Module):
+    """Attention, then the experts, each added to what came in."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.attention = Attention(
+            config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=True, eps=config.eps
+        )
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.ffn = SparseFeedForward(config)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        result: Tensor = x + self.ffn(self.ffn_norm(x))
+        return result
+
+
+class MoEDecoder(CausalDecoder):
+    """A mixture-of-experts decoder: regions PP=0 ... PP=stages-1, and in each layer one region EP."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, lambda: Block(config))

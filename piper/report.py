@@ -1,0 +1,130 @@
+"""What `piper plan` tells of a program: as tables for people, as one object for programs."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from piper.api import Program
+from piper.devices import show
+from piper.errors import ConfigError
+from piper.plan.instr import Instr
+from piper.plan.memory import Timeline, timeline
+from piper.plan.plan import Plan
+from piper.plan.text import show_plans
+from piper.view.grid import grid
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+MOST_PROGRAMS = 16  # shown in a table
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: `12.3 MiB`."""
+    for unit in UNITS:
+        if nbytes < 1024 or unit == UNITS[-1]:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("the last unit takes everything")
+
+
+def moved(plan: Plan) -> int:
+    """The bytes one device sends in a step."""
+    return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and ins.op != "recv")
+
+
+def plan_report(program: Program) -> dict[str, object]:
+    """What `--json` prints: the lists go device by device, in the order of `devices`."""
+    rows = {device: plan for plan in program.plans for device in plan.devices}
+    peaks = {id(plan): timeline(plan).peak for plan in program.plans}
+    devices = sorted(rows)
+    return {
+        "devices": devices,
+        "nodes": len(program.work.line),
+        "instructions": [len(rows[device].instrs) for device in devices],
+        "comm_bytes": [moved(rows[device]) for device in devices],
+        "peak_bytes": [peaks[id(rows[device])] for device in devices],
+    }
+
+
+def print_plan(program: Program, console: Console, *, device: int | None, why: bool) -> None:
+    """Print the grid, a table of programs, one device's instructions where asked, and that the plans are proven."""
+    plans = program.plans
+    tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
+    console.print("Pipeline (F forward, B backward, I and W its halves; stage, pass, part)", style="bold")
+    console.print(grid(plans, tags), markup=False, no_wrap=True, overflow="ellipsis", soft_wrap=False)
+    console.print()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("devices", "instructions", "sent per step", "peak memory", "held between steps", "at the peak"):
+        table.add_column(heading, justify="right" if heading not in ("devices", "at the peak") else "left")
+    for plan in plans.plans[:MOST_PROGRAMS]:
+        times = timeline(plan)
+        table.add_row(
+            show(plan.devices), str(len(plan.instrs)), size(moved(plan)), size(times.peak), size(times.resident),
+            plan.instrs[times.peak_at].node,
+        )  # fmt: skip
+    console.print(table)
+    if len(plans) > MOST_PROGRAMS:
+        console.print(f"... and {len(plans) - MOST_PROGRAMS} programs more")
+    console.print()
+    for kind, nbytes in sorted(bytes_by_kind(program).items()):
+        console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
+    if device is not None:
+        print_device(program, console, device)
+    if why:
+        console.print()
+        for reason in plans.why or ("nothing was decided against the strategy",):
+            console.print(f"why: {reason}", markup=False)
+    devices = sum(len(plan.devices) for plan in plans)
+    console.print()
+    console.print(
+        f"Proven: {devices} devices, {len(plans)} programs, {len(program.work.line)} nodes: every send meets its receive, "
+        "nothing waits in a circle, every slot is written before it is read and freed once.",
+        markup=False,
+    )
+
+
+def bytes_by_kind(program: Program) -> dict[str, int]:
+    """What travels in a step, by operation, over all devices."""
+    total: dict[str, int] = {}
+    for plan in program.plans:
+        for ins in plan.instrs:
+            if ins.comm is not None and ins.op != "recv":
+                total[ins.op] = total.get(ins.op, 0) + ins.nbytes * len(plan.devices)
+    return total
+
+
+def print_device(program: Program, console: Console, device: int) -> None:
+    """Print one device's instructions with the memory live at each."""
+    try:
+        plan = program.plans.of(device)
+    except KeyError:
+        raise ConfigError(
+            f"there is no device {device}",
+            by="piper plan",
+            facts={"devices": ", ".join(show(plan.devices) for plan in program.plans)},
+            hint="name one of the devices that the strategy uses",
+        ) from None
+    times: Timeline = timeline(plan)
+    console.print()
+    console.print(f"Device {device}, in the order it issues", style="bold")
+    for place, ins in enumerate(plan.instrs):
+        console.print(instruction_line(place, ins, times.live[place]), markup=False, soft_wrap=True)
+
+
+def instruction_line(place: int, ins: Instr, live: int) -> str:
+    """One instruction for people."""
+    waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
+    signals = f"  signals {ins.signals}" if ins.signals is not None else ""
+    comm = f"  over {ins.comm}" if ins.comm else ""
+    moving = f"  {size(ins.nbytes)}" if ins.comm else ""
+    return f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.op:14} {ins.node}{comm}{moving}{waits}{signals}"
+
+
+def write_text(program: Program, path: Path) -> None:
+    """Write the plans in their text form."""
+    try:
+        path.write_text(show_plans(program.plans), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "the plans cannot be written", by=str(path), facts={"why": str(error)}, hint="name a file in a folder you own"
+        ) from None

@@ -1,0 +1,132 @@
+"""Communication as one device sees it: groups that reduce and exchange, and pipes from one device to another.
+
+Every implementation gives the same bits: a sum over a group is taken element by element from the first member to
+the last, whoever computes it and however it travels. Whoever adds an implementation gives `Group.swap` and a pipe,
+and the rest follows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SMALL = 4096  # elements: below it a sum in one round beats one in two
+
+
+class CommError(RuntimeError):
+    """Communication that did not happen: a peer is late, or has failed."""
+
+
+class Stopped(CommError):
+    """Another worker has failed, so this one gives up waiting for it."""
+
+
+class Group(ABC):
+    """The devices of one group of a communicator, as its member `rank` sees them."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+
+    @abstractmethod
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Give part i to member i, and return what each member gave to this one.
+
+        Parts differ in their first axis only; `lengths[i]` of it comes from member i. Nobody may write to what it
+        gave or got.
+        """
+
+    def all_reduce(self, flat: Tensor) -> Tensor:
+        """The sum of everybody's tensor, as a new one."""
+        if flat.numel() <= SMALL:
+            return summed(self.swap([flat] * self.size, [len(flat)] * self.size))
+        lengths = even(len(flat), self.size)
+        mine = lengths[self.rank]
+        part = summed(self.swap(flat.split(lengths), [mine] * self.size))
+        return torch.cat(self.swap([part] * self.size, lengths))
+
+    def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
+        """This member's `length` elements of the sum; beyond the end of `flat` they are zero."""
+        lengths = [max(0, min(length, len(flat) - i * length)) for i in range(self.size)]
+        mine = lengths[self.rank]
+        total = summed(self.swap(flat.split(lengths), [mine] * self.size))
+        if mine == length:
+            return total
+        shard = flat.new_zeros(length)
+        shard[:mine] = total
+        return shard
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        """Write everybody's shard into `out`, in order. `shard` may be this member's part of `out`."""
+        length = len(shard)
+        for i, part in enumerate(self.swap([shard] * self.size, [length] * self.size)):
+            there = out[i * length : (i + 1) * length]
+            if i != self.rank or there.data_ptr() != shard.data_ptr():
+                there.copy_(part)
+
+    def all_to_all(self, rows: Tensor, gives: Sequence[int], gets: Sequence[int]) -> list[Tensor]:
+        """Give the first `gives[0]` rows to the first member, and so on; what comes from each member."""
+        return self.swap(rows.split(list(gives)), gets)
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        """The first member's value."""
+        flat = value.reshape(-1)
+        empty = flat[:0]
+        first = self.rank == 0
+        got = self.swap(
+            [flat if first and i else empty for i in range(self.size)],
+            [0 if first or i else len(flat) for i in range(self.size)],
+        )
+        return value if first else got[0].view(value.shape)
+
+
+class Pipe(Protocol):
+    """One end of a way from one device to another; what is sent first arrives first."""
+
+    def send(self, value: Tensor) -> None:
+        """Hand a value over. The sender may not write to it afterwards."""
+
+    def recv(self) -> Tensor:
+        """The next value."""
+
+
+class Comms(Protocol):
+    """The communicators of one device, by the plan's names."""
+
+    def group(self, name: str) -> Group:
+        """The group of this communicator that the device is in."""
+
+    def outgoing(self, name: str) -> Pipe:
+        """The pipe that this device sends into."""
+
+    def incoming(self, name: str) -> Pipe:
+        """The pipe that this device receives from."""
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors from left to right, as a new one; short types are added in float32 and rounded once."""
+    first = parts[0]
+    if first.dtype in (torch.bfloat16, torch.float16):
+        total = first.float()
+        for part in parts[1:]:
+            total += part
+        return total.to(first.dtype)
+    if len(parts) == 1:
+        return first.clone()
+    total = first + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def even(length: int, parts: int) -> list[int]:
+    """A length cut into parts that differ by at most one."""
+    ends = [length * (i + 1) // parts for i in range(parts)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def starts(lengths: Sequence[int]) -> list[int]:
+    """Where each of several neighbouring parts begins."""
+    return [0, *accumulate(lengths)][:-1]

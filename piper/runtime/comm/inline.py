@@ -1,0 +1,104 @@
+"""Devices as threads of one process: a mailbox for every pair that ever speaks, made before anything runs."""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from piper.plan.plan import Comm, Plans
+from piper.runtime.comm.base import CommError, Group, Stopped
+
+Box = queue.SimpleQueue[Tensor | None]  # None: the world has stopped
+
+
+class World:
+    """All mailboxes of a job whose devices are threads of this process."""
+
+    def __init__(self, plans: Plans, timeout: float = 60.0) -> None:
+        self.timeout = timeout
+        self.stopped = threading.Event()
+        self.boxes: dict[tuple[str, int, int], Box] = {}
+        self.comms = plans.comms
+        for comm in plans.comms.values():
+            for sender, receiver in speaking(comm):
+                self.boxes[comm.name, sender, receiver] = queue.SimpleQueue()
+
+    def member(self, device: int) -> "InlineComms":
+        """The communicators as one device sees them."""
+        return InlineComms(self, device)
+
+    def stop(self) -> None:
+        """End every wait, now and later: a worker has failed and will not answer."""
+        self.stopped.set()
+        for box in self.boxes.values():
+            box.put(None)
+
+    def take(self, name: str, sender: int, receiver: int) -> Tensor:
+        """The next value that one device sent another; waits for it, but not for ever."""
+        try:
+            value = self.boxes[name, sender, receiver].get(timeout=self.timeout)
+        except queue.Empty:
+            raise CommError(
+                f"device {receiver} waited {self.timeout:g} s on {name} for device {sender}"
+            ) from None
+        if value is None:
+            self.boxes[name, sender, receiver].put(None)
+            raise Stopped(f"device {receiver} stops waiting on {name} for device {sender}: a worker has failed")
+        return value
+
+
+def speaking(comm: Comm) -> list[tuple[int, int]]:
+    """Every (sender, receiver) of a communicator."""
+    if comm.kind == "pairs":
+        return [(sender, receiver) for sender, receiver in comm.groups]
+    return [(a, b) for group in comm.groups for a in group for b in group if a != b]
+
+
+class InlineComms:
+    """The communicators of one device among threads."""
+
+    def __init__(self, world: World, device: int) -> None:
+        self.world, self.device = world, device
+
+    def group(self, name: str) -> "InlineGroup":
+        members = next(group for group in self.world.comms[name].groups if self.device in group)
+        return InlineGroup(self.world, name, members, self.device)
+
+    def outgoing(self, name: str) -> "InlinePipe":
+        return InlinePipe(self.world, name, *next(p for p in self.world.comms[name].groups if p[0] == self.device))
+
+    def incoming(self, name: str) -> "InlinePipe":
+        return InlinePipe(self.world, name, *next(p for p in self.world.comms[name].groups if p[1] == self.device))
+
+
+class InlineGroup(Group):
+    """A group among threads: values are handed over, not copied."""
+
+    def __init__(self, world: World, name: str, members: Sequence[int], device: int) -> None:
+        super().__init__(name, members.index(device), len(members))
+        self.world, self.members, self.device = world, members, device
+        self.out = [world.boxes[name, device, other].put if other != device else None for other in members]
+
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        for put, part in zip(self.out, parts, strict=True):
+            if put is not None:
+                put(part)
+        world, name, me = self.world, self.name, self.device
+        return [
+            parts[self.rank] if other == me else world.take(name, other, me) for other in self.members
+        ]
+
+
+class InlinePipe:
+    """A mailbox between two threads."""
+
+    def __init__(self, world: World, name: str, sender: int, receiver: int) -> None:
+        self.world, self.key = world, (name, sender, receiver)
+        self.put = world.boxes[self.key].put
+
+    def send(self, value: Tensor) -> None:
+        self.put(value)
+
+    def recv(self) -> Tensor:
+        return self.world.take(*self.key)

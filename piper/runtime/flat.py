@@ -1,0 +1,78 @@
+"""Buckets in memory: one flat tensor, seen piece by piece, whole or in the shard that a device owns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from piper.plan.plan import Bucket
+
+
+@dataclass(slots=True)
+class Flat:
+    """A bucket's values: one flat tensor and its pieces in their shapes."""
+
+    whole: Tensor
+    pieces: list[Tensor]
+
+
+class Layout:
+    """Where a bucket's pieces lie, and which part of it one device owns."""
+
+    def __init__(self, bucket: Bucket, device: int) -> None:
+        self.bucket = bucket
+        self.position = bucket.devices.index(device)
+        self.part = self.position % bucket.ways  # which of the divided experts
+        group = next(group for group in bucket.groups if device in group)
+        self.rank = group.index(device)
+        self.sharded = bucket.zero > 0
+        self.length = bucket.padded if self.sharded else bucket.numel
+        self.shard = bucket.padded // bucket.group_size
+        self.start = self.rank * self.shard if self.sharded else 0
+        self.stop = self.start + (self.shard if self.sharded else self.length)
+        self.sizes = [piece.numel for piece in bucket.pieces]
+        self.shapes = [piece.shape for piece in bucket.pieces]
+        self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of a flat bucket, in their shapes."""
+        rest = len(flat) - self.bucket.numel
+        parts = flat.split([*self.sizes, rest] if rest else self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
+
+    def over(self, flat: Tensor) -> Flat:
+        """A flat tensor with its pieces."""
+        return Flat(flat, self.pieces(flat))
+
+    def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of the pieces, one after another; a piece without one counts as zeros."""
+        like = next(g for g in gradients if g is not None)
+        return torch.cat(
+            [
+                like.new_zeros(size) if g is None else g.reshape(-1)
+                for g, size in zip(gradients, self.sizes, strict=True)
+            ]
+        )
+
+    def owned(self, flat: Tensor) -> Tensor:
+        """The part of a flat bucket that this device updates."""
+        return flat[self.start : self.stop]
+
+    def segments(self, owned: Tensor) -> list[tuple[str, Tensor]]:
+        """What this device owns of each piece: in its shape where it is whole, else as a flat run of elements."""
+        found = []
+        for piece in self.bucket.pieces:
+            low, high = max(piece.offset, self.start), min(piece.offset + piece.numel, self.stop)
+            if low >= high:
+                continue
+            run = owned[low - self.start : high - self.start]
+            found.append((piece.name, run if self.sharded else run.view(piece.shape)))
+        return found
+
+    def local(self, value: Tensor, index: int) -> Tensor:
+        """What this device holds of a full parameter: its own experts, where they are divided."""
+        if self.bucket.ways == 1:
+            return value
+        rows = self.shapes[index][0]
+        return value.narrow(0, self.part * rows, rows)

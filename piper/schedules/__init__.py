@@ -1,0 +1,19 @@
+"""Pipeline schedules: integers in, `order` directives out. They use public directives only."""
+
+from piper.schedules.dualpipe import dualpipe_v
+from piper.schedules.fill_drain import gpipe
+from piper.schedules.one_forward_one_backward import interleaved_1f1b, one_f_one_b
+from piper.schedules.torch_csv import from_csv
+from piper.schedules.v_shape import zbv
+from piper.schedules.zero_bubbles import interleaved_zero_bubble, zero_bubble
+
+__all__ = [
+    "dualpipe_v",
+    "from_csv",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "one_f_one_b",
+    "zbv",
+    "zero_bubble",
+]

@@ -1,0 +1,73 @@
+"""Writes one rank's row the way the papers draw it: which stage moves next, without naming microbatches."""
+
+from collections import Counter, deque
+
+from piper.schedules.action import Action, Group
+from piper.schedules.grid import Row
+
+
+class RowWriter:
+    """Numbers each move with its stage's next microbatch, and remembers the weight gradients still owed.
+
+    In every schedule here a stage takes microbatches in turn. Moves past the last microbatch write nothing,
+    so one description serves any number of them.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._forwards: Counter[int] = Counter()
+        self._backwards: Counter[int] = Counter()
+        self._owed: deque[Action] = deque()
+        self._groups: list[Group] = []
+
+    @property
+    def owes(self) -> bool:
+        """Is there a weight gradient that can run now?"""
+        return bool(self._owed)
+
+    def forward(self, stage: int) -> None:
+        """Run the stage's next forward."""
+        self._write(self._next_forward(stage))
+
+    def backward(self, stage: int) -> None:
+        """Run the stage's next backward whole."""
+        self._write(self._next_backward(stage))
+
+    def inputs(self, stage: int) -> None:
+        """Run the input half of the stage's next backward, and owe the weight half."""
+        for action in self._next_backward(stage):
+            self._groups.append((Action(stage=stage, phase="BI", microbatch=action.microbatch),))
+            self._owed.append(Action(stage=stage, phase="BW", microbatch=action.microbatch))
+
+    def weights(self) -> None:
+        """Run the weight half that has been owed longest, if any is."""
+        if self._owed:
+            self._groups.append((self._owed.popleft(),))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Run one stage's next forward and another's next backward as a pair that may interleave."""
+        self._write(self._next_forward(forward) + self._next_backward(backward))
+
+    def finish(self) -> Row:
+        """Pay what is owed and return the row."""
+        while self._owed:
+            self.weights()
+        return tuple(self._groups)
+
+    def _write(self, group: Group) -> None:
+        if group:
+            self._groups.append(group)
+
+    def _next_forward(self, stage: int) -> Group:
+        microbatch = self._forwards[stage]
+        self._forwards[stage] += 1
+        if microbatch >= self._microbatches:
+            return ()
+        return (Action(stage=stage, phase="F", microbatch=microbatch),)
+
+    def _next_backward(self, stage: int) -> Group:
+        microbatch = self._backwards[stage]
+        self._backwards[stage] += 1
+        if microbatch >= self._microbatches:
+            return ()
+        return (Action(stage=stage, phase="B", microbatch=microbatch),)

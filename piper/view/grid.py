@@ -1,0 +1,138 @@
+"""The pipeline grid of plans: what each device computes, when, with F = I = W = 1 and B = 2."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from piper.devices import show
+from piper.ir.chunk import Tags
+from piper.plan.plan import Plan, Plans
+
+UNIT = {"F": 1, "B": 2, "BI": 1, "BW": 1}
+LETTER = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
+IDLE, STILL = ".", "--"
+
+
+@dataclass(slots=True)
+class Block:
+    """All pieces of one stage in one phase on one part: a cell, or two, of the grid."""
+
+    label: str
+    cost: int
+    needs: set[int] = field(default_factory=set)
+    start: int = 0
+
+
+def grid(plans: Plans, tags: Mapping[str, Tags]) -> str:
+    """Draw one line per program, one column per unit of time. `tags`: the annotations of each chunk.
+
+    0,1  0F0 0F1 .   .   0B0 --  0B1 --
+    2,3  .   1F0 1B0 --  1F1 1B1 --
+    """
+    rows = placed(plans, tags)
+    width = max((len(block.label) for row in rows for block in row), default=1)
+    end = max((block.start + block.cost for row in rows for block in row), default=0)
+    name_width = max(len(show(plan.devices)) for plan in plans)
+    lines = []
+    for plan, row in zip(plans, rows, strict=True):
+        cells = [IDLE] * end
+        for block in row:
+            cells[block.start] = block.label
+            cells[block.start + 1 : block.start + block.cost] = [STILL] * (block.cost - 1)
+        lines.append(f"{show(plan.devices):{name_width}}  {' '.join(f'{cell:{width}}' for cell in cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
+    """Each program's blocks, with the time each starts when transfers are free."""
+    blocks: list[Block] = []
+    rows: list[list[int]] = []
+    written: dict[tuple[int, str], int] = {}  # by program and slot: the block that its value comes from
+    sent: dict[str, int] = {}
+    for number, plan in enumerate(plans):
+        rows.append(collect(plan, number, tags, blocks, written, sent))
+    for number, plan in enumerate(plans):
+        link(plan, number, tags, blocks, rows[number], written, sent)
+    run(blocks, rows)
+    return [[blocks[i] for i in row] for row in rows]
+
+
+def block_of(arg: str, part: Tags, tags: Mapping[str, Tags]) -> tuple[str, str]:
+    """The label of a compute instruction's block, and its phase."""
+    phase, _, chunk = arg.partition(" ")
+    outer = tags.get(chunk, ())
+    stage = str(outer[0][1]) if outer else ""
+    return f"{stage}{LETTER[phase]}{'.'.join(str(index) for _, index in part)}", phase
+
+
+def collect(
+    plan: Plan,
+    number: int,
+    tags: Mapping[str, Tags],
+    blocks: list[Block],
+    written: dict[tuple[int, str], int],
+    sent: dict[str, int],
+) -> list[int]:
+    """A program's blocks in order, and which of its values come from which."""
+    row: dict[str, int] = {}
+    for ins in plan.instrs:
+        if ins.op == "compute":
+            label, phase = block_of(ins.arg, ins.part, tags)
+            if label not in row:
+                row[label] = len(blocks)
+                blocks.append(Block(label=label, cost=UNIT[phase]))
+            for slot in ins.writes:
+                written[number, slot] = row[label]
+        elif ins.op == "send" and (number, ins.reads[0]) in written:
+            sent[ins.node] = written[number, ins.reads[0]]
+        elif ins.op in ("exchange", "counts", "add", "copy", "concat"):
+            sources = [written[number, slot] for slot in ins.reads if (number, slot) in written]
+            for slot in ins.writes:
+                if sources:
+                    written[number, slot] = max(sources)
+    return list(row.values())
+
+
+def link(
+    plan: Plan,
+    number: int,
+    tags: Mapping[str, Tags],
+    blocks: list[Block],
+    row: list[int],
+    written: dict[tuple[int, str], int],
+    sent: dict[str, int],
+) -> None:
+    """Let each block wait for the blocks whose values it reads, also through transfers."""
+    mine = {blocks[i].label: i for i in row}
+    arrived: dict[str, int] = {}
+    for ins in plan.instrs:
+        if ins.op == "recv" and ins.node in sent:
+            arrived[ins.writes[0]] = sent[ins.node]
+        elif ins.op in ("add", "concat", "copy", "exchange") and any(slot in arrived for slot in ins.reads):
+            arrived[ins.writes[0]] = max(arrived[slot] for slot in ins.reads if slot in arrived)
+        elif ins.op == "compute":
+            block = mine[block_of(ins.arg, ins.part, tags)[0]]
+            for slot in ins.reads:
+                source = arrived.get(slot, written.get((number, slot)))
+                if source is not None and source != block:
+                    blocks[block].needs.add(source)
+
+
+def run(blocks: list[Block], rows: list[list[int]]) -> None:
+    """Give each block its start: after its predecessor on the device and after what it needs."""
+    needs = [set(block.needs) for block in blocks]
+    for row in rows:
+        for before, after in zip(row, row[1:], strict=False):
+            needs[after].add(before)
+    followers: list[list[int]] = [[] for _ in blocks]
+    for i, before in enumerate(needs):
+        for j in before:
+            followers[j].append(i)
+    waiting = [len(before) for before in needs]
+    ready = [i for i, count in enumerate(waiting) if not count]
+    while ready:
+        i = ready.pop()
+        for j in followers[i]:
+            blocks[j].start = max(blocks[j].start, blocks[i].start + blocks[i].cost)
+            waiting[j] -= 1
+            if not waiting[j]:
+                ready.append(j)

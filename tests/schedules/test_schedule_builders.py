@@ -1,0 +1,231 @@
+"""The builders: their pictures, their bubbles, what they hold, and what they refuse."""
+
+import time
+from collections.abc import Callable
+from inspect import cleandoc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from piper import schedules
+from piper.directives.order import Order, order
+from piper.errors import ScheduleError
+from piper.ir.select import at
+from piper.schedules.action import is_overlap
+from piper.schedules.check import validate
+from piper.schedules.clock import makespan, peak_activations, timeline
+from piper.schedules.grid import orders
+from piper.schedules.names import NAMES, grid_for
+from piper.schedules.picture import picture
+
+BUILDERS: dict[str, Callable[..., list[Order]]] = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+    "interleaved-1f1b": schedules.interleaved_1f1b,
+    "zero-bubble": schedules.zero_bubble,
+    "interleaved-zero-bubble": schedules.interleaved_zero_bubble,
+    "zbv": schedules.zbv,
+    "dualpipe-v": schedules.dualpipe_v,
+}
+DRAWN = {
+    "gpipe": (2, 3),
+    "1f1b": (3, 4),
+    "interleaved-1f1b": (2, 3),
+    "zero-bubble": (3, 4),
+    "interleaved-zero-bubble": (2, 3),
+    "zbv": (2, 3),
+    "dualpipe-v": (2, 4),
+}
+SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 5, 8, 15, 16, 19)]
+
+
+def refusal(build: Callable[..., object], *args: object, **kwargs: object) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        build(*args, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_grid_in_the_docstring_is_real(name: str) -> None:
+    assert picture(grid_for(name, *DRAWN[name])) in cleandoc(BUILDERS[name].__doc__ or "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_builder_says_its_grid_in_directives(name: str) -> None:
+    grid = grid_for(name, *DRAWN[name])
+    built = BUILDERS[name](*DRAWN[name], stage="S", part="P")
+    assert built == orders(grid, stage="S", part="P")
+    assert BUILDERS[name](*DRAWN[name]) == orders(grid)
+    assert all(directive.source.startswith("test_schedule_builders.py:") for directive in built)
+
+
+def test_one_order_per_rank_one_group_per_action() -> None:
+    first, second, third = schedules.one_f_one_b(3, 4)
+    assert third == order([at(PP=2, MB=i // 2, PASS="FB"[i % 2]) for i in range(8)])
+    assert second.groups[:3] == (
+        (at(PP=1, MB=0, PASS="F"),),
+        (at(PP=1, MB=1, PASS="F"),),
+        (at(PP=1, MB=0, PASS="B"),),
+    )
+    assert len(first.groups) == 8
+    assert schedules.zero_bubble(1, 1) == [order([at(PP=0, MB=0, PASS=phase) for phase in ("F", "BI", "BW")])]
+
+
+def test_an_overlapped_pair_is_one_group_of_two() -> None:
+    (only,) = schedules.dualpipe_v(1, 2)
+    assert only.groups[4] == (at(PP=1, MB=1, PASS="F"), at(PP=0, MB=0, PASS="B"))
+
+
+def test_stages_are_dealt_round_or_in_a_v() -> None:
+    def stages(name: str) -> list[set[int]]:
+        return [{action.stage for group in row for action in group} for row in grid_for(name, 3, 6).rows]
+
+    assert stages("interleaved-1f1b") == stages("interleaved-zero-bubble") == [{0, 3}, {1, 4}, {2, 5}]
+    assert stages("zbv") == stages("dualpipe-v") == [{0, 5}, {1, 4}, {2, 3}]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(NAMES)), st.integers(1, 9), st.integers(1, 24), st.integers(1, 4))
+def test_every_size_is_a_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
+    if name == "dualpipe-v":
+        microbatches += 2 * ranks - 1
+    interleaved = name.startswith("interleaved")
+    grid = grid_for(name, ranks, microbatches, stages_per_rank if interleaved else None)
+    validate(grid)
+    assert (len(grid.rows), grid.microbatches) == (ranks, microbatches)
+    assert grid.stages == ranks * (stages_per_rank if interleaved else NAMES[name].stages_per_rank)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_the_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        assert makespan(grid_for(name, stages, microbatches)) == 3 * microbatches + 3 * (stages - 1)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [size for size in SIZES if size[0] <= size[1]])
+def test_the_bubbles_of_full_pipelines(ranks: int, microbatches: int) -> None:
+    """(F + B) and (F + B - 2W) for each rank but one, whatever the number of stages on a rank."""
+    assert makespan(grid_for("zero-bubble", ranks, microbatches)) == 3 * microbatches + ranks - 1
+    for per_rank in (1, 2, 3):
+        work = 3 * per_rank * microbatches
+        assert makespan(grid_for("interleaved-1f1b", ranks, microbatches, per_rank)) == work + 3 * (ranks - 1)
+        assert (
+            makespan(grid_for("interleaved-zero-bubble", ranks, microbatches, per_rank)) == work + ranks - 1
+        )
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [size for size in SIZES if 2 * size[0] <= size[1]])
+def test_the_bubbles_of_v_shapes(ranks: int, microbatches: int) -> None:
+    v = timeline(grid_for("zbv", ranks, microbatches))
+    assert v.end == 6 * microbatches + ranks - 1
+    for starts in v.starts:
+        assert starts == tuple(range(int(starts[0]), int(starts[0]) + 6 * microbatches)), "a rank waits"
+    pair_and_backward_less_weights = 3 + 2 - 3
+    assert makespan(grid_for("dualpipe-v", ranks, microbatches)) == (
+        6 * microbatches + (ranks - 1) * pair_and_backward_less_weights
+    )
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_activations_stay_within_bounds(ranks: int, microbatches: int) -> None:
+    """1F1B's own bound, and nowhere more than its first rank holds (a V has two stages on each rank)."""
+    own = tuple(min(ranks - rank, microbatches) for rank in range(ranks))
+    assert peak_activations(grid_for("1f1b", ranks, microbatches)) == own
+    split = grid_for("zero-bubble", ranks, microbatches)
+    assert peak_activations(split, freed_by="BI") == own
+    assert max(peak_activations(split)) <= min(ranks, microbatches)
+    assert max(peak_activations(grid_for("zbv", ranks, microbatches))) <= 2 * min(ranks, microbatches)
+    if microbatches >= 2 * ranks:
+        assert max(peak_activations(grid_for("dualpipe-v", ranks, microbatches))) <= 2 * ranks + 1
+
+
+def test_dualpipe_overlaps_every_group_of_its_main_phase() -> None:
+    for rank, row in enumerate(grid_for("dualpipe-v", 4, 12).rows):
+        pairs = [position for position, group in enumerate(row) if is_overlap(group)]
+        main = 2 * (12 - 8 + rank + 1) - (rank == 3)
+        assert pairs[:main] == list(range(pairs[0], pairs[0] + main))
+        assert len(pairs) == main + (3 - rank)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_grids_are_quick(name: str) -> None:
+    begin = time.process_time()
+    validate(grid_for(name, 32, 128))
+    assert time.process_time() - begin < 2  # about 0.2 s; the benchmark times larger ones
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.0, "4", True, None])
+def test_numbers_that_are_not_whole(bad: object) -> None:
+    for name in ("gpipe", "1f1b", "zero-bubble"):
+        builder = BUILDERS[name]
+        by = builder.__name__
+        assert refusal(builder, bad, 4) == f"{by}: stages={bad!r}\n  hint: stages is a whole number from 1"
+    for builder in BUILDERS.values():
+        by = builder.__name__
+        assert refusal(builder, 4, bad) == (
+            f"{by}: microbatches={bad!r}\n  hint: microbatches is a whole number from 1"
+        )
+    for name in ("interleaved-1f1b", "interleaved-zero-bubble"):
+        builder = BUILDERS[name]
+        by = builder.__name__
+        assert refusal(builder, 4, 8, bad) == (
+            f"{by}: stages_per_rank={bad!r}\n  hint: stages_per_rank is a whole number from 1"
+        )
+    assert refusal(schedules.zbv, bad, 4) == f"zbv: ranks={bad!r}\n  hint: ranks is a whole number from 1"
+
+
+def test_too_few_microbatches_for_dualpipe() -> None:
+    assert refusal(schedules.dualpipe_v, 4, 7) == (
+        "dualpipe_v: microbatches=7 cannot fill both directions of ranks=4\n"
+        "  needs: at least 8 microbatches, one for each of the 8 stages\n"
+        "  hint:  split into 8 parts or more, or use zbv, which takes any number"
+    )
+
+
+@pytest.mark.parametrize(("stage", "part"), [("PP", "PP"), ("PASS", "MB"), ("PP", "PASS")])
+def test_tags_that_collide(stage: str, part: str) -> None:
+    assert refusal(schedules.gpipe, 2, 2, stage=stage, part=part) == (
+        f"orders: stage={stage!r} and part={part!r} cannot both be tags\n"
+        '  hint: use two different tags, neither of them PASS: stage="PP", part="MB"'
+    )
+
+
+KNOWN = "gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, dualpipe-v"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("zero_bubble", "did you mean zero-bubble?"),
+        ("DualPipeV", "did you mean dualpipe-v?"),
+        ("chimera", "use one of the known names"),
+    ],
+)
+def test_an_unknown_schedule(name: str, hint: str) -> None:
+    assert refusal(grid_for, name, 2, 4) == (
+        f"schedule: there is no schedule {name!r}\n  known: {KNOWN}\n  hint:  {hint}"
+    )
+
+
+def test_ranks_that_are_not_whole_by_name() -> None:
+    assert refusal(grid_for, "1f1b", 0, 4) == "1f1b: ranks=0\n  hint: ranks is a whole number from 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "instead"),
+    [
+        ("gpipe", 1, "interleaved-1f1b"),
+        ("1f1b", 1, "interleaved-1f1b"),
+        ("zero-bubble", 1, "interleaved-zero-bubble"),
+        ("zbv", 2, "interleaved-zero-bubble"),
+        ("dualpipe-v", 2, "interleaved-zero-bubble"),
+    ],
+)
+def test_stages_per_rank_that_a_schedule_cannot_have(name: str, needs: int, instead: str) -> None:
+    assert grid_for(name, 2, 4, needs) == grid_for(name, 2, 4)
+    assert refusal(grid_for, name, 2, 4, 3) == (
+        f"{name}: stages_per_rank=3\n"
+        f"  needs: stages_per_rank={needs}\n"
+        f"  hint:  leave stages_per_rank out, or use {instead}"
+    )

@@ -1,0 +1,146 @@
+"""`validate`: one test per way in which a grid is no schedule, with the whole message."""
+
+import pytest
+
+from piper.errors import ScheduleError
+from piper.schedules.action import Action, parse_group
+from piper.schedules.check import validate
+from piper.schedules.grid import Grid
+
+MISSING_HINT = "hint:  a stage runs F and B, or F, I and W, for each microbatch"
+DEADLOCK_HINT = "each rank runs its row in order: move what is waited for before what waits"
+
+
+def grid(*rows: str) -> Grid:
+    return Grid(rows=tuple(tuple(parse_group(cell, by="test") for cell in row.split()) for row in rows))
+
+
+def refusal(bad: Grid) -> list[str]:
+    with pytest.raises(ScheduleError) as caught:
+        validate(bad)
+    return [line.strip() for line in str(caught.value).splitlines()]
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        grid("0F0 0B0"),
+        grid("0F0 0F1 0B0 0I1 0W1"),
+        grid("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"),
+        grid("0F0 1F0 (0F1;1B0)OVERLAP_F_B 1F1 0B0 1B1 0B1"),
+        grid("0F0 0B0", "1F0 1B0"),
+        grid("0F0 0B0", "1F0 2F0 2B0 1B0"),
+        grid("(0F0;0B0)OVERLAP_F_B"),
+    ],
+)
+def test_schedules_pass(good: Grid) -> None:
+    validate(good)
+
+
+def test_no_ranks() -> None:
+    assert refusal(grid()) == [
+        "schedule: there are no ranks",
+        "hint: give every rank at least one stage, or leave the rank out",
+    ]
+
+
+def test_an_idle_rank() -> None:
+    assert refusal(grid("0F0 0B0", "")) == [
+        "schedule: rank 1 runs nothing",
+        "hint: give every rank at least one stage, or leave the rank out",
+    ]
+
+
+def test_an_action_twice() -> None:
+    assert refusal(grid("0F0 0B0 0F0")) == [
+        "schedule: 0F0 runs twice",
+        "first: rank 0, position 0",
+        "again: rank 0, position 2",
+        "hint:  keep one of the two",
+    ]
+
+
+def test_a_stage_on_two_ranks() -> None:
+    assert refusal(grid("0F0 0B0", "1F0 1B0 0F1 0B1")) == [
+        "schedule: stage 0 runs on two ranks",
+        "first: 0F0 at rank 0, position 0",
+        "again: 0F1 at rank 1, position 2",
+        "hint:  keep all actions of a stage on one rank",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "microbatch", "there", "last"),
+    [
+        ("0F0 0B0 0F2 0B2", 1, "nothing", 2),
+        ("0F0", 0, "0F0", 0),
+        ("0B0", 0, "0B0", 0),
+        ("0F0 0I0", 0, "0F0 0I0", 0),
+        ("0F0 0W0", 0, "0F0 0W0", 0),
+        ("0F0 0B0 0I0 0W0", 0, "0F0 0B0 0I0 0W0", 0),
+        ("0F0 0B0 0W0", 0, "0F0 0B0 0W0", 0),
+    ],
+)
+def test_work_left_out_or_too_much(row: str, microbatch: int, there: str, last: int) -> None:
+    assert refusal(grid(row)) == [
+        f"schedule: stage 0 does not run microbatch {microbatch} forward and backward, once each",
+        f"there: {there}",
+        f"sizes: stages 0..0, microbatches 0..{last}, by the largest of each",
+        MISSING_HINT,
+    ]
+
+
+def test_a_stray_huge_index_is_found_at_once() -> None:
+    assert refusal(grid("0F0 0B0 999999999F999999999 999999999B999999999"))[:2] == [
+        "schedule: stage 1 does not run microbatch 0 forward and backward, once each",
+        "there: nothing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("group", "shown"),
+    [((), "nothing"), (("0F0", "1F0"), "0F0, 1F0"), (("0F0", "1B0", "1W0"), "0F0, 1B0, 1W0")],
+)
+def test_a_group_that_cannot_overlap(group: tuple[str, ...], shown: str) -> None:
+    members: tuple[Action, ...] = tuple(parse_group(text, by="test")[0] for text in group)
+    assert refusal(Grid(rows=((members,),))) == [
+        f"schedule: rank 0, position 0 groups {shown}",
+        "hint: a group is one action, or one forward and one backward (B or I) that overlap",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "waits"),
+    [
+        ("0B0 0F0", "0B0 waits for 0F0"),
+        ("0F0 0W0 0I0", "0W0 waits for 0I0"),
+        ("1F0 0F0 1B0 0B0", "1F0 waits for 0F0"),
+        ("(0B0;0F0)OVERLAP_F_B", "(0B0;0F0)OVERLAP_F_B waits for 0F0"),
+    ],
+)
+def test_a_rank_that_waits_for_itself(row: str, waits: str) -> None:
+    assert refusal(grid(row)) == [
+        "schedule: this order can never run",
+        f"rank 0: {waits} on rank 0",
+        f"hint:   {DEADLOCK_HINT}",
+    ]
+
+
+def test_ranks_that_wait_in_a_circle() -> None:
+    stuck = grid("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1")
+    assert refusal(stuck) == [
+        "schedule: this order can never run",
+        "rank 0: 0B0 waits for 1B0 on rank 1",
+        "rank 1: 1F1 waits for 0F1 on rank 0",
+        f"hint:   {DEADLOCK_HINT}",
+    ]
+
+
+def test_pairs_that_wait_for_each_other() -> None:
+    stuck = grid("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1")
+    assert refusal(stuck) == [
+        "schedule: this order can never run",
+        "rank 0: (0F1;0B0)OVERLAP_F_B waits for 1B0 on rank 1",
+        "rank 1: (1F1;1B0)OVERLAP_F_B waits for 0F1 on rank 0",
+        f"hint:   {DEADLOCK_HINT}",
+    ]

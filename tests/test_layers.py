@@ -1,0 +1,142 @@
+"""Which room may import which. To add an arrow, change this table and say why in the review."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "piper"
+ROOMS = {
+    "capture",
+    "directives",
+    "errors",
+    "experts",
+    "ir",
+    "job",
+    "lower",
+    "models",
+    "plan",
+    "schedules",
+    "view",
+}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "experts": {"errors", "torch"},
+    "ir": {"errors"},
+    "plan": {"errors"},
+    "directives": {"errors", "ir"},
+    "schedules": {"errors", "ir", "directives"},
+    "lower": {"errors", "ir", "plan"},
+    "view": {"errors", "ir", "plan"},
+    "capture": {"errors", "ir", "experts", "torch"},  # experts: the markers at which a region is cut
+    "models": {"errors", "experts", "capture", "torch"},
+    "job": {"errors", "ir", "directives", "torch"},
+    "api": ROOMS | {"torch"},
+    "cli": ROOMS | {"api", "torch"},
+    "__init__": ROOMS | {"api"},
+    "__main__": {"cli"},
+}
+PURE = ("ir", "plan", "directives", "schedules", "lower", "view")  # readable anywhere, in milliseconds
+WATCHED = {"torch", "ray"}  # third parties that only some rooms may import
+RAY = "launch/ray.py"  # the only file that may import ray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One name that a file takes from another room or from a watched package."""
+
+    room: str  # or watched package
+    module: str
+    name: str  # "" for `import module`
+
+
+def imports(path: Path) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        pairs: list[tuple[str, str]] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            pairs = [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            pairs = [(alias.name, "") for alias in node.names]
+        for module, name in pairs:
+            top, _, rest = module.partition(".")
+            if top == "piper":
+                yield Import(room=rest.split(".")[0] or name or "__init__", module=module, name=name)
+            elif top in WATCHED:
+                yield Import(room=top, module=module, name=name)
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_reads(path: Path) -> Iterator[str]:
+    """Each `module._name` where module is one of ours: the same as importing `_name`, in disguise."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "piper"
+        for alias in node.names
+        if is_module(f"{node.module}.{alias.name}")
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in modules and private(name):
+                yield f"{module}.{name}"
+
+
+def is_module(dotted: str) -> bool:
+    path = ROOT.parent.joinpath(*dotted.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def files_of(room: str) -> list[Path]:
+    folder, file = ROOT / room, ROOT / f"{room}.py"
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [file] if file.exists() else []
+
+
+def all_files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in all_files()}
+    assert rooms <= set(MAY_IMPORT), "say here what a new room may import"
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_follow_the_layers(room: str) -> None:
+    for path in files_of(room):
+        for found in imports(path):
+            where = f"{path.relative_to(ROOT)} imports {found.name or '*'} from {found.module}"
+            assert found.room in MAY_IMPORT[room] | {room}, where
+
+
+def test_private_names_stay_in_their_module() -> None:
+    for path in all_files():
+        taken = [f.name for f in imports(path) if f.module.startswith("piper") and private(f.name)]
+        assert not [*taken, *private_reads(path)], path.relative_to(ROOT)
+
+
+def test_only_the_launcher_imports_ray() -> None:
+    users = {
+        str(path.relative_to(ROOT)) for path in all_files() if any(f.room == "ray" for f in imports(path))
+    }
+    assert users <= {RAY}
+
+
+def test_no_import_is_relative() -> None:
+    for path in all_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), path
+
+
+def test_pure_rooms_run_without_torch() -> None:
+    modules = [".".join(p.relative_to(ROOT.parent).with_suffix("").parts) for r in PURE for p in files_of(r)]
+    program = f"import sys\nfor name in {modules}: __import__(name)\nsys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, timeout=30, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode() or "a pure room brings in torch"
