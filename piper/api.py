@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from piper.capture.differentiate import Captured, differentiate
@@ -15,9 +13,9 @@ from piper.devices import show
 from piper.directives import Directive, Place, Replicate, Shard, Split, apply
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, ScheduleError
+from piper.explain import explain
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
-from piper.ir.node import Compute, Node
 from piper.job import Batch, Job
 from piper.lower.lower import lower
 from piper.lower.settle import parts_of, settle
@@ -58,16 +56,7 @@ class Program:
 
     def explain(self, node: str) -> str:
         """Say of a node what it is, where it runs, which directives made it so, and what it waits for."""
-        found = {line.name: line for line in self.work.line}
-        if node not in found:
-            close = get_close_matches(node, found, n=3)
-            raise ConfigError(
-                f"there is no node {node!r}",
-                by="explain",
-                facts={"close": ", ".join(close)} if close else {},
-                hint="`piper plan` lists the nodes; a backward is in halves (BI, BW) only where an order asks for them",
-            )
-        return explanation(self, found[node])
+        return explain(self.work, self.plans, node)
 
 
 def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is of no use to our users
@@ -87,7 +76,9 @@ def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is 
 
     traced = traced_at(likely_rows(strategy, samples))
     graph = apply(start(traced.outline), strategy)
-    settled = settle(Work(graph=graph, settings=settings)).graph  # what is wrong is said before the costly part
+    settled = settle(
+        Work(graph=graph, settings=settings)
+    ).graph  # what is wrong is said before the costly part
     probe = probe_optimizer(job.optimizer)
     check_optimizer(settled, probe)
     codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at)
@@ -95,7 +86,11 @@ def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is 
     settings = replace(settings, state_bytes=probe.state_bytes)
     plans, work = lower(graph, settings, outline)
     prove(plans)
-    reasons = [f"{chunk}: runs under eager autograd, because {why}" for code in codes.values() for chunk, why in code.fallbacks.items()]
+    reasons = [
+        f"{chunk}: runs under eager autograd, because {why}"
+        for code in codes.values()
+        for chunk, why in code.fallbacks.items()
+    ]
     return Program(
         job=job, graph=work.graph, plans=replace(plans, why=(*plans.why, *reasons)), work=work, codes=codes
     )
@@ -145,7 +140,7 @@ def describe(batch: Mapping[str, object]) -> str:
 
 
 def likely_rows(strategy: list[Directive], samples: int) -> int:
-    """The samples of one slice, where every set of devices is of one size; else a guess that costs a second trace."""
+    """The samples of one slice, if all sets of devices are of one size; a wrong guess costs a trace."""
     sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard)}
     parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
     return max(1, samples // max(1, max(sizes, default=1) * parts))
@@ -192,34 +187,3 @@ def check_optimizer(graph: Graph, probe: Probe) -> None:
                 facts={"asked": f"zero={policy.zero} over {show(home.devices)}", "but": probe.why},
                 hint="use zero=0, or an elementwise optimizer such as AdamW or SGD",
             )
-
-
-def explanation(program: Program, node: Node) -> str:
-    """The text of `Program.explain`."""
-    work, graph = program.work, program.graph
-    writer = {value: other.name for other in work.line for value in other.writes}
-    readers: dict[str, list[str]] = {}
-    for other in work.line:
-        for value in other.reads:
-            readers.setdefault(value, []).append(other.name)
-    lines = [f"{node.name}: {type(node).__doc__.splitlines()[0] if type(node).__doc__ else ''}"]
-    lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
-    lines += [f"  made by  {graph.directives[number]}" for number in node.origin]
-    if isinstance(node, Compute):
-        chunk = graph.chunks[node.chunk]
-        spec = chunk.phases[node.phase]
-        lines.append(f"  work     {spec.flops / 1e9:.3g} GFLOP, {len(chunk.params)} parameters, code {chunk.key[:12]}")
-    for value in node.reads:
-        where = "from the last step" if value in work.residents else f"from {writer.get(value, 'nowhere')}"
-        lines.append(f"  reads    {value} {where}")
-    for value in node.writes:
-        users = [name for name in readers.get(value, []) if name != node.name]
-        shown = ", ".join(users[:3]) + (f" and {len(users) - 3} more" if len(users) > 3 else "")
-        lines.append(f"  writes   {value}" + (f" for {shown}" if users else ""))
-    before = [f"{first} ({'our choice' if by < 0 else graph.directives[by]})" for first, then, by in work.temporal if then == node.name]
-    lines += [f"  after    {text}" for text in before]
-    for plan in program.plans:
-        at = [i for i, ins in enumerate(plan.instrs) if ins.node == node.name]
-        if at:
-            lines.append(f"  in plan  of {show(plan.devices)}: instruction {', '.join(map(str, at))} of {len(plan.instrs)}")
-    return "\n".join(lines)

@@ -51,8 +51,12 @@ def root() -> None:
 def plan(
     recipe: Recipe,
     device: Annotated[int | None, typer.Option(help="Print this device's instructions.")] = None,
-    why: Annotated[bool, typer.Option("--why", help="Say what the compiler decided against, and why.")] = False,
-    text: Annotated[Path | None, typer.Option(help="Write the plans in their text form to this file.")] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Say what the compiler decided against, and why.")
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option(help="Write the plans in their text form to this file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
@@ -74,11 +78,13 @@ def schedule(
     name: Annotated[str, typer.Argument(help=", ".join(NAMES), metavar="NAME")],
     ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")],
     microbatches: Annotated[int, typer.Option(help="Parts of the batch.")],
-    stages_per_rank: Annotated[int | None, typer.Option(help="Stages on each rank, where the schedule lets you choose.")] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")] = False,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="Stages on each rank, where the schedule lets you choose.")
+    ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")
+    ] = False,
 ) -> None:
     """Show a pipeline schedule as a grid, or as CSV that torch reads."""
     grid = grid_for(name, ranks, microbatches, stages_per_rank)
     sys.stdout.write(to_csv(grid) if csv else picture(grid) + "\n")
-
-

@@ -57,7 +57,12 @@ class Job:
         for name in ("model", "loss", "data", "optimizer"):
             what = f"{name} is {type(getattr(self, name)).__name__}, which cannot be called"
             need(callable(getattr(self, name)), "Job", what, CALLABLES[name])
-        need(self.scheduler is None or callable(self.scheduler), "Job", "scheduler cannot be called", "give a function")
+        need(
+            self.scheduler is None or callable(self.scheduler),
+            "Job",
+            "scheduler cannot be called",
+            "give a function",
+        )
         need(
             self.precision in get_args(Precision),
             "Job",
@@ -65,8 +70,15 @@ class Job:
             "precision is one of " + ", ".join(get_args(Precision)),
         )
         clip = self.clip_norm
-        need(clip is None or clip > 0, "Job", f"clip_norm={clip!r}", "clip to a positive norm, or leave it out")
-        need(isinstance(self.steps, int) and self.steps >= 1, "Job", f"steps={self.steps!r}", "train at least 1 step")
+        need(
+            clip is None or clip > 0, "Job", f"clip_norm={clip!r}", "clip to a positive norm, or leave it out"
+        )
+        need(
+            isinstance(self.steps, int) and self.steps >= 1,
+            "Job",
+            f"steps={self.steps!r}",
+            "train at least 1 step",
+        )
         if not isinstance(self.strategy, Path | str):
             for number, directive in enumerate(self.strategy):
                 need(
@@ -79,10 +91,10 @@ class Job:
 
 
 CALLABLES = {
-    "model": "give a function that builds the model, such as its class: model=MyModel or model=lambda: MyModel(8)",
+    "model": "give a function that builds the model: model=MyModel or model=lambda: MyModel(8)",
     "loss": "give a function of (model, batch) that returns the loss",
     "data": "give a function that returns the batches: data=lambda: loader",
-    "optimizer": "give a function of the parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
+    "optimizer": "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
 }
 
 

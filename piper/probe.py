@@ -36,7 +36,9 @@ def probe_optimizer(make: Callable[[Iterable[Tensor]], Optimizer]) -> Probe:
             [[grad.flatten()[:half], grad.flatten()[half:]] for grad in grads],
         )
     except (ValueError, RuntimeError, IndexError) as error:
-        return Probe(name=name, state_bytes=state_bytes, elementwise=False, why=f"it refuses a flat shard: {error}")
+        return Probe(
+            name=name, state_bytes=state_bytes, elementwise=False, why=f"it refuses a flat shard: {error}"
+        )
     alike = torch.allclose(torch.cat(flat), whole[0].flatten(), rtol=1e-5, atol=1e-7)
     why = "" if alike else "a parameter cut in two is updated in another way than the whole"
     return Probe(name=name, state_bytes=state_bytes, elementwise=alike, why=why)

@@ -16,15 +16,23 @@ def load_recipe(spec: str) -> Job:
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise ConfigError(
-            "this is not a recipe", by=spec, hint="name the file and the function: piper plan recipes/dense.py:tiny"
+            "this is not a recipe",
+            by=spec,
+            hint="name the file and the function: piper plan recipes/dense.py:tiny",
         )
     path = Path(file)
     if not path.is_file():
-        raise ConfigError("there is no such file", by=file, hint="give the path of a Python file, then :function")
+        raise ConfigError(
+            "there is no such file", by=file, hint="give the path of a Python file, then :function"
+        )
     module = import_file(path)
     function = getattr(module, name, None)
     if not callable(function):
-        known = [n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module.__name__]
+        known = [
+            n
+            for n, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
         close = get_close_matches(name, known, n=1)
         raise ConfigError(
             f"there is no function {name!r}",
@@ -36,7 +44,7 @@ def load_recipe(spec: str) -> Job:
         job = function()
     except PiperError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever the user's own code raises is shown as theirs
+    except Exception as error:
         raise user_error(error, path, f"{name}() failed") from error
     if not isinstance(job, Job):
         raise ConfigError(
@@ -61,7 +69,7 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except PiperError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever the user's own code raises is shown as theirs
+    except Exception as error:
         raise user_error(error, path, "the file cannot be imported") from error
     return module
 

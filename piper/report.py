@@ -1,6 +1,7 @@
 """What `piper plan` tells of a program: as tables for people, as one object for programs."""
 
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -9,13 +10,22 @@ from piper.api import Program
 from piper.devices import show
 from piper.errors import ConfigError
 from piper.plan.instr import Instr
-from piper.plan.memory import Timeline, timeline
+from piper.plan.memory import timeline
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.view.grid import grid
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MOST_PROGRAMS = 16  # shown in a table
+MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
+COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("devices", "left"),
+    ("instructions", "right"),
+    ("sent", "right"),
+    ("peak", "right"),
+    ("held", "right"),
+    ("at the peak", "left"),
+)
 
 
 def size(nbytes: float) -> str:
@@ -47,29 +57,23 @@ def plan_report(program: Program) -> dict[str, object]:
 
 
 def print_plan(program: Program, console: Console, *, device: int | None, why: bool) -> None:
-    """Print the grid, a table of programs, one device's instructions where asked, and that the plans are proven."""
+    """Print the grid, what each device does, moves and holds, and that the plans are proven."""
     plans = program.plans
     tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
-    console.print("Pipeline (F forward, B backward, I and W its halves; stage, pass, part)", style="bold")
-    console.print(grid(plans, tags), markup=False, no_wrap=True, overflow="ellipsis", soft_wrap=False)
+    console.print("Pipeline (stage, pass, part; F forward, B backward, I and W its halves)", style="bold")
+    for row in grid(plans, tags).splitlines():
+        cut = console.is_terminal and len(row) > console.width
+        console.print(row[: console.width - 1] + "…" if cut else row, markup=False, soft_wrap=True)
     console.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("devices", "instructions", "sent per step", "peak memory", "held between steps", "at the peak"):
-        table.add_column(heading, justify="right" if heading not in ("devices", "at the peak") else "left")
-    for plan in plans.plans[:MOST_PROGRAMS]:
-        times = timeline(plan)
-        table.add_row(
-            show(plan.devices), str(len(plan.instrs)), size(moved(plan)), size(times.peak), size(times.resident),
-            plan.instrs[times.peak_at].node,
-        )  # fmt: skip
-    console.print(table)
-    if len(plans) > MOST_PROGRAMS:
-        console.print(f"... and {len(plans) - MOST_PROGRAMS} programs more")
+    print_programs(program, console)
     console.print()
     for kind, nbytes in sorted(bytes_by_kind(program).items()):
         console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
     if device is not None:
-        print_device(program, console, device)
+        print_device(program, console, device, most=None)
+    else:
+        for plan in plans.plans[:MOST_PROGRAMS]:
+            print_device(program, console, plan.devices[0], most=MOST_INSTRUCTIONS)
     if why:
         console.print()
         for reason in plans.why or ("nothing was decided against the strategy",):
@@ -77,10 +81,25 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
     devices = sum(len(plan.devices) for plan in plans)
     console.print()
     console.print(
-        f"Proven: {devices} devices, {len(plans)} programs, {len(program.work.line)} nodes: every send meets its receive, "
-        "nothing waits in a circle, every slot is written before it is read and freed once.",
+        f"Proven: {devices} devices, {len(plans)} programs, {len(program.work.line)} nodes. Every send meets "
+        "its receive, nothing waits in a circle, every slot is written before it is read and freed once.",
         markup=False,
     )
+
+
+def print_programs(program: Program, console: Console) -> None:
+    """Print a table of the programs: what their devices do, send and hold."""
+    plans = program.plans
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in COLUMNS:
+        table.add_column(heading, justify=justify)
+    for plan in plans.plans[:MOST_PROGRAMS]:
+        times = timeline(plan)
+        counts = [str(len(plan.instrs)), size(moved(plan)), size(times.peak), size(times.resident)]
+        table.add_row(show(plan.devices), *counts, plan.instrs[times.peak_at].node)
+    console.print(table)
+    if len(plans) > MOST_PROGRAMS:
+        console.print(f"... and {len(plans) - MOST_PROGRAMS} programs more")
 
 
 def bytes_by_kind(program: Program) -> dict[str, int]:
@@ -93,8 +112,8 @@ def bytes_by_kind(program: Program) -> dict[str, int]:
     return total
 
 
-def print_device(program: Program, console: Console, device: int) -> None:
-    """Print one device's instructions with the memory live at each."""
+def print_device(program: Program, console: Console, device: int, *, most: int | None) -> None:
+    """Print one device's instructions with the memory live at each, or the first of them."""
     try:
         plan = program.plans.of(device)
     except KeyError:
@@ -104,11 +123,13 @@ def print_device(program: Program, console: Console, device: int) -> None:
             facts={"devices": ", ".join(show(plan.devices) for plan in program.plans)},
             hint="name one of the devices that the strategy uses",
         ) from None
-    times: Timeline = timeline(plan)
+    times = timeline(plan)
     console.print()
     console.print(f"Device {device}, in the order it issues", style="bold")
-    for place, ins in enumerate(plan.instrs):
+    for place, ins in enumerate(plan.instrs[:most]):
         console.print(instruction_line(place, ins, times.live[place]), markup=False, soft_wrap=True)
+    if most is not None and len(plan.instrs) > most:
+        console.print(f"  ... and {len(plan.instrs) - most} more: --device {device}", markup=False)
 
 
 def instruction_line(place: int, ins: Instr, live: int) -> str:
@@ -126,5 +147,8 @@ def write_text(program: Program, path: Path) -> None:
         path.write_text(show_plans(program.plans), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            "the plans cannot be written", by=str(path), facts={"why": str(error)}, hint="name a file in a folder you own"
+            "the plans cannot be written",
+            by=str(path),
+            facts={"why": str(error)},
+            hint="name a file in a folder you own",
         ) from None

@@ -20,7 +20,7 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def strategy() -> list[piper.Directive]:
-    """Stages 0 and 3 share a rank, and so do 1 and 2: a V. Each rank is two devices that divide its experts."""
+    """Stages 0 and 3 share a rank, and so do 1 and 2: a V. A rank is two devices that divide its experts."""
     directives: list[piper.Directive] = []
     for stage in range(2 * RANKS):
         rank = min(stage, 2 * RANKS - 1 - stage)

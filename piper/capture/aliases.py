@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 _aten = torch.ops.aten
+_MEMORY = "memory"
 
 
 def tensors_in(node: fx.Node) -> Sequence[Tensor]:
@@ -19,21 +20,35 @@ def tensors_in(node: fx.Node) -> Sequence[Tensor]:
     return ()
 
 
-def storage_of(node: fx.Node) -> int | None:
-    """The identity of the memory that a node's tensor lives in."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+def label_memory(graph: fx.Graph) -> None:
+    """Note on each node in which memory its tensors live, as numbers. Copies of a node may then live elsewhere."""
+    for node in graph.nodes:
+        node.meta[_MEMORY] = tuple(tensor.untyped_storage()._cdata for tensor in tensors_in(node))
+
+
+def memories(node: fx.Node) -> tuple[int, ...]:
+    """The memory of each tensor that a node makes."""
+    found: tuple[int, ...] = node.meta[_MEMORY]
+    return found
+
+
+def move_to(node: fx.Node, memory: tuple[int, ...]) -> None:
+    """Let a node's tensors live in the given memory."""
+    node.meta[_MEMORY] = memory
+
+
+def memory_of(node: fx.Node) -> int:
+    """The memory of a node that makes one tensor."""
+    (found,) = memories(node)
+    return found
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node only shows memory that an argument already has."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
-    made = {tensor.untyped_storage()._cdata for tensor in tensors_in(node)}
-    read = {
-        tensor.untyped_storage()._cdata for source in node.all_input_nodes for tensor in tensors_in(source)
-    }
-    return bool(made) and made <= read
+    made = set(memories(node))
+    return bool(made) and made <= {memory for source in node.all_input_nodes for memory in memories(source)}
 
 
 def recomputable(node: fx.Node) -> bool:
@@ -50,5 +65,13 @@ def recomputable(node: fx.Node) -> bool:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether an operation draws random numbers. An attention kernel only does if it drops something."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    chance = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return chance != 0.0

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import draws_random, storage_of
+from piper.capture.aliases import draws_random, memory_of
 from piper.capture.cost import Cost, cost_of
 from piper.capture.partition import KINDS, Kind, Partition, Section
 from piper.ir.chunk import Phase, TensorSpec
@@ -92,7 +92,7 @@ def _shape_of(partition: Partition) -> Shape:
     kept = [*partition.outputs, *partition.saved]
     index, storages = _storages(partition, kept)
     specs = tuple(
-        sizes.spec(node.meta["val"], index.get(storage_of(node), -1) if node.op != "placeholder" else -1)
+        sizes.spec(node.meta["val"], index.get(memory_of(node), -1) if node.op != "placeholder" else -1)
         for node in kept
     )
     forward = partition.sections["F"]
@@ -107,19 +107,18 @@ def _shape_of(partition: Partition) -> Shape:
     )
 
 
-def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int | None, int], tuple[int, ...]]:
+def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, int], tuple[int, ...]]:
     """Number the memory that several values share, or of which a value shows only a part."""
     sizes = partition.joint.sizes
-    users: dict[int | None, list[fx.Node]] = {}
+    users: dict[int, list[fx.Node]] = {}
     for node in kept:
         if node.op != "placeholder":  # a buffer is saved as a copy
-            users.setdefault(storage_of(node), []).append(node)
-    index: dict[int | None, int] = {}
+            users.setdefault(memory_of(node), []).append(node)
+    index: dict[int, int] = {}
     bytes_of = []
     for storage, nodes in users.items():
-        value = nodes[0].meta["val"]
-        total = sizes.storage_bytes(value)
-        if len(nodes) > 1 or total != sizes.nbytes(value):
+        total = max(sizes.storage_bytes(node.meta["val"]) for node in nodes)
+        if len(nodes) > 1 or total != sizes.nbytes(nodes[0].meta["val"]):
             index[storage] = len(bytes_of)
             bytes_of.append(total)
     return index, tuple(bytes_of)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from piper.capture.aliases import is_view, storage_of, tensors_in
+from piper.capture.aliases import is_view, memories, memory_of, tensors_in
 from piper.capture.partition import Section
 from piper.capture.sizes import Sizes
 
@@ -43,6 +43,8 @@ def _flops(node: fx.Node, sizes: Sizes) -> int:
     assert isinstance(target, torch._ops.OpOverload)
     if target.name().startswith("piper::grouped_mm"):
         return _grouped_flops(node, sizes)
+    if "_scaled_dot_product_" in target.name():
+        return _attention_flops(node, sizes, backward="backward" in target.name())
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
@@ -66,9 +68,18 @@ def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
     return 2 * rows * width * (second[-1] if len(made) == 3 else made[1])
 
 
+def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
+    """Two products forward, scores and values; five backward, where the scores are made again."""
+    sources = [source for source in node.args if isinstance(source, fx.Node)]
+    query, key, value = (sizes.shape(source.meta["val"]) for source in sources[backward : backward + 3])
+    batch, heads, length, width = query
+    scores = 2 * batch * heads * length * key[2]
+    return scores * (3 * width + 2 * value[3] if backward else width + value[3])
+
+
 def _workspace(section: Section, sizes: Sizes) -> int:
     """The most bytes that live at once and are neither read nor returned."""
-    outside = {storage_of(node) for node in [*section.read_nodes, *(write.node for write in section.writes)]}
+    outside = {memory_of(node) for node in [*section.read_nodes, *(write.node for write in section.writes)]}
     bytes_of: dict[int, int] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -97,5 +108,5 @@ def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: M
 
 def _storages(nodes: Sequence[fx.Node]) -> Iterable[tuple[int, Tensor]]:
     for node in nodes:
-        for tensor in tensors_in(node):
-            yield tensor.untyped_storage()._cdata, tensor
+        for memory, tensor in zip(memories(node), tensors_in(node), strict=True):
+            yield memory, tensor

@@ -44,7 +44,7 @@ def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) 
     placed: dict[fx.Node, Group] = {}
     bundles: dict[int, Group] = {}
     route_of: dict[fx.Node, Group] = {}
-    for node in regions.homes:
+    for node in sorted(regions.homes, key=regions.order.__getitem__):
         sources = {placed[source].number for source in node.all_input_nodes if source in placed}
         holder = node.args[0] if node.target is operator.getitem else None
         if isinstance(holder, fx.Node) and holder in placed and not _indexes_tensor(holder):

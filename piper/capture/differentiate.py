@@ -7,7 +7,8 @@ from torch import Tensor
 
 from piper.capture.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.eager import EagerCode
-from piper.capture.joint import Untraceable, trace_joint
+from piper.capture.compose import Joints
+from piper.capture.joint import Untraceable
 from piper.capture.partition import partition
 from piper.capture.pieces import Piece
 from piper.capture.sizes import Sizes
@@ -49,6 +50,7 @@ class _Differentiator:
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.ways = _ways_by_chunk(traced.outline, ways)
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
+        self.joints = Joints(traced.device)
         self.codes: dict[str, Code] = {}
         self.reasons: dict[str, str] = {}
         self.fallbacks: dict[str, str] = {}
@@ -60,7 +62,7 @@ class _Differentiator:
         done: list[Chunk] = []
         for piece in reversed(self.traced.pieces):
             chunk = self._divided(piece.chunk)
-            chunk = self._marker(piece, chunk) if piece.graph is None else self._compute(piece, chunk)
+            chunk = self._marker(piece, chunk) if piece.body is None else self._compute(piece, chunk)
             for index in chunk.phases["B"].grad_inputs if "B" in chunk.phases else ():
                 source = chunk.inputs[index]
                 assert isinstance(source, Output), "only what a chunk made has a gradient"
@@ -93,17 +95,16 @@ class _Differentiator:
         return replace(chunk, phases=phases)
 
     def _compute(self, piece: Piece, chunk: Chunk) -> Chunk:
+        assert piece.body is not None
         trained = [self.trained[name] for name in chunk.params]
         tangents = sorted(self.wanted[chunk.name])
         ways = self.ways.get(chunk.name, 1)
-        key = structural_key(piece, trained, tangents, ways, self.traced.device)
+        key = structural_key(piece.body, trained, tangents, ways, self.traced.device)
         if key not in self.codes:
             try:
-                self.codes[key] = GraphCode(
-                    partition(trace_joint(piece, trained, tangents, ways, self.traced.device))
-                )
+                self.codes[key] = GraphCode(partition(self.joints.of_piece(piece, trained, tangents, ways)))
             except Untraceable as error:
-                params = [_fewer(Sizes().spec(tensor), ways) for tensor in piece.params]
+                params = [_fewer(Sizes().spec(tensor), ways) for tensor in piece.body.params]
                 self.codes[key] = EagerCode(piece, trained, tangents, params)
                 self.reasons[key] = str(error)
         if key in self.reasons:

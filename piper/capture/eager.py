@@ -32,11 +32,11 @@ class EagerCode:
     def __init__(
         self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], params: Sequence[TensorSpec]
     ) -> None:
-        assert piece.graph is not None
-        self.piece = piece
+        assert piece.body is not None
+        self.piece, self.body = piece, piece.body
         self.tangents = tuple(tangents)
         self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
-        reached = _reached(piece.graph, tangents)
+        reached = _reached(self.body.graph, tangents)
         wants = [tensor.requires_grad for tensor in piece.inputs]
         self.grad_inputs = tuple(i for i, wanted in enumerate(wants) if wanted and i in reached)
         first = len(piece.inputs)
@@ -51,8 +51,8 @@ class EagerCode:
         piece = self.piece
         everything: dict[Kind, tuple[int, ...]] = {
             "inputs": tuple(range(len(piece.inputs))),
-            "params": tuple(range(len(piece.params))),
-            "buffers": tuple(range(len(piece.buffers))),
+            "params": tuple(range(len(self.body.params))),
+            "buffers": tuple(range(len(self.body.buffers))),
         }
         phases: dict[Phase, Signature] = {"F": Signature(reads=everything)}
         trains = bool(self.tangents and (self.grad_inputs or self.grad_params))
@@ -77,8 +77,7 @@ class EagerCode:
     def build(self, phase: Phase) -> PhaseCode:
         match phase:
             case "F":
-                assert self.piece.graph is not None
-                return _Forward(self, fx.GraphModule(self.piece.root, self.piece.graph))
+                return _Forward(self, fx.GraphModule(self.body.root, self.body.graph))
             case "B" | "BI":
                 return self._backward
             case "BW":
@@ -97,9 +96,9 @@ class _Forward:
         self.code, self.module = code, module
 
     def __call__(self, *reads: Tensor) -> tuple[Tensor, ...]:
-        code, piece = self.code, self.code.piece
-        first_param = len(piece.inputs)
-        first_buffer = first_param + len(piece.params)
+        code, body = self.code, self.code.body
+        first_param = len(body.inputs)
+        first_buffer = first_param + len(body.params)
         asked = [*code.grad_inputs, *(first_param + i for i in code.grad_params)]
         changed = [first_buffer + i for i in code.mutated]
         arguments = [tensor.detach() for tensor in reads]

@@ -14,10 +14,10 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from piper.capture.aliases import label_memory
 from piper.capture.blame import quiet, reason
-from piper.capture.pieces import Piece
+from piper.capture.pieces import Body
 from piper.capture.sizes import Sizes
-from piper.ir.chunk import Output
 
 _ROWS_WHILE_TRACING = 1013  # a prime that no real size equals: nothing may be concluded from it
 
@@ -28,7 +28,7 @@ class Untraceable(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """A chunk's forward and backward in one graph of functional operations. Positions are those of the piece."""
+    """A body's forward and backward in one graph of functional operations. Positions are those of the body."""
 
     module: fx.GraphModule
     inputs: Mapping[int, fx.Node]
@@ -43,28 +43,32 @@ class Joint:
 
 
 def trace_joint(
-    piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
 ) -> Joint:
-    """Trace a piece; gradients flow from the outputs in `tangents` to the inputs that need one and to what trains."""
+    """Trace a body; gradients flow from the outputs in `tangents` to the inputs that need one and to what trains."""
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
-    module = fx.GraphModule(piece.root, _with_results(piece, tangents))
+    module = fx.GraphModule(body.root, _with_results(body, tangents))
     with quiet(), contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(torch.enable_grad())
         try:
-            rows = _unknown_rows(shapes) if piece.chunk.kind == "expert" else None
-            fakes = _fakes(piece, trained, ways, mode, device, rows)
+            rows = _unknown_rows(shapes) if body.experts else None
+            fakes = _fakes(body, trained, ways, mode, device, rows)
             traced = aot_export_joint_with_descriptors(stack, module, fakes).graph_module
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise Untraceable(reason(error)) from error
-    sizes = Sizes()
-    if rows is not None:
-        symbol = str(rows)
-        if not isinstance(rows.node.expr, sympy.Symbol) or shapes.replacements:
-            raise Untraceable("it works for one number of rows only")
-        sizes = Sizes({symbol: piece.chunk.input_specs[0].shape[0]}, frozenset((symbol,)))
-    return _described(traced, piece, sizes)
+    label_memory(traced.graph)
+    return _described(traced, body, _sizes(body, rows, shapes))
+
+
+def _sizes(body: Body, rows: torch.SymInt | None, shapes: ShapeEnv) -> Sizes:
+    """How to read the sizes of the trace. Refuses a trace that is only right for the rows it was made with."""
+    if rows is None or body.experts is None:
+        return Sizes()
+    if not isinstance(rows.node.expr, sympy.Symbol) or shapes.replacements:
+        raise Untraceable("it works for one number of rows only")
+    return Sizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
 
 
 def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
@@ -76,16 +80,15 @@ def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
     return rows
 
 
-def _with_results(piece: Piece, tangents: Sequence[int]) -> fx.Graph:
-    """The piece's graph, with every result a tensor of its own, and no gradient where none is asked for."""
-    assert piece.graph is not None
+def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
+    """The body's graph, with every result a tensor of its own, and no gradient where none is asked for."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in piece.graph.nodes:
+    for node in body.graph.nodes:
         if node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     results = []
-    for index, node in enumerate(next(iter(reversed(piece.graph.nodes))).args[0]):  # type: ignore[arg-type]
+    for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):  # type: ignore[arg-type]
         copy = copies[node] if index in tangents else graph.call_method("detach", (copies[node],))
         # The copy keeps views of inputs and of one another apart; where it is not needed it is dropped again.
         results.append(graph.call_method("clone", (copy,), {"memory_format": torch.contiguous_format}))
@@ -94,44 +97,41 @@ def _with_results(piece: Piece, tangents: Sequence[int]) -> fx.Graph:
 
 
 def _fakes(
-    piece: Piece,
+    body: Body,
     trained: Sequence[bool],
     ways: int,
     mode: FakeTensorMode,
     device: torch.device,
     rows: torch.SymInt | None,
 ) -> tuple[Tensor, ...]:
-    """Stand-ins for what the piece reads, all contiguous; in an expert region the part of one of `ways` devices."""
+    """Stand-ins for what the body reads, all contiguous; in an expert region the part of one of `ways` devices."""
 
-    def fake(shape: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
+    def fake(first: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
+        shape = [*first, *(int(size) for size in like.shape[len(first) :])]
         return torch.empty(shape, dtype=like.dtype, device=device).requires_grad_(grad)  # type: ignore[arg-type]
 
-    def on_one_device(tensor: Tensor) -> Sequence[int]:
-        return tensor.shape if rows is None else (tensor.shape[0] // ways, *tensor.shape[1:])
+    def share(tensor: Tensor) -> Sequence[int]:
+        """The first axis of what is divided by expert."""
+        return () if rows is None else [tensor.shape[0] // ways]
 
-    inputs: list[tuple[Sequence[int | torch.SymInt], Tensor]] = []
-    for source, tensor in zip(piece.chunk.inputs, piece.inputs, strict=True):
-        if rows is None:
-            inputs.append(([int(size) for size in tensor.shape], tensor))
-        else:
-            assert isinstance(source, Output), "an expert region reads what `route` returns"
-            first = piece.chunk.experts // ways if source.index else rows
-            inputs.append(([first, *(int(size) for size in tensor.shape[1:])], tensor))
+    def routed(index: int) -> Sequence[int | torch.SymInt]:
+        """The first axis of the rows or the counts that were routed here."""
+        if rows is None or body.experts is None:
+            return ()
+        return [body.experts.total // ways if body.experts.counts[index] else rows]
+
     with mode:
         return (
-            *(fake(shape, tensor, tensor.requires_grad) for shape, tensor in inputs),
-            *(
-                fake(on_one_device(tensor), tensor, grad)
-                for tensor, grad in zip(piece.params, trained, strict=True)
-            ),
-            *(fake(on_one_device(tensor), tensor, False) for tensor in piece.buffers),
+            *(fake(routed(index), tensor, tensor.requires_grad) for index, tensor in enumerate(body.inputs)),
+            *(fake(share(tensor), tensor, grad) for tensor, grad in zip(body.params, trained, strict=True)),
+            *(fake(share(tensor), tensor, False) for tensor in body.buffers),
         )
 
 
-def _described(traced: fx.GraphModule, piece: Piece, sizes: Sizes) -> Joint:
+def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
     """Sort the joint graph's inputs and outputs by what torch says they are."""
-    first_param = len(piece.inputs)
-    first_buffer = first_param + len(piece.params)
+    first_param = len(body.inputs)
+    first_buffer = first_param + len(body.params)
     inputs: dict[int, fx.Node] = {}
     params: dict[int, fx.Node] = {}
     buffers: dict[int, fx.Node] = {}

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import recomputable, storage_of, tensors_in
+from piper.capture.aliases import memory_of, recomputable, tensors_in
 from piper.capture.joint import Joint
 from piper.ir.chunk import Phase
 
@@ -76,7 +76,7 @@ class _Partitioner:
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
         self.order = {node: position for position, node in enumerate(joint.module.graph.nodes)}
-        self.backward = _backward_nodes(joint)
+        self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
 
     @cached_property
@@ -170,9 +170,9 @@ class _Partitioner:
         source = node.all_input_nodes[0] if node.target is _aten.clone.default else node
         while source.target is _aten.detach.default:
             source = source.all_input_nodes[0]
-        read = {storage_of(placeholder) for placeholder in self.state}
+        read = {memory_of(placeholder) for placeholder in self.state}
         plain = isinstance(source.meta["val"], Tensor) and source.meta["val"].is_contiguous()
-        return source if plain and storage_of(source) not in read else node
+        return source if plain and memory_of(source) not in read else node
 
     def _section(
         self,
@@ -206,15 +206,15 @@ class _Partitioner:
 
         The first `carried` nodes are what BI hands to BW; they come last in what it returns.
         """
-        taken = {storage_of(node) for node in needs.reads if not self._is_carried(node)}
+        taken = {memory_of(node) for node in needs.reads if not self._is_carried(node)}
         writes = []
         for node in nodes:
             value = node.meta["val"]
             whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.element_size()
             late = len(writes) < carried  # carried values keep their strides: they never leave the device
-            copy = storage_of(node) in taken or not (whole or late)
+            copy = memory_of(node) in taken or not (whole or late)
             writes.append(Write(node=node, copy=copy))
-            taken.add(storage_of(node))
+            taken.add(memory_of(node))
         return [*writes[carried:], *writes[:carried]]
 
     def _is_carried(self, node: fx.Node) -> bool:
@@ -236,7 +236,7 @@ class _Partitioner:
         for node in reads:
             kind, position = self.state[node]
             known[kind][position] = node
-        kept = {storage_of(node) for node in [*reads, *outputs, *saved]}
+        kept = {memory_of(node) for node in [*reads, *outputs, *saved]}
         return Section(
             reads={kind: dict(sorted(found.items())) for kind, found in known.items()},
             body=self._sorted(body),
@@ -244,12 +244,12 @@ class _Partitioner:
             writes=[
                 *(Write(node=node) for node in outputs),
                 *(Write(node=node, copy=node.op == "placeholder") for node in saved),
-                *(Write(node=node, copy=storage_of(node) in kept) for node in mutated),
+                *(Write(node=node, copy=memory_of(node) in kept) for node in mutated),
             ],
         )
 
 
-def _backward_nodes(joint: Joint) -> set[fx.Node]:
+def backward_nodes(joint: Joint) -> set[fx.Node]:
     """The nodes that the backward ran: those torch marks so, and all that depends on a gradient."""
     found = set(joint.tangents.values())
     for node in joint.module.graph.nodes:

@@ -12,26 +12,61 @@ from piper.capture.effects import draws, marker, writes
 from piper.capture.record import FromBuffer, FromParameter, Mode, Recording
 from piper.capture.regions import Regions
 from piper.capture.rewrite import relaxed_view, value
+from piper.capture.segments import split_nodes
 from piper.capture.sizes import Sizes
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A chunk and its code: a graph whose placeholders are the chunk's inputs, parameters and buffers, in order."""
+class Experts:
+    """What makes an expert region's code its own: how many experts, and the balanced number of rows."""
 
-    chunk: Chunk
-    graph: fx.Graph | None  # none: a marker
+    total: int
+    rows: int
+    counts: tuple[bool, ...]  # for each input, whether it is the counts; the others have the rows on their first axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Code as captured: a graph whose placeholders are inputs, parameters and buffers, in this order."""
+
+    graph: fx.Graph
     root: nn.Module  # holds the graph's attributes
     inputs: tuple[Tensor, ...]  # fakes of what the placeholders take
     params: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    experts: Experts | None = None
 
-    @property
-    def name(self) -> str:
-        return self.chunk.name
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A value that an earlier segment made."""
+
+    segment: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of a chunk. Its inputs are the chunk's, by position, or what earlier segments made."""
+
+    body: Body
+    inputs: tuple[int | Made, ...]
+    params: tuple[int, ...]  # positions among the chunk's
+    buffers: tuple[int, ...]
+    returns: Mapping[int, int]  # the chunk's outputs that are made here, and which of the body's they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A chunk and its code."""
+
+    chunk: Chunk
+    inputs: tuple[Tensor, ...]  # fakes
+    body: Body | None  # none: a marker
+    segments: tuple[Segment, ...] = ()  # the body in parts; empty: in one
 
 
 class Assembler:
@@ -97,22 +132,11 @@ class Assembler:
             outputs=tuple(self.sizes.spec(result) for result in results),
             experts=self.experts[cut.name],
         )
-        return Piece(
-            chunk=chunk,
-            graph=None,
-            root=self.recording.root,
-            inputs=tuple(_tensor(source) for source in reads),
-            params=(),
-            buffers=(),
-            outputs=tuple(results),
-        )
+        return Piece(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)
 
     def _compute(self, cut: Cut) -> Piece:
         nodes = self._with_copies(cut)
-        reads = self._reads(nodes)
-        inputs = [node for node in reads if not self._state(node)]
-        params = [node for node in reads if isinstance(self.recording.origins.get(node), FromParameter)]
-        buffers = [node for node in reads if isinstance(self.recording.origins.get(node), FromBuffer)]
+        inputs, params, buffers = self._reads(nodes)
         results = self.results[cut.name]
         written = {target for node in nodes for target in writes(node)}
         chunk = Chunk(
@@ -128,15 +152,50 @@ class Assembler:
             random=any(draws(node) for node in nodes),
             experts=self.experts.get(cut.name, 0),
         )
-        return Piece(
-            chunk=chunk,
-            graph=self._graph(nodes, [*inputs, *params, *buffers], results),
+        body = self._body(nodes, results, _experts(chunk))
+        parts = split_nodes(nodes, [*params, *buffers], self.recording.bundles)
+        whole = cut.kind == "expert" or len(parts) == 1
+        segments = () if whole else self._segments(parts, inputs, params, buffers, results)
+        return Piece(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
+
+    def _body(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None) -> Body:
+        reads = self._reads(nodes)
+        inputs, params, buffers = (tuple(_tensor(node) for node in group) for group in reads)
+        return Body(
+            graph=self._graph(nodes, [node for group in reads for node in group], results),
             root=self.recording.root,
-            inputs=tuple(_tensor(node) for node in inputs),
-            params=tuple(_tensor(node) for node in params),
-            buffers=tuple(_tensor(node) for node in buffers),
+            inputs=inputs,
+            params=params,
+            buffers=buffers,
             outputs=tuple(_tensor(node) for node in results),
+            experts=experts,
         )
+
+    def _segments(
+        self,
+        parts: Sequence[Sequence[fx.Node]],
+        inputs: Sequence[fx.Node],
+        params: Sequence[fx.Node],
+        buffers: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+    ) -> tuple[Segment, ...]:
+        home = {node: number for number, part in enumerate(parts) for node in part}
+        made: dict[fx.Node, Made] = {}
+        segments = []
+        for number, part in enumerate(parts):
+            going = [node for node in part if node in results or any(home.get(u, -1) > number for u in node.users)]
+            made.update({node: Made(segment=number, output=i) for i, node in enumerate(going)})
+            own = self._reads(part)
+            segments.append(
+                Segment(
+                    body=self._body(part, going),
+                    inputs=tuple(made[node] if node in made else inputs.index(node) for node in own[0]),
+                    params=tuple(params.index(node) for node in own[1]),
+                    buffers=tuple(buffers.index(node) for node in own[2]),
+                    returns={results.index(node): i for i, node in enumerate(going) if node in results},
+                )
+            )
+        return tuple(segments)
 
     def _with_copies(self, cut: Cut) -> list[fx.Node]:
         """The chunk's nodes and those it makes its own copy of, in the order of the program."""
@@ -149,11 +208,13 @@ class Assembler:
                     stack.append(source)
         return sorted(nodes, key=self.regions.order.__getitem__)
 
-    def _reads(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """What comes from outside, in the order it is first used."""
+    def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """What comes from outside, in the order it is first used: inputs, parameters, buffers."""
         inside = set(nodes)
-        found = {source: None for node in nodes for source in node.all_input_nodes if source not in inside}
-        return list(found)
+        found = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+        params = [node for node in found if isinstance(self.recording.origins.get(node), FromParameter)]
+        buffers = [node for node in found if isinstance(self.recording.origins.get(node), FromBuffer)]
+        return [node for node in found if not self._state(node)], params, buffers
 
     def _state(self, node: fx.Node) -> bool:
         return isinstance(self.recording.origins.get(node), FromParameter | FromBuffer)
@@ -164,7 +225,7 @@ class Assembler:
         return origin.name
 
     def _seen(self, target: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether other chunks read what a write would change."""
+        """Whether others still read what a write would change."""
         return target not in inside or any(user in self.home and user not in inside for user in target.users)
 
     def _graph(self, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
@@ -212,6 +273,18 @@ def _tensor(node: fx.Node) -> Tensor:
     result = value(node)
     assert isinstance(result, Tensor)
     return result
+
+
+def _experts(chunk: Chunk) -> Experts | None:
+    if chunk.kind != "expert":
+        return None
+    routed = [source for source in chunk.inputs if isinstance(source, Output)]
+    assert len(routed) == len(chunk.inputs), "an expert region reads what `route` returns"
+    return Experts(
+        total=chunk.experts,
+        rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
+        counts=tuple(source.index == 1 for source in routed),
+    )
 
 
 def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[Sizes, Mapping[str, int]]:

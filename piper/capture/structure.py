@@ -1,4 +1,4 @@
-"""Names a piece of code by what it does, so that identical stages are traced and compiled once."""
+"""Names code by what it does, so that identical stages are traced and compiled once."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,42 +6,39 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from piper.capture.pieces import Piece
+from piper.capture.pieces import Body
 
 
 def structural_key(
-    piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
 ) -> str:
-    """A hash of everything that decides a piece's code. Parameters count by shape, not by name."""
-    assert piece.graph is not None
+    """A hash of everything that decides what a body's code becomes. Parameters count by shape, not by name."""
     digest = hashlib.sha256()
-    for line in _lines(piece, trained, tangents, ways, device):
+    for line in _lines(body, trained, tangents, ways, device):
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()[:16]
 
 
 def _lines(
-    piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
 ) -> Iterator[str]:
-    yield f"{piece.chunk.kind} {piece.chunk.experts} / {ways} on {device}"
-    for group, tensors in (("input", piece.inputs), ("param", piece.params), ("buffer", piece.buffers)):
+    yield f"{body.experts} / {ways} on {device}"
+    for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
         for tensor in tensors:
             grad = tensor.requires_grad if group == "input" else ""
-            yield f"{group} {_shape(piece, tensor)} {tensor.dtype} {grad}"
+            yield f"{group} {_shape(tensor)} {tensor.dtype} {grad}"
     yield f"trained {list(trained)} tangents {list(tangents)}"
-    assert piece.graph is not None
     numbers: dict[fx.Node, int] = {}
-    for node in piece.graph.nodes:
+    for node in body.graph.nodes:
         numbers[node] = len(numbers)
         shown = [_text(argument, numbers) for argument in node.args]
         named = [f"{key}={_text(argument, numbers)}" for key, argument in sorted(node.kwargs.items())]
-        yield f"{node.op} {_target(node, piece.root)} {' '.join(shown + named)}"
+        yield f"{node.op} {_target(node, body.root)} {' '.join(shown + named)}"
 
 
-def _shape(piece: Piece, tensor: Tensor) -> str:
+def _shape(tensor: Tensor) -> str:
     """A shape without the names of its symbols, which differ between layers that are otherwise the same."""
-    sizes = ["?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape]
-    return ",".join(sizes) + (f" rows {piece.chunk.input_specs[0].shape[0]}" if "?" in sizes else "")
+    return ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
 
 
 def _target(node: fx.Node, root: nn.Module) -> str:

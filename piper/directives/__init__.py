@@ -9,6 +9,7 @@ from piper.directives.place import Place, place
 from piper.directives.replicate import Replicate, replicate
 from piper.directives.shard import Shard, shard
 from piper.directives.split import Split, split
+from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 
 __all__ = [
@@ -30,6 +31,12 @@ __all__ = [
 def apply(graph: Graph, strategy: Sequence[Directive]) -> Graph:
     """The graph after every directive of a strategy, in order."""
     for number, directive in enumerate(strategy):
+        if not isinstance(directive, Directive):
+            raise ScheduleError(
+                f"{type(directive).__name__} is not a directive",
+                by=f"strategy[{number}]",
+                hint="a strategy is a flat list of directives: add a schedule with +, not inside the list",
+            )
         graph = directive.apply(graph, number)
         graph = replace(graph, directives=(*graph.directives, directive.title(number)))
     return graph

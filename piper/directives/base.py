@@ -1,18 +1,20 @@
 """What every directive shares: where the user wrote it, and the checks on what it selects."""
 
 import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from piper.devices import Devices
 from piper.errors import ScheduleError
-from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.ir.select import At
 
 PACKAGE = str(Path(__file__).parents[1])
+STREAM = re.compile(r"[\w.-]+")  # plans write streams down as words
 
 
 def source_line() -> str:
@@ -46,25 +48,66 @@ class Directive:
         raise AssertionError(f"{self.verb} does not say what it does")
 
 
+def refused(verb: str, what: str, hint: str) -> ScheduleError:
+    """The error for an argument of the wrong kind, told where the directive is written, before it has a number."""
+    return ScheduleError(what, by=f"{verb} ({source_line()})", hint=hint)
+
+
+def given_filter(verb: str, at: object) -> At:
+    """The filter that a directive is given."""
+    if not isinstance(at, At):
+        raise refused(
+            verb, f"{at!r} is not a filter", "select nodes with at(): at(PP=0), or at() for all of them"
+        )
+    return at
+
+
+def given_devices(verb: str, devices: object) -> Devices:
+    """The devices that a directive is given, as a tuple; their values are checked where it is applied."""
+    if isinstance(devices, str | bytes | set | frozenset | dict) or not isinstance(devices, Iterable):
+        raise refused(verb, f"devices={devices!r} is not a list", "list the devices in order: devices=[0, 1]")
+    return tuple(devices)
+
+
+def given_stream(verb: str, key: str, stream: object) -> str | None:
+    """The name of a stream that a directive is given, or none."""
+    if stream is not None and not (isinstance(stream, str) and STREAM.fullmatch(stream)):
+        raise refused(verb, f"{key}={stream!r} is not a name", f'name the stream in one word: {key}="pp"')
+    return stream
+
+
+def is_whole(number: object) -> bool:
+    """Whether a value is a whole number; True and False are not."""
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
 def selected(graph: Graph, at: At, by: str) -> list[Compute]:
     """The nodes that `at` selects: at least one, by tags that exist."""
+    check_tags(graph, at, by)
+    nodes = graph.select(at)
+    if not nodes:
+        raise ScheduleError(
+            "the filter matches no node",
+            by=by,
+            facts={"asked": str(at), "known": extent(graph)},
+            hint="use an index that exists; a backward is in halves (BI, BW) only where an order asks for them",
+        )
+    return nodes
+
+
+def check_tags(graph: Graph, at: At, by: str) -> None:
+    """Refuse a filter by a tag that nothing has."""
     for tag, _ in at.tags:
         if tag not in graph.index.tags:
             known = sorted(graph.index.tags)
             close = difflib.get_close_matches(tag, known, n=1)
+            way_out = "annotate the model with it, or split along it first"
             raise ScheduleError(
                 f"there is no tag {tag!r}",
                 by=by,
                 facts={"asked": str(at), "tags": ", ".join(known) or "none: the model has no annotations"},
-                hint=f"did you mean {close[0]!r}?" if close else "annotate the model with it, or split along it first",
+                hint=f"did you mean {close[0]!r}?" if close else way_out,
             )
-    nodes = graph.select(at)
-    if not nodes:
-        raise ScheduleError(
-            "the filter matches no node", by=by, facts={"asked": str(at), "known": extent(graph)},
-            hint="use an index that exists; a backward is in halves (BI, BW) only where an order asks for them",
-        )  # fmt: skip
-    return nodes
 
 
 def extent(graph: Graph) -> str:
@@ -79,7 +122,7 @@ def extent(graph: Graph) -> str:
 
 def checked_devices(devices: Sequence[int], by: str) -> Devices:
     """The devices as a tuple: whole numbers from 0, at least one, none twice."""
-    bad = [d for d in devices if not isinstance(d, int) or isinstance(d, bool) or d < 0]
+    bad = [device for device in devices if not is_whole(device) or device < 0]
     if bad or not devices:
         raise ScheduleError(
             f"{bad[0]!r} is not a device" if bad else "no devices are given",
@@ -87,14 +130,16 @@ def checked_devices(devices: Sequence[int], by: str) -> Devices:
             facts={"asked": f"devices={list(devices)}"},
             hint="devices are whole numbers from 0, at least one",
         )
-    twice = sorted({d for d in devices if list(devices).count(d) > 1}) if len(set(devices)) < len(devices) else []
-    if twice:
-        raise ScheduleError(
-            f"device {twice[0]} is given twice",
-            by=by,
-            facts={"asked": f"devices={list(devices)}"},
-            hint="name each device once: the i-th takes the i-th slice of the samples",
-        )
+    seen: set[int] = set()
+    for device in devices:
+        if device in seen:
+            raise ScheduleError(
+                f"device {device} is given twice",
+                by=by,
+                facts={"asked": f"devices={list(devices)}"},
+                hint="name each device once: the i-th takes the i-th slice of the samples",
+            )
+        seen.add(device)
     return tuple(devices)
 
 

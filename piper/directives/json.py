@@ -33,7 +33,10 @@ def load_strategy(path: Path) -> list[Directive]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            "the strategy cannot be read", by=str(path), facts={"why": str(error)}, hint="give the path of a JSON file"
+            "the strategy cannot be read",
+            by=str(path),
+            facts={"why": str(error)},
+            hint="give the path of a JSON file",
         ) from None
     return parse_strategy(text, source=path.name)
 
@@ -67,9 +70,11 @@ def kind(value: object) -> str:
 def read_entry(entry: object, where: str) -> Directive:
     """Read one directive."""
     if not isinstance(entry, dict):
-        raise ConfigError(f"a directive is an object, not {kind(entry)}", by=where, hint='{"op": "place", ...}')
+        raise ConfigError(
+            f"a directive is an object, not {kind(entry)}", by=where, hint='{"op": "place", ...}'
+        )
     op = entry.get("op")
-    if op not in KEYS:
+    if not isinstance(op, str) or op not in KEYS:
         close = get_close_matches(str(op), KEYS, n=1)
         raise ConfigError(
             f"there is no directive {op!r}" if "op" in entry else "it does not say which directive it is",
@@ -95,7 +100,9 @@ def read_entry(entry: object, where: str) -> Directive:
     try:
         return replace(READERS[op](entry, where), source=where)
     except ScheduleError as error:
-        raise ConfigError("this filter selects nothing", by=where, facts={"why": str(error)}, hint="mend it") from None
+        raise ConfigError(
+            "this filter selects nothing", by=where, facts={"why": str(error)}, hint="mend it"
+        ) from None
 
 
 def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
@@ -128,7 +135,9 @@ def read_filter(value: object, where: str, key: str = "filter") -> At:
 def read_devices(entry: Mapping[str, object], where: str) -> list[int]:
     """Read a list of devices; their values are checked where the directive is applied."""
     devices = entry["devices"]
-    if not isinstance(devices, list) or not all(isinstance(d, int) and not isinstance(d, bool) for d in devices):
+    if not isinstance(devices, list) or not all(
+        isinstance(d, int) and not isinstance(d, bool) for d in devices
+    ):
         raise wrong(where, "devices", devices, "a list of whole numbers")
     return devices
 
@@ -155,7 +164,9 @@ def read_flag(entry: Mapping[str, object], key: str, where: str) -> bool:
 
 
 def read_place(entry: Mapping[str, object], where: str) -> Directive:
-    return place(read_filter(entry["filter"], where), read_devices(entry, where), read_text(entry, "stream", where))
+    return place(
+        read_filter(entry["filter"], where), read_devices(entry, where), read_text(entry, "stream", where)
+    )
 
 
 def read_replicate(entry: Mapping[str, object], where: str) -> Directive:
@@ -186,7 +197,9 @@ def read_split(entry: Mapping[str, object], where: str) -> Directive:
     parts = read_whole(entry, "num_microbatches", where)
     if parts is None:
         raise wrong(where, "num_microbatches", None, "a whole number")
-    return split(read_filter(entry["filter"], where), axis=read_text(entry, "dim_name", where) or "MB", parts=parts)
+    return split(
+        read_filter(entry["filter"], where), axis=read_text(entry, "dim_name", where) or "MB", parts=parts
+    )
 
 
 def read_order(entry: Mapping[str, object], where: str) -> Directive:

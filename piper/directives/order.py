@@ -1,13 +1,15 @@
 """`order`: which nodes run before which on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, selected, touched
+from piper.directives.base import Directive, check_tags, given_filter, refused, selected, touched
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, Ordering, Step
+from piper.ir.graph import Graph, Ordering, Step, has_backward
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
+
+USAGE = "order([[at(...)], [at(...), at(...)]])"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class Order(Directive):
                 "an order needs groups, each with at least one filter",
                 by=by,
                 facts={"groups": ", ".join(str(len(group)) for group in self.groups) or "none"},
-                hint="order([[at(...)], [at(...), at(...)]])",
+                hint=USAGE,
             )
         graph = self._split_backwards(graph, number, by)
         groups: list[tuple[Step, ...]] = []
@@ -37,7 +39,7 @@ class Order(Directive):
         for place, ats in enumerate(self.groups):
             group: list[Step] = []
             for at in ats:
-                for node in selected(graph, at, by):
+                for node in ordered(graph, at, by):
                     if position.setdefault(node.name, place) != place:
                         raise ScheduleError(
                             "a node is in two groups",
@@ -58,7 +60,7 @@ class Order(Directive):
             for at in ats:
                 if at.phase not in ("BI", "BW"):
                     continue
-                selected(graph, replace(at, phase=None), by)
+                check_tags(graph, at, by)
                 for cell in graph.index.find(at):
                     node = graph.nodes.get(compute_name(cell.chunk, "B", cell.part))
                     if node is not None:
@@ -72,4 +74,28 @@ class Order(Directive):
 
 def order(groups: Sequence[Sequence[At] | At]) -> Order:
     """Run groups of nodes in sequence: `order([[at(...)], [at(...), at(...)]])`."""
-    return Order(groups=tuple((group,) if isinstance(group, At) else tuple(group) for group in groups))
+    if isinstance(groups, At | str | dict) or not isinstance(groups, Iterable):
+        raise refused("order", f"{groups!r} is not a list of groups", USAGE)
+    return Order(groups=tuple(given_group(group) for group in groups))
+
+
+def given_group(group: object) -> tuple[At, ...]:
+    """One group that an order is given: a filter, or several."""
+    if isinstance(group, At):
+        return (group,)
+    if isinstance(group, str | dict) or not isinstance(group, Iterable):
+        raise refused("order", f"{group!r} is not a group of filters", USAGE)
+    return tuple(given_filter("order", at) for at in group)
+
+
+def ordered(graph: Graph, at: At, by: str) -> list[Compute]:
+    """The nodes that a filter puts in order; a backward that does not exist, as nothing trains there, is none."""
+    check_tags(graph, at, by)
+    nodes = graph.select(at)
+    if nodes:
+        return nodes
+    chunks = graph.chunks
+    cells = graph.index.find(at)
+    if at.phase is not None and cells and not any(has_backward(chunks[cell.chunk]) for cell in cells):
+        return []
+    return selected(graph, at, by)

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, checked_devices, selected, touched
+from piper.directives.base import (
+    Directive,
+    checked_devices,
+    given_devices,
+    given_filter,
+    given_stream,
+    selected,
+    touched,
+)
 from piper.ir.graph import Graph
 from piper.ir.select import At
 
@@ -25,14 +33,16 @@ class Place(Directive):
         by = self.title(number)
         devices = checked_devices(self.devices, by)
         nodes = selected(graph, self.at, by)
-        streams = graph.transfer_streams
         if self.stream:
-            streams = {**streams, **{node.chunk: self.stream for node in nodes}}
-        return graph.update(
-            (replace(node, devices=devices, origin=touched(node, number)) for node in nodes), transfer_streams=streams
-        )
+            streams = {**graph.transfer_streams, **{node.chunk: self.stream for node in nodes}}
+            graph = replace(graph, transfer_streams=streams)
+        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
 
 def place(at: At, devices: Sequence[int] | int, stream: str | None = None) -> Place:
     """Run the selected nodes on `devices`, each on its slice of the samples; transfers they need use `stream`."""
-    return Place(at=at, devices=(devices,) if isinstance(devices, int) else tuple(devices), stream=stream)
+    return Place(
+        at=given_filter("place", at),
+        devices=given_devices("place", [devices] if isinstance(devices, int) else devices),
+        stream=given_stream("place", "stream", stream),
+    )

@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, checked_devices, selected, touched
+from piper.directives.base import (
+    Directive,
+    checked_devices,
+    given_devices,
+    given_filter,
+    given_stream,
+    is_whole,
+    selected,
+    touched,
+)
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.select import At
@@ -30,18 +39,7 @@ class Replicate(Directive):
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
         devices = checked_devices(self.devices, by)
-        if self.zero not in ZERO_LEVELS:
-            raise ScheduleError(
-                f"there is no ZeRO level {self.zero!r}",
-                by=by,
-                hint="zero is 0 (all whole), 1 (optimizer state sharded), 2 (gradients too) or 3 (parameters too)",
-            )
-        if self.bucket_mb is not None and not self.bucket_mb > 0:
-            raise ScheduleError(
-                f"a bucket of {self.bucket_mb} MB holds nothing",
-                by=by,
-                hint="give bucket_mb a positive size, or leave it out for one bucket per chunk",
-            )
+        self._check_levels(by)
         nodes = selected(graph, self.at, by)
         policies = dict(graph.policies)
         for chunk in dict.fromkeys(node.chunk for node in nodes):
@@ -54,9 +52,23 @@ class Replicate(Directive):
                 ways=1,  # a later replicate wins over an earlier shard
                 origin=number,
             )
-        return graph.update(
-            (replace(node, devices=devices, origin=touched(node, number)) for node in nodes), policies=policies
-        )
+        graph = replace(graph, policies=policies)
+        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
+
+    def _check_levels(self, by: str) -> None:
+        if not is_whole(self.zero) or self.zero not in ZERO_LEVELS:
+            raise ScheduleError(
+                f"there is no ZeRO level {self.zero!r}",
+                by=by,
+                hint="zero is 0 (all whole), 1 (optimizer state sharded), 2 (gradients too) or 3 (parameters too)",
+            )
+        size = self.bucket_mb
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
+            raise ScheduleError(
+                f"bucket_mb={size!r} is not a size",
+                by=by,
+                hint="give bucket_mb a positive size, or leave it out for one bucket per chunk",
+            )
 
 
 def replicate(
@@ -69,10 +81,10 @@ def replicate(
 ) -> Replicate:
     """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses."""
     return Replicate(
-        at=at,
-        devices=tuple(devices),
+        at=given_filter("replicate", at),
+        devices=given_devices("replicate", devices),
         zero=zero,
         bucket_mb=bucket_mb,
-        reduce_stream=reduce_stream,
-        gather_stream=gather_stream,
+        reduce_stream=given_stream("replicate", "reduce_stream", reduce_stream),
+        gather_stream=given_stream("replicate", "gather_stream", gather_stream),
     )

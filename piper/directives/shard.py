@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, checked_devices, selected, touched
+from piper.directives.base import (
+    Directive,
+    checked_devices,
+    given_devices,
+    given_filter,
+    given_stream,
+    is_whole,
+    selected,
+    touched,
+)
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.select import At
@@ -53,20 +62,24 @@ class Shard(Directive):
             policies[name] = replace(
                 graph.policy(name), ways=ways, exchange_stream=self.stream or "exchange", origin=number
             )
-        return graph.update(
-            (replace(node, devices=devices, origin=touched(node, number)) for node in nodes), policies=policies
-        )
+        graph = replace(graph, policies=policies)
+        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
     def _check_ways(self, ways: int, devices: tuple[int, ...], by: str) -> None:
-        if ways < 1 or len(devices) % ways:
+        if not is_whole(ways) or ways < 1 or len(devices) % ways:
             raise ScheduleError(
-                f"{len(devices)} devices cannot form groups of {ways}",
+                f"{len(devices)} devices cannot form groups of {ways!r}",
                 by=by,
-                facts={"asked": f"ways={ways}, devices={list(devices)}"},
+                facts={"asked": f"ways={ways!r}, devices={list(devices)}"},
                 hint="ways is the size of one expert group: a divisor of the number of devices",
             )
 
 
 def shard(at: At, devices: Sequence[int], ways: int | None = None, stream: str | None = None) -> Shard:
     """Divide the selected experts over each group of `ways` devices; their all-to-alls use `stream`."""
-    return Shard(at=at, devices=tuple(devices), ways=ways, stream=stream)
+    return Shard(
+        at=given_filter("shard", at),
+        devices=given_devices("shard", devices),
+        ways=ways,
+        stream=given_stream("shard", "stream", stream),
+    )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, selected, touched
+from piper.directives.base import Directive, given_filter, is_whole, selected, touched
 from piper.errors import ScheduleError
 from piper.ir.graph import Cell, Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute
@@ -25,7 +25,7 @@ class Split(Directive):
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
-        if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
+        if not is_whole(self.parts) or self.parts < 1:
             raise ScheduleError(
                 f"{self.parts!r} is not a number of parts", by=by, hint="parts is a whole number from 1"
             )
@@ -51,15 +51,16 @@ class Split(Directive):
         parts = dict(graph.parts)
         for chunk in chunks:
             parts[chunk] = (*parts[chunk], (self.axis, self.parts))
-        return graph.splice(copies, index=Index(cells), parts=parts)
+        return replace(graph.splice(copies), index=Index(cells), parts=parts)
 
     def _check_axis(self, graph: Graph, by: str) -> None:
-        if self.axis in graph.index.tags or self.axis == "PASS" or not self.axis.isidentifier():
+        taken = {*graph.index.tags, "PASS"}
+        if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis in taken:
             raise ScheduleError(
                 f"{self.axis!r} cannot name the parts",
                 by=by,
-                facts={"taken": ", ".join(sorted([*graph.index.tags, "PASS"]))},
-                hint="choose an axis name that no annotation and no earlier split uses",
+                facts={"taken": ", ".join(sorted(taken))},
+                hint="choose a word that no annotation and no earlier split uses",
             )
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
@@ -90,4 +91,4 @@ class Split(Directive):
 
 def split(at: At, axis: str = "MB", parts: int = 1) -> Split:
     """Copy the selected sub-graph once per part of each device's samples, tagged `axis=0`, `axis=1`, ..."""
-    return Split(at=at, axis=axis, parts=parts)
+    return Split(at=given_filter("split", at), axis=axis, parts=parts)

@@ -1,15 +1,21 @@
 """Outlines made by hand: a chain of stages to try directives and schedules on without a model."""
 
+from dataclasses import dataclass, field, replace
+
 from piper.ir.chunk import (
     Batch,
     Chunk,
     Outline,
     Output,
     Parameter,
+    Phase,
     PhaseSpec,
     Source,
+    Tags,
     TensorSpec,
 )
+
+UNIT = 10**12  # flops of one unit of cost
 
 
 def chain(
@@ -28,122 +34,143 @@ def chain(
     With `experts`, each stage routes to an expert region EP=stage between two dense pieces. With `tied`, the first
     and the last stage share one parameter.
     """
-    hidden = TensorSpec(shape=(rows, width), dtype="float32", nbytes=4 * rows * width)
-    scalar = TensorSpec(shape=(), dtype="float32", nbytes=4)
-    parameters: dict[str, Parameter] = {}
-    chunks: list[Chunk] = []
-
-    def weights(name: str, count: int, lead: tuple[int, ...] = ()) -> tuple[str, ...]:
-        names = tuple(f"{name}.{i}" for i in range(count))
-        for param in names:
-            parameters[param] = Parameter(name=param, shape=(*lead, width, width), dtype="float32")
-        return names
-
-    def dense(
-        name: str, stage: int, source: Source, params: tuple[str, ...], output: TensorSpec, first: bool = False
-    ) -> Chunk:
-        return _matmuls(name, ((tag, stage),), source, params, hidden, output, not first, split_cost)
-
+    made = _Chain(width=width, rows=rows, cost=split_cost)
     source: Source = Batch(field="x")
     for stage in range(stages):
-        own = weights(f"stages.{stage}", layers)
-        last = stage == stages - 1
-        if tied and stage in (0, stages - 1):
-            own = ("shared", *own)
-            parameters["shared"] = Parameter(name="shared", shape=(width, width), dtype="float32")
+        tags = ((tag, stage),)
         name = f"{tag}={stage}"
+        own = made.weights(f"stages.{stage}", layers)
+        if tied and stage in (0, stages - 1):
+            own = (made.weight("shared"), *own)
+        out = made.scalar if stage == stages - 1 else made.hidden
         if experts:
-            chunks += [
-                dense(name, stage, source, own, hidden, first=stage == 0),
-                *_expert_region(name, ((tag, stage), ("EP", stage)), hidden, experts, weights(f"experts.{stage}", 1, (experts,))),
-            ]
-            parameters[f"experts.{stage}.0"] = Parameter(
-                name=f"experts.{stage}.0", shape=(experts, width, width), dtype="float32"
+            made.dense(name, tags, source, own, (made.hidden, made.counts(experts)))
+            source = made.routed(
+                name, (*tags, ("EP", stage)), experts, made.weights(f"experts.{stage}", 1, experts)
             )
-            source = Output(chunk=f"{name} EP={stage} unroute", index=0)
-            own, name = weights(f"post.{stage}", 1), f"{name} #1"
-            chunks.append(dense(name, stage, source, own, scalar if last else hidden))
-        else:
-            chunks.append(dense(name, stage, source, own, scalar if last else hidden, first=stage == 0))
+            name, own = f"{name} #1", made.weights(f"post.{stage}", 1)
+        made.dense(name, tags, source, own, (out,))
         source = Output(chunk=name, index=0)
     return Outline(
-        chunks=tuple(chunks),
-        loss=Output(chunk=chunks[-1].name, index=0),
-        parameters=tuple(parameters.values()),
-        batch={"x": hidden},
+        chunks=tuple(made.chunks),
+        loss=Output(chunk=made.chunks[-1].name, index=0),
+        parameters=tuple(made.parameters.values()),
+        batch={"x": made.hidden},
         rows=rows,
     )
 
 
-def _matmuls(
-    name: str,
-    tags: tuple[tuple[str, int], ...],
-    source: Source,
-    params: tuple[str, ...],
-    hidden: TensorSpec,
-    output: TensorSpec,
-    differentiable: bool,
-    cost: tuple[int, int, int],
-) -> Chunk:
-    """A dense chunk: reads one value and its weights, saves one value, writes one."""
-    unit = 10**12
-    forward, inward, weight = (c * unit for c in cost)
-    grads = (0,) if differentiable else ()
-    return Chunk(
-        name=name,
-        tags=tags,
-        key=f"dense {len(params)} {output.shape} {differentiable}",
-        inputs=(source,),
-        input_specs=(hidden,),
-        params=params,
-        outputs=(output,),
-        saved=(hidden,),
-        carried=(hidden,),
-        phases={
-            "F": PhaseSpec(inputs=(0,), params=params, flops=forward),
+@dataclass(slots=True, kw_only=True)
+class _Chain:
+    """A chain under construction."""
+
+    width: int
+    rows: int
+    cost: tuple[int, int, int]
+    chunks: list[Chunk] = field(default_factory=list)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> TensorSpec:
+        return TensorSpec(shape=(self.rows, self.width), dtype="float32", nbytes=4 * self.rows * self.width)
+
+    @property
+    def scalar(self) -> TensorSpec:
+        return TensorSpec(shape=(), dtype="float32", nbytes=4)
+
+    def counts(self, experts: int) -> TensorSpec:
+        return TensorSpec(shape=(experts,), dtype="int64", nbytes=8 * experts)
+
+    def weight(self, name: str, lead: tuple[int, ...] = ()) -> str:
+        """A square parameter, or one for each expert."""
+        self.parameters[name] = Parameter(name=name, shape=(*lead, self.width, self.width), dtype="float32")
+        return name
+
+    def weights(self, name: str, count: int, experts: int = 0) -> tuple[str, ...]:
+        return tuple(self.weight(f"{name}.{i}", (experts,) if experts else ()) for i in range(count))
+
+    def dense(
+        self, name: str, tags: Tags, source: Source, params: tuple[str, ...], outputs: tuple[TensorSpec, ...]
+    ) -> None:
+        """A chunk that reads one value and its weights, saves one value, and differentiates its first output."""
+        self.chunks.append(self._matmuls(name, tags, (source,), params, (self.hidden,), outputs))
+
+    def _matmuls(
+        self,
+        name: str,
+        tags: Tags,
+        inputs: tuple[Source, ...],
+        params: tuple[str, ...],
+        specs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+    ) -> Chunk:
+        forward, inward, weight = (cost * UNIT for cost in self.cost)
+        read = tuple(range(len(inputs)))
+        grads = () if isinstance(inputs[0], Batch) else (0,)
+        phases: dict[Phase, PhaseSpec] = {
+            "F": PhaseSpec(inputs=read, params=params, flops=forward),
             "B": PhaseSpec(
-                inputs=(0,), params=params, saved=(0,), tangents=(0,), grad_inputs=grads, grad_params=params,
+                inputs=read,
+                params=params,
+                saved=(0,),
+                tangents=(0,),
+                grad_inputs=grads,
+                grad_params=params,
                 flops=inward + weight,
             ),
-            "BI": PhaseSpec(params=params, saved=(0,), tangents=(0,), grad_inputs=grads, flops=inward),
-            "BW": PhaseSpec(inputs=(0,), carried=(0,), grad_params=params, flops=weight),
-        },
-    )
+            "BI": PhaseSpec(
+                inputs=read[1:], params=params, saved=(0,), tangents=(0,), grad_inputs=grads, flops=inward
+            ),
+            "BW": PhaseSpec(inputs=read, carried=(0,), grad_params=params, flops=weight),
+        }
+        return Chunk(
+            name=name,
+            tags=tags,
+            key=f"dense {len(params)} {outputs[0].shape} {grads}",
+            inputs=inputs,
+            input_specs=specs,
+            params=params,
+            outputs=outputs,
+            saved=specs[:1],
+            carried=specs[:1],
+            phases=phases,
+        )
 
-
-def _expert_region(
-    owner: str, tags: tuple[tuple[str, int], ...], rows: TensorSpec, experts: int, params: tuple[str, ...]
-) -> tuple[Chunk, Chunk, Chunk]:
-    """A route, an expert chunk and an unroute, as capture cuts them. The owner's output 0 also gives the counts."""
-    name = f"{owner} {tags[-1][0]}={tags[-1][1]}"
-    routed = TensorSpec(shape=rows.shape, dtype=rows.dtype, nbytes=rows.nbytes, dynamic_rows=True)
-    counts = TensorSpec(shape=(experts,), dtype="int64", nbytes=8 * experts)
-    moved = {
-        "F": PhaseSpec(inputs=(0, 1)),
-        "B": PhaseSpec(tangents=(0,), grad_inputs=(0,)),
-    }
-    out = Output(chunk=owner, index=0)
-    route = Chunk(
-        name=f"{name} route", tags=tags, kind="route", inputs=(out, out), input_specs=(rows, counts),
-        outputs=(routed, counts), phases=moved, experts=experts,
-    )
-    expert = _matmuls(name, tags, Output(chunk=route.name, index=0), params, routed, routed, True, (1, 1, 1))
-    expert = Chunk(
-        name=name, tags=tags, kind="expert", key=f"expert {experts}",
-        inputs=(*expert.inputs, Output(chunk=route.name, index=1)), input_specs=(routed, counts),
-        params=params, outputs=(routed,), saved=(routed,), carried=(routed,),
-        phases={
-            phase: PhaseSpec(
-                inputs=(*spec.inputs, 1), params=spec.params, saved=spec.saved, carried=spec.carried,
-                tangents=spec.tangents, grad_inputs=spec.grad_inputs, grad_params=spec.grad_params, flops=spec.flops,
-            )
-            for phase, spec in expert.phases.items()
-        },
-        experts=experts,
-    )  # fmt: skip
-    unroute = Chunk(
-        name=f"{name} unroute", tags=tags, kind="unroute",
-        inputs=(Output(chunk=name, index=0), Output(chunk=route.name, index=1)), input_specs=(routed, counts),
-        outputs=(rows,), phases=moved, experts=experts,
-    )  # fmt: skip
-    return route, expert, unroute
+    def routed(self, owner: str, tags: Tags, experts: int, params: tuple[str, ...]) -> Output:
+        """A route, an expert chunk and an unroute, as capture cuts them: the owner gives the rows and their counts."""
+        name = f"{owner} {tags[-1][0]}={tags[-1][1]}"
+        rows = replace(self.hidden, dynamic_rows=True)
+        counts = self.counts(experts)
+        moved: dict[Phase, PhaseSpec] = {
+            "F": PhaseSpec(inputs=(0, 1)),
+            "B": PhaseSpec(tangents=(0,), grad_inputs=(0,)),
+        }
+        route = Chunk(
+            name=f"{name} route",
+            tags=tags,
+            kind="route",
+            inputs=(Output(chunk=owner, index=0), Output(chunk=owner, index=1)),
+            input_specs=(self.hidden, counts),
+            outputs=(rows, counts),
+            phases=moved,
+            experts=experts,
+        )
+        arrived = (Output(chunk=route.name, index=0), Output(chunk=route.name, index=1))
+        expert = replace(
+            self._matmuls(name, tags, arrived, params, (rows, counts), (rows,)),
+            kind="expert",
+            key=f"expert {experts}",
+            experts=experts,
+        )
+        unroute = Chunk(
+            name=f"{name} unroute",
+            tags=tags,
+            kind="unroute",
+            inputs=(Output(chunk=name, index=0), Output(chunk=route.name, index=1)),
+            input_specs=(rows, counts),
+            outputs=(self.hidden,),
+            phases=moved,
+            experts=experts,
+        )
+        self.chunks += [route, expert, unroute]
+        return Output(chunk=unroute.name, index=0)

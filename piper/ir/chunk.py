@@ -86,7 +86,9 @@ class Chunk:
     buffers: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()  # buffers F writes back
     outputs: tuple[TensorSpec, ...] = ()
-    saved: tuple[TensorSpec, ...] = ()  # F writes, B / BI / BW read; parameters and inputs are never among them
+    saved: tuple[
+        TensorSpec, ...
+    ] = ()  # F writes, B / BI / BW read; parameters and inputs are never among them
     carried: tuple[TensorSpec, ...] = ()
     storages: tuple[int, ...] = ()  # bytes of each storage that several of outputs and saved share
     kept_inputs: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)

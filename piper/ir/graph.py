@@ -7,10 +7,18 @@ data parallelism. Data edges are not stored but derived from the chunks, so no r
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from piper.devices import Devices
 from piper.ir.chunk import Chunk, Outline, Output, Phase, Tags
-from piper.ir.devices import Devices
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
+
+SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
+    None: ("F", "B", "BI", "BW"),
+    "F": ("F",),
+    "B": ("B", "BI", "BW"),  # a backward in halves is still that backward
+    "BI": ("BI",),
+    "BW": ("BW",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +106,8 @@ class Graph:
 
     def select(self, at: At) -> list[Compute]:
         """The nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
-        phases: tuple[Phase, ...] = {None: ("F", "B", "BI", "BW"), "B": ("B", "BI", "BW")}.get(
-            at.phase, (at.phase,)  # type: ignore[arg-type]
-        )
         found = []
+        phases = SELECTED[at.phase]
         for cell in self.index.find(at):
             for phase in phases:
                 node = self.nodes.get(compute_name(cell.chunk, phase, cell.part))
@@ -109,17 +115,17 @@ class Graph:
                     found.append(node)
         return found
 
-    def update(self, nodes: Iterable[Compute], **changes: object) -> "Graph":
+    def update(self, nodes: Iterable[Compute]) -> "Graph":
         """The graph with some nodes replaced by others of the same name."""
-        return replace(self, nodes={**self.nodes, **{node.name: node for node in nodes}}, **changes)
+        return replace(self, nodes={**self.nodes, **{node.name: node for node in nodes}})
 
-    def splice(self, successors: Mapping[str, tuple[Compute, ...]], **changes: object) -> "Graph":
+    def splice(self, successors: Mapping[str, tuple[Compute, ...]]) -> "Graph":
         """The graph with each named node replaced, where it stood, by its successors."""
         nodes: dict[str, Compute] = {}
         for name, node in self.nodes.items():
             for successor in successors.get(name, (node,)):
                 nodes[successor.name] = successor
-        return replace(self, nodes=nodes, **changes)
+        return replace(self, nodes=nodes)
 
     def link(self, ordering: Ordering) -> "Graph":
         """The graph with one more order asked for."""
@@ -132,7 +138,15 @@ class Graph:
 
     def devices(self) -> Devices:
         """Every device that some node is placed on."""
-        return tuple(sorted({device for devices in {n.devices for n in self.nodes.values()} for device in devices}))
+        sets = {node.devices for node in self.nodes.values()}
+        return tuple(sorted({device for devices in sets for device in devices}))
+
+    def placed_by(self, node: Compute) -> str:
+        """The directive that put a node where it is: errors about places name it."""
+        for number in reversed(node.origin):
+            if not self.directives[number].startswith(("order ", "split ")):
+                return self.directives[number]
+        return "strategy"
 
 
 def start(outline: Outline) -> Graph:

@@ -6,8 +6,8 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 
 from dataclasses import dataclass, field
 
+from piper.devices import Devices, show
 from piper.ir.chunk import Phase, Tags
-from piper.ir.devices import Devices, show
 
 COMPUTE_STREAM = "compute"
 
@@ -70,10 +70,11 @@ class Transfer:
     stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
     sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
     origin: tuple[int, ...] = ()
+    name: str = field(init=False, compare=False)
 
-    @property
-    def name(self) -> str:
-        return f"transfer[{self.value} @{show(self.source)} -> @{show(self.target)}]"
+    def __post_init__(self) -> None:
+        name = f"transfer[{self.value} @{show(self.source)} -> @{show(self.target)}]"
+        object.__setattr__(self, "name", name)
 
     @property
     def devices(self) -> Devices:

@@ -3,14 +3,18 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from piper.devices import Devices, columns, groups_of, show
 from piper.errors import ScheduleError
-from piper.ir.chunk import Chunk, Parameter
-from piper.ir.devices import Devices, columns, groups_of, show
+from piper.ir.chunk import Chunk, Outline, Parameter
 from piper.ir.graph import Graph, Policy
 from piper.lower.work import Settings, Work
 from piper.plan.plan import Bucket, Piece, Slot
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+ITEMSIZE = {
+    "complex128": 16, "complex64": 8,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
 MEGABYTE = 2**20
 
 
@@ -22,6 +26,7 @@ class Home:
     devices: Devices
     policy: Policy
     origin: tuple[int, ...]
+    by: str  # the directive that put it there
 
 
 def make_buckets(work: Work) -> Work:
@@ -33,7 +38,7 @@ def make_buckets(work: Work) -> Work:
     """
     graph = work.graph
     homes = homes_of(graph)
-    parameters = {p.name: p for p in graph.outline.parameters}
+    parameters = {p.name: p for p in trained(graph.outline)}
     users: dict[str, list[str]] = {}
     for chunk in graph.outline.chunks:
         for name in chunk.params:
@@ -77,9 +82,22 @@ def homes_of(graph: Graph) -> dict[str, Home]:
     for node in graph.nodes.values():
         if node.chunk not in homes:
             homes[node.chunk] = Home(
-                chunk=node.chunk, devices=node.devices, policy=graph.policy(node.chunk), origin=node.origin
+                chunk=node.chunk,
+                devices=node.devices,
+                policy=graph.policy(node.chunk),
+                origin=node.origin,
+                by=graph.placed_by(node),
             )
     return homes
+
+
+def trained(outline: Outline) -> Iterator[Parameter]:
+    """The parameters, those that no backward reaches as if they were frozen: an optimizer leaves both alone."""
+    reached = {
+        name for chunk in outline.chunks if "B" in chunk.phases for name in chunk.phases["B"].grad_params
+    }
+    for param in outline.parameters:
+        yield replace(param, trainable=param.trainable and param.name in reached)
 
 
 def local_shape(chunk: Chunk, param: Parameter, ways: int) -> tuple[int, ...]:
@@ -140,20 +158,19 @@ def bucket_for(
 
 def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[list[Bucket], list[str]]:
     """Buckets for a parameter that several chunks use: one per set of devices, or one over them all."""
-    chunks = graph.chunks
-    ways = {home.policy.ways for home in homes if local_shape(chunks[home.chunk], param, home.policy.ways) != param.shape}
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)
-    if ways and (len(ways) > 1 or len(by_set) > 1):
+    shapes = {home.chunk: local_shape(graph.chunks[home.chunk], param, home.policy.ways) for home in homes}
+    divided = {home.chunk: home.policy.ways if shapes[home.chunk] != param.shape else 1 for home in homes}
+    if len(set(divided.values())) > 1 or (len(by_set) > 1 and divided[homes[0].chunk] > 1):
         raise ScheduleError(
-            f"the tied experts {param.name} are divided in two ways",
-            by=graph.directives[homes[-1].origin[-1]],
-            facts={home.chunk: f"on {show(home.devices)}, ways {home.policy.ways}" for home in homes},
+            f"the tied experts {param.name} are not divided alike",
+            by=next(home.by for home in homes if divided[home.chunk] > 1),
+            facts={home.chunk: f"on {show(home.devices)}, ways {divided[home.chunk]}" for home in homes},
             hint="shard the regions that share experts alike, on the same devices",
         )
-    degree = ways.pop() if ways else 1
-    shape = local_shape(chunks[homes[0].chunk], param, degree)
+    degree, shape = divided[homes[0].chunk], shapes[homes[0].chunk]
     piece = Piece(name=param.name, shape=shape, offset=0)
 
     def bucket(name: str, members: Iterable[Home]) -> Bucket:
@@ -164,7 +181,7 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
     sizes = {len(devices) for devices in by_set}
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
-    if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, copy by copy
+    if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         zero = min(home.policy.zero for home in homes) if sizes != {1} else 0
         made = [bucket(f"{param.name}@{members[0].chunk}", members) for members in by_set.values()]
         names = [b.name for b in made]
@@ -177,9 +194,7 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
             )
             for b in made
         ], []
-    union = [
-        replace(home, devices=everyone, policy=replace(home.policy, zero=0)) for home in homes
-    ]
+    union = [replace(home, devices=everyone, policy=replace(home.policy, zero=0)) for home in homes]
     reason = (
         f"{param.name}: not sharded, because its chunks live on sets of devices that differ in size or overlap "
         f"({', '.join(show(devices) for devices in by_set)})"
@@ -195,7 +210,9 @@ def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[str, Slo
         residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.padded // bucket.group_size if bucket.zero else bucket.numel
-            residents[f"{bucket.name}.state"] = Slot(nbytes=owned * (settings.state_bytes + settings.master_bytes))
+            residents[f"{bucket.name}.state"] = Slot(
+                nbytes=owned * (settings.state_bytes + settings.master_bytes)
+            )
     return residents
 
 

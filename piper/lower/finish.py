@@ -1,17 +1,29 @@
-"""The ends of a step: batch fields loaded when first read, and from the last gradient to equal parameters everywhere."""
+"""The ends of a step: fields loaded when first read, and from the last gradient to equal parameters everywhere."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from piper.devices import Devices, show
 from piper.ir.chunk import Output
-from piper.ir.devices import Devices
-from piper.ir.node import Accumulate, Broadcast, Compute, Gather, Load, Node, Norm, Total, Transfer, Update
+from piper.ir.node import (
+    Accumulate,
+    Broadcast,
+    Compute,
+    Gather,
+    Load,
+    Node,
+    Norm,
+    Reduce,
+    Total,
+    Transfer,
+    Update,
+)
 from piper.lower.buckets import homes_of, param_slot
-from piper.lower.flow import buffer_slot
 from piper.lower.line import woven
 from piper.lower.programs import classes_of
 from piper.lower.reductions import final_gradient
-from piper.lower.work import Work
+from piper.lower.values import buffer_slot, output_slot
+from piper.lower.work import Work, prefix_of
 from piper.plan.plan import Bucket, Slot
 
 LOSS = "loss"
@@ -36,7 +48,11 @@ def add_loads(work: Work) -> Work:
                 loaded.add(value)
                 field = value.removeprefix("batch.").rpartition("@")[0]
                 load = Load(
-                    batch_field=field, part=node.part, devices=node.devices, writes=(value,), origin=node.origin
+                    batch_field=field,
+                    part=node.part,
+                    devices=node.devices,
+                    writes=(value,),
+                    origin=node.origin,
                 )
                 before.setdefault(place, []).append(load)
     return replace(work, line=woven(work.line, before, {}))
@@ -64,11 +80,11 @@ def add_losses(work: Work) -> Work:
     totals: dict[str, Output] = {LOSS: outline.loss, **({"weight": outline.weight} if outline.weight else {})}
     after: dict[int, list[Node]] = {}
     for total, source in totals.items():
-        prefix = f"{source.chunk}.out{source.index}"
+        prefix = output_slot(source.chunk, source.index)
         began = False
         for place, node in enumerate(work.line):
             if isinstance(node, Compute) and node.phase == "F" and node.chunk == source.chunk:
-                value = next(v for v in node.writes if v == prefix or v.startswith(prefix + "["))
+                value = next(value for value in node.writes if prefix_of(value) == prefix)
                 after.setdefault(place, []).append(
                     Accumulate(
                         source=f"{node.name} into {total}",
@@ -83,8 +99,26 @@ def add_losses(work: Work) -> Work:
     return replace(work, line=woven(work.line, {}, after), values=values)
 
 
+def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
+    """Each value in line is written, before, on every device that reads it; only a sum takes what there is."""
+    held: dict[str, Devices] = {}
+    for node in work.line:
+        source, target = (
+            (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
+        )
+        for value in node.reads:
+            if value in work.residents or value.startswith("batch.") or held.get(value) == source:
+                continue
+            missing = set(source) - set(held.get(value, ()))
+            if missing and not (isinstance(node, Reduce) and not node.scatter):
+                yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
+        for value in node.writes:
+            if held.setdefault(value, target) != target:
+                held[value] = tuple(sorted({*held[value], *target}))
+
+
 def add_updates(work: Work) -> Work:
-    """End the step: the norm and the losses over all devices, the update, and what it makes stale brought up to date.
+    """End the step: the norm and the losses over all devices, the update, and what it makes stale made equal.
 
     reduce ...
     -->
@@ -122,7 +156,10 @@ def add_updates(work: Work) -> Work:
         work,
         line=(*work.line, *nodes),
         values={**work.values, NORM: Slot(nbytes=24)},
-        residents={**work.residents, TOTAL: Slot(nbytes=24)},  # the step's result: whoever runs the plan reads it
+        residents={
+            **work.residents,
+            TOTAL: Slot(nbytes=24),
+        },  # the step's result: whoever runs the plan reads it
     )
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from piper.ir.devices import Devices
+from piper.devices import Devices
 from piper.ir.node import Compute, Node
 
 
-def woven(line: Sequence[Node], before: dict[int, list[Node]], after: dict[int, list[Node]]) -> tuple[Node, ...]:
+def woven(
+    line: Sequence[Node], before: dict[int, list[Node]], after: dict[int, list[Node]]
+) -> tuple[Node, ...]:
     """The line with some nodes put before and after certain places."""
     result: list[Node] = []
     for place, node in enumerate(line):

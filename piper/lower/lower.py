@@ -1,5 +1,8 @@
 """The compiler from a directed graph to plans: read the list to know it."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from piper.ir.chunk import Outline
@@ -12,6 +15,7 @@ from piper.lower.finish import (
     add_updates,
     every_field_is_loaded,
     every_gradient_is_applied,
+    every_value_is_where_it_is_read,
 )
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
@@ -36,13 +40,15 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_gathers, sharded_parameters_are_gathered),
     (add_reductions, every_gradient_is_reduced),
     (add_tied_sums, every_tied_copy_is_summed),
-    (add_losses, no_value_crosses_devices),
+    (add_losses, every_value_is_where_it_is_read),
     (add_loads, every_field_is_loaded),
     (add_updates, every_gradient_is_applied),
 )
 
 
-def lower(graph: Graph, settings: Settings | None = None, outline: Outline | None = None) -> tuple[Plans, Work]:
+def lower(
+    graph: Graph, settings: Settings | None = None, outline: Outline | None = None
+) -> tuple[Plans, Work]:
     """Lower a graph to plans; `outline` is the differentiated one, where the graph was made before it was known.
 
     Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
@@ -50,8 +56,21 @@ def lower(graph: Graph, settings: Settings | None = None, outline: Outline | Non
     if outline is not None:
         graph = replace(graph, outline=outline)
     work = Work(graph=graph, settings=settings or Settings())
-    for rewrite, holds in LOWERING:
-        work = rewrite(work)
-        broken = next(holds(work), None)
-        assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
-    return emit(work), work
+    with collector_paused():
+        for rewrite, holds in LOWERING:
+            work = rewrite(work)
+            broken = next(holds(work), None)
+            assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
+        return emit(work), work
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Stop looking for cyclic garbage: plans are many small records without a cycle, all of which stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

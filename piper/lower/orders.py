@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ir.chunk import Output, Phase, Tags
-from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, Ordering, Step
 from piper.ir.node import Compute, Exchange, Node, compute_name
 from piper.lower.work import Temporal, Work
@@ -60,7 +60,9 @@ def copies(graph: Graph, step: Step) -> Iterator[Step]:
     """A step, on every part that a later split made of it."""
     axes = graph.parts[step.chunk][len(step.part) :]
     for indices in itertools.product(*(range(size) for _, size in axes)):
-        yield replace(step, part=(*step.part, *((axis, i) for (axis, _), i in zip(axes, indices, strict=True))))
+        yield replace(
+            step, part=(*step.part, *((axis, i) for (axis, _), i in zip(axes, indices, strict=True)))
+        )
 
 
 def chain_groups(
@@ -76,7 +78,9 @@ def chain_groups(
         return
     for home in sets:  # sets may overlap: chain what each set shares with the others
         mine = set(home)
-        here = [[n for n in members if n.devices == home or not mine.isdisjoint(n.devices)] for members in present]
+        here = [
+            [n for n in members if n.devices == home or not mine.isdisjoint(n.devices)] for members in present
+        ]
         yield from chain_on_device(by, [members for members in here if members])
 
 

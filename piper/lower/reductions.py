@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from piper.ir.devices import columns
+from piper.devices import Devices, columns, show
 from piper.ir.node import Accumulate, Compute, Node, Reduce
-from piper.lower.flow import gradient_slot
 from piper.lower.line import computes_by_set, runs, woven
+from piper.lower.values import gradient_slot
 from piper.lower.work import Work, prefix_of
 from piper.plan.plan import Bucket, Slot
 
@@ -45,7 +45,7 @@ def add_reductions(work: Work) -> Work:
 
 
 def every_gradient_is_reduced(work: Work) -> Iterator[str]:
-    """Each trainable bucket ends with a gradient, summed over replicas where it has them, and no partial one is lost."""
+    """Each trained bucket ends with a gradient, summed over its replicas, and no partial one is lost."""
     read = {value for node in work.line for value in node.reads}
     written = {value for node in work.line for value in node.writes}
     reduced = {node.bucket for node in work.line if isinstance(node, Reduce)}
@@ -94,19 +94,28 @@ def final_gradient(bucket: Bucket) -> str:
     return shard_gradient(bucket) if bucket.zero else full_gradient(bucket)
 
 
-def accumulate(weaving: Weaving, bucket: Bucket, place: int, value: str, total: str, first: bool) -> None:
-    """Add one backward's gradients to a total, or begin it."""
+def accumulate(weaving: Weaving, place: int, value: str, total: str, begun: dict[Devices, None]) -> None:
+    """Add one backward's gradients to a total, or begin it on the devices that have none yet."""
     source = weaving.line[place]
-    weaving.put(
-        place,
-        Accumulate(
-            source=f"{source.name} into {total}",
-            devices=bucket.devices,
-            reads=(value,) if first else (value, total),
-            writes=(total,),
-            origin=source.origin,
-        ),
-    )
+    older: Devices = source.devices
+    fresh: Devices = ()
+    if older not in begun:
+        have = {device for devices in begun for device in devices}
+        older, fresh = (tuple(d for d in source.devices if (d in have) == had) for had in (True, False))
+        begun[source.devices] = None
+    for devices, reads in ((fresh, (value,)), (older, (value, total))):
+        if devices:
+            some = f" @{show(devices)}" if fresh and older else ""  # a tied parameter, on sets that overlap
+            weaving.put(
+                place,
+                Accumulate(
+                    source=f"{source.name} into {total}{some}",
+                    devices=devices,
+                    reads=reads,
+                    writes=(total,),
+                    origin=source.origin,
+                ),
+            )
 
 
 def reduce_node(weaving: Weaving, bucket: Bucket, place: int, value: str, again: bool) -> None:
@@ -134,8 +143,9 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None
     """Add everything up on each device, then reduce once."""
     total = full_gradient(bucket)
     weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
-    for count, (place, value) in enumerate(given.items()):
-        accumulate(weaving, bucket, place, value, total, first=count == 0)
+    begun: dict[Devices, None] = {}
+    for place, value in given.items():
+        accumulate(weaving, place, value, total, begun)
     if bucket.group_size > 1:
         reduce_node(weaving, bucket, max(given), total, again=False)
 
@@ -149,8 +159,9 @@ def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], pla
         if len(where) > 1:
             value = f"{full_gradient(bucket)}[{weaving.line[where[0]].name}]"
             weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.itemsize)
-            for nth, place in enumerate(where):
-                accumulate(weaving, bucket, place, given[place], value, first=nth == 0)
+            begun: dict[Devices, None] = {}
+            for place in where:
+                accumulate(weaving, place, given[place], value, begun)
         reduce_node(weaving, bucket, where[-1], value, again=count > 0)
 
 
@@ -162,6 +173,7 @@ def add_tied_sums(work: Work) -> Work:
     reduce PP=0's copy, reduce PP=3's copy, reduce both, shard by shard
     """
     sums: list[Node] = []
+    values = dict(work.values)
     done: set[str] = set()
     written = {value for node in work.line for value in node.writes}
     for bucket in work.buckets.values():
@@ -173,7 +185,9 @@ def add_tied_sums(work: Work) -> Work:
         given = [slot for slot in slots if slot in written]
         if not given:
             continue
-        devices = tuple(device for column in columns([member.devices for member in family]) for device in column)
+        for slot in slots:
+            values.setdefault(slot, values[given[0]])
+        devices = tuple(device for column in columns([b.devices for b in family]) for device in column)
         sums.append(
             Reduce(
                 bucket=bucket.name,
@@ -186,12 +200,13 @@ def add_tied_sums(work: Work) -> Work:
                 origin=tuple(dict.fromkeys(n for member in family for n in member.origin)),
             )
         )
-    return replace(work, line=(*work.line, *sums))
+    return replace(work, line=(*work.line, *sums), values=values)
 
 
 def every_tied_copy_is_summed(work: Work) -> Iterator[str]:
     """Each trainable parameter with copies in several buckets is in a sum over them."""
-    summed = {slot for node in work.line if isinstance(node, Reduce) and node.run == "tied" for slot in node.writes}
+    sums = [node for node in work.line if isinstance(node, Reduce) and node.run == "tied"]
+    summed = {slot for node in sums for slot in node.writes}
     gives = gradient_givers(work)
     for bucket in work.buckets.values():
         reached = any(name in gives for name in (bucket.name, *bucket.siblings))

@@ -115,7 +115,9 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
     arrows = [f"{web.nodes[best[0]].name}"]
     for a, b in zip(best, best[1:], strict=False):
         arrows.append(f"{'..>' if (a, b) in web.said_by else '-->'} {web.nodes[b].name}")
-    others = sorted({web.said_by[a, b] for a, b in zip(best, best[1:], strict=False) if (a, b) in web.said_by})
+    others = sorted(
+        {web.said_by[a, b] for a, b in zip(best, best[1:], strict=False) if (a, b) in web.said_by}
+    )
     by = web.said_by[first, then]
     directives = work.graph.directives
     facts = {"asked": f"{web.nodes[first].name} before {web.nodes[then].name}", "but": " ".join(arrows)}
@@ -197,7 +199,9 @@ def lane_of(node: Node) -> tuple[int, str]:
     return (node.devices[0], node.stream)
 
 
-def simulate(web: Web, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]) -> list[int]:
+def simulate(
+    web: Web, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
+) -> list[int]:
     """The nodes in the order they would start if each stream always took its most urgent ready node."""
     lanes: dict[tuple[int, str], int] = {}
     lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in web.nodes]

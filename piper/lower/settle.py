@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from piper.devices import show
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
-from piper.ir.devices import show
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.lower.work import Work
@@ -26,6 +26,7 @@ def settle(work: Work) -> Work:
     check_placed(graph)
     check_one_home(graph)
     check_expert_regions(graph)
+    check_buffers(graph)
     check_batch(graph, work.settings.samples)
     return replace(work, graph=graph)
 
@@ -65,11 +66,12 @@ def check_placed(graph: Graph) -> None:
     unplaced = [node.name for node in graph.nodes.values() if not node.devices]
     if unplaced:
         placed = next(node for node in graph.nodes.values() if node.devices)
+        more = len(unplaced) - 4
         raise ScheduleError(
             f"{unplaced[0]} is placed on no device",
             by="strategy",
             facts={
-                "unplaced": ", ".join(unplaced[:4]) + (f" and {len(unplaced) - 4} more" if len(unplaced) > 4 else ""),
+                "unplaced": ", ".join(unplaced[:4]) + (f" and {more} more" if more > 0 else ""),
                 "placed": f"{placed.name} on {show(placed.devices)}",
             },
             hint="place every region, or none for a single device",
@@ -82,10 +84,9 @@ def check_one_home(graph: Graph) -> None:
     for node in graph.nodes.values():
         first = homes.setdefault(node.chunk, node)
         if first.devices != node.devices:
-            number = node.origin[-1] if node.origin else first.origin[-1]
             raise ScheduleError(
                 f"{node.chunk} would live in two places",
-                by=graph.directives[number],
+                by=graph.placed_by(node),
                 facts={first.name: f"on {show(first.devices)}", node.name: f"on {show(node.devices)}"},
                 hint="place all passes and parts of a region on the same devices",
             )
@@ -101,7 +102,7 @@ def check_expert_regions(graph: Graph) -> None:
         if chunk.kind != "compute" and len(home.devices) % ways:
             raise ScheduleError(
                 f"{len(home.devices)} devices cannot form groups of {ways}",
-                by=graph.directives[home.origin[-1]],
+                by=graph.placed_by(home),
                 facts={"region": chunk.name, "devices": show(home.devices)},
                 hint="place the region on a multiple of `ways` devices",
             )
@@ -115,12 +116,31 @@ def check_expert_regions(graph: Graph) -> None:
             if producer.devices != home.devices or there != ways:
                 raise ScheduleError(
                     "an expert region would be cut apart",
-                    by=graph.directives[home.origin[-1]] if home.origin else "strategy",
+                    by=graph.placed_by(home),
                     facts={
                         producer.chunk: f"on {show(producer.devices)}, ways {there}",
                         chunk.name: f"on {show(home.devices)}, ways {ways}",
                     },
                     hint="select the whole region from its route to its unroute",
+                )
+
+
+def check_buffers(graph: Graph) -> None:
+    """A buffer that a chunk writes is the same for all who read it, so they share one set of devices."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    writers = {name: homes[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated}
+    for chunk in graph.outline.chunks:
+        home = homes[chunk.name]
+        for name in chunk.buffers:
+            if name in writers and writers[name].devices != home.devices:
+                raise ScheduleError(
+                    f"the buffer {name} would change on some of its devices only",
+                    by=graph.placed_by(home),
+                    facts={
+                        writers[name].chunk: f"writes it on {show(writers[name].devices)}",
+                        chunk.name: f"uses it on {show(home.devices)}",
+                    },
+                    hint="place the regions that share the buffer on the same devices",
                 )
 
 

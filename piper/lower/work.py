@@ -40,11 +40,20 @@ Rewrite = Callable[[Work], Work]
 Property = Callable[[Work], Iterator[str]]
 
 
-def instance(prefix: str, suffix: str) -> str:
-    """The name of a value on one part of the samples."""
-    return prefix + suffix
-
-
 def prefix_of(value: str) -> str:
-    """A value's name without its part: where its size is known."""
-    return value.partition("[")[0]
+    """A value's name without its part, where its size is known: `PP=0.out0` of `PP=0.out0[MB=1]`."""
+    if value[-1] != "]":
+        return value
+    if value.find("]", 0, -1) < 0:
+        return value[: value.rfind("[")]
+    open_brackets = 0
+    for place in range(
+        len(value) - 1, 0, -1
+    ):  # from the end: names of fields and parameters may hold brackets
+        if value[place] == "]":
+            open_brackets += 1
+        elif value[place] == "[":
+            open_brackets -= 1
+            if not open_brackets:
+                return value[:place]
+    return value

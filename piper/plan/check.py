@@ -73,7 +73,9 @@ def slot_problems(plan: Plan) -> Iterator[str]:
             yield f"{slot} is never freed, last written by\n{plan.around(use.written)}"
 
 
-def use_problems(plan: Plan, place: int, ins: Instr, known: dict[str, int], uses: dict[str, Use]) -> Iterator[str]:
+def use_problems(
+    plan: Plan, place: int, ins: Instr, known: dict[str, int], uses: dict[str, Use]
+) -> Iterator[str]:
     """What one instruction does wrong with its slots."""
     for slot in ins.reads:
         use = uses.get(slot)
@@ -136,7 +138,9 @@ def match_problems(plans: Plans) -> Iterator[str]:
             yield from group_problems(plans, comm, group, by_plan)
 
 
-def group_problems(plans: Plans, comm: Comm, group: tuple[int, ...], by_plan: dict[int, list[Instr]]) -> Iterator[str]:
+def group_problems(
+    plans: Plans, comm: Comm, group: tuple[int, ...], by_plan: dict[int, list[Instr]]
+) -> Iterator[str]:
     """Whether the plans of one group agree on what they do together."""
     if comm.kind == "pairs":
         sender, receiver = group
@@ -161,7 +165,9 @@ def group_problems(plans: Plans, comm: Comm, group: tuple[int, ...], by_plan: di
 def signature(ins: Instr) -> str:
     """What both sides of a communication must agree on."""
     op = "transfer" if ins.op in ("send", "recv") else ins.op
-    size = f"{ins.nbytes} bytes" if ins.op in ("send", "recv", "all_reduce", "gather", "reduce_scatter") else ""
+    size = (
+        f"{ins.nbytes} bytes" if ins.op in ("send", "recv", "all_reduce", "gather", "reduce_scatter") else ""
+    )
     return f"{op} {ins.node} {size}".rstrip()
 
 

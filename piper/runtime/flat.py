@@ -1,7 +1,6 @@
 """Buckets in memory: one flat tensor, seen piece by piece, whole or in the shard that a device owns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,12 +8,14 @@ from torch import Tensor
 from piper.plan.plan import Bucket
 
 
-@dataclass(slots=True)
-class Flat:
-    """A bucket's values: one flat tensor and its pieces in their shapes."""
+class Flat(list[Tensor]):
+    """The pieces of a bucket in their shapes, over one flat tensor. A list, because kernels index it all the time."""
 
-    whole: Tensor
-    pieces: list[Tensor]
+    __slots__ = ("whole",)
+
+    def __init__(self, whole: Tensor, pieces: Sequence[Tensor]) -> None:
+        super().__init__(pieces)
+        self.whole = whole
 
 
 class Layout:

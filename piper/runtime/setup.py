@@ -2,17 +2,53 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.ir.chunk import Outline
+from piper.ir.chunk import Chunk, Outline, Phase
 from piper.plan.plan import Plans
 
 Code = Callable[..., tuple[Tensor, ...]]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, Tensor]]
+Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value, by name
+
+
+class JobLike(Protocol):
+    """What running a job needs to know of it."""
+
+    @property
+    def model(self) -> Callable[[], nn.Module]: ...
+    @property
+    def loss(self) -> Loss: ...
+    @property
+    def optimizer(self) -> Callable[[Iterable[Tensor]], Optimizer]: ...
+    @property
+    def scheduler(self) -> Callable[[Optimizer], LRScheduler] | None: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def clip_norm(self) -> float | None: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class ProgramLike(Protocol):
+    """What running a compiled job needs to know of it."""
+
+    @property
+    def job(self) -> JobLike: ...
+    @property
+    def plans(self) -> Plans: ...
+    @property
+    def outline(self) -> Outline: ...
+    @property
+    def constants(self) -> Mapping[str, Tensor]: ...
+    def code(self, chunk: Chunk, phase: Phase) -> Code: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +57,7 @@ class Setup:
 
     plans: Plans
     outline: Outline
-    code: Callable[[str, str], Code]  # (chunk, phase)
+    code: Callable[[Chunk, Phase], Code]
     constants: Mapping[str, Tensor]
     optimizer: Callable[[Iterable[Tensor]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -34,3 +70,33 @@ class Setup:
     def dtype(self) -> torch.dtype:
         """The type that computes."""
         return DTYPES[self.precision]
+
+
+def setup_of(program: ProgramLike) -> Setup:
+    """A program as workers need it."""
+    job = program.job
+    return Setup(
+        plans=program.plans,
+        outline=program.outline,
+        code=program.code,
+        constants=program.constants,
+        optimizer=job.optimizer,
+        scheduler=job.scheduler,
+        precision=job.precision,
+        clip_norm=job.clip_norm,
+        seed=job.seed,
+    )
+
+
+def build_model(job: JobLike) -> nn.Module:
+    """The model as PyTorch initialises it for the job's seed on one device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        return job.model()
+
+
+def initial_values(job: JobLike) -> Initial:
+    """Every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
+    model = build_model(job)
+    values = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return values.__getitem__

@@ -1,6 +1,6 @@
 """What a device holds between steps: its part of the parameters, the optimizer over it, and buffers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,9 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.plan import Bucket
 from piper.runtime.flat import Flat, Layout
-from piper.runtime.setup import Setup
-
-Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value, by name
+from piper.runtime.setup import Initial, Setup
 
 
 class Holding:

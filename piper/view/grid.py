@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from piper.devices import show
 from piper.ir.chunk import Tags
@@ -38,7 +39,9 @@ def grid(plans: Plans, tags: Mapping[str, Tags]) -> str:
         for block in row:
             cells[block.start] = block.label
             cells[block.start + 1 : block.start + block.cost] = [STILL] * (block.cost - 1)
-        lines.append(f"{show(plan.devices):{name_width}}  {' '.join(f'{cell:{width}}' for cell in cells)}".rstrip())
+        lines.append(
+            f"{show(plan.devices):{name_width}}  {' '.join(f'{cell:{width}}' for cell in cells)}".rstrip()
+        )
     return "\n".join(lines)
 
 
@@ -121,8 +124,8 @@ def run(blocks: list[Block], rows: list[list[int]]) -> None:
     """Give each block its start: after its predecessor on the device and after what it needs."""
     needs = [set(block.needs) for block in blocks]
     for row in rows:
-        for before, after in zip(row, row[1:], strict=False):
-            needs[after].add(before)
+        for earlier, later in pairwise(row):
+            needs[later].add(earlier)
     followers: list[list[int]] = [[] for _ in blocks]
     for i, before in enumerate(needs):
         for j in before:

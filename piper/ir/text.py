@@ -1,0 +1,174 @@
+"""The text form of a graph: its directives, chunks, nodes and orders, parsed back to the very same graph.
+
+What a chunk computes is the outline's, so reading a graph takes the outline it was made of.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import cast
+
+from piper.devices import parse, show
+from piper.errors import ConfigError
+from piper.fields import (
+    AND,
+    GAP,
+    BadLineError,
+    Readers,
+    build,
+    each_line,
+    line,
+    numbers,
+    pairs,
+    read_fields,
+    show_pairs,
+)
+from piper.ir.chunk import PHASES, Outline, Phase, Tags
+from piper.ir.graph import Cell, Graph, Index, Ordering, Policy, Step
+from piper.ir.node import Compute
+
+STEP = re.compile(r"(F|B|BI|BW)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?")
+NODE: Readers = {"part": pairs, "devices": parse, "stream": str, "origin": numbers}
+CHUNK: Readers = {
+    "parts": pairs,
+    "transfers": str,
+    "zero": int,
+    "bucket_mb": float,
+    "reduce_stream": str,
+    "gather_stream": str,
+    "ways": int,
+    "exchange_stream": str,
+    "origin": int,
+}
+POLICY = tuple(field.name for field in fields(Policy))
+
+
+def show_graph(graph: Graph) -> str:
+    """Write a graph down."""
+    return "\n".join(lines_of(graph)) + "\n"
+
+
+def lines_of(graph: Graph) -> Iterator[str]:
+    """The lines of the text form."""
+    for title in graph.directives:
+        yield line("directive", title, [])
+    for chunk in graph.outline.chunks:
+        shown = [f"parts={show_pairs(graph.parts[chunk.name])}"] if graph.parts[chunk.name] else []
+        if chunk.name in graph.transfer_streams:
+            shown.append(f"transfers={graph.transfer_streams[chunk.name]}")
+        if chunk.name in graph.policies:
+            policy = graph.policies[chunk.name]
+            shown += [
+                f"{name}={getattr(policy, name)}" for name in POLICY if getattr(policy, name) is not None
+            ]
+        yield line("chunk", chunk.name, shown)
+    for node in graph.nodes.values():
+        yield line("node", show_step(node.chunk, node.phase, node.part), node_fields(node))
+    for ordering in graph.orderings:
+        groups = AND.join(
+            " ; ".join(show_step(s.chunk, s.phase, s.part) for s in group) for group in ordering.groups
+        )
+        yield line("order", str(ordering.by), [groups])
+
+
+def node_fields(node: Compute) -> Iterator[str]:
+    """What a node has beyond its name."""
+    if node.devices:
+        yield f"devices={show(node.devices)}"
+    yield f"stream={node.stream}"
+    if node.origin:
+        yield f"origin={' '.join(map(str, node.origin))}"
+
+
+def show_step(chunk: str, phase: Phase, part: Tags) -> str:
+    """Write which chunk, phase and part a node is: `F[PP=0][MB=1]`."""
+    return f"{phase}[{chunk}]" + (f"[{show_pairs(part)}]" if part else "")
+
+
+def read_step(text: str) -> Step:
+    """Read what `show_step` wrote."""
+    match = STEP.fullmatch(text)
+    if match is None:
+        raise BadLineError(f"{text!r} is not a node such as F[PP=0][MB=1]")
+    assert match[1] in PHASES
+    return Step(phase=cast(Phase, match[1]), chunk=match[2], part=pairs(match[3] or ""))
+
+
+class Reading:
+    """A graph under construction, line by line."""
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self.known = {chunk.name for chunk in outline.chunks}
+        self.directives: list[str] = []
+        self.parts: dict[str, Tags] = {}
+        self.transfers: dict[str, str] = {}
+        self.policies: dict[str, Policy] = {}
+        self.nodes: dict[str, Compute] = {}
+        self.orderings: list[Ordering] = []
+
+    def take(self, kind: str, name: str, words: list[str]) -> None:
+        """Take one line."""
+        match kind:
+            case "directive":
+                self.directives.append(GAP.join([name, *words]))
+            case "chunk":
+                self.take_chunk(self.chunk(name), read_fields(words, CHUNK))
+            case "node":
+                step = read_step(name)
+                values = read_fields(words, NODE)
+                node = build(
+                    Compute, chunk=self.chunk(step.chunk), phase=step.phase, part=step.part, **values
+                )
+                self.nodes[node.name] = node
+            case "order":
+                groups = GAP.join(words).split(AND)
+                steps = tuple(tuple(read_step(text) for text in group.split(" ; ")) for group in groups)
+                self.orderings.append(Ordering(by=int(name), groups=steps))
+            case _:
+                raise BadLineError(f"{kind!r} begins no line here")
+
+    def chunk(self, name: str) -> str:
+        """The name of a chunk that the outline has."""
+        if name not in self.known:
+            raise BadLineError(f"the model has no chunk {name!r}")
+        return name
+
+    def take_chunk(self, name: str, values: dict[str, object]) -> None:
+        """Take what is said of a chunk."""
+        self.parts[name] = cast(Tags, values.pop("parts", ()))
+        if transfers := values.pop("transfers", None):
+            self.transfers[name] = str(transfers)
+        if values:
+            self.policies[name] = build(Policy, **values)
+
+
+def read_graph(text: str, outline: Outline, source: str = "graph") -> Graph:
+    """Read a graph back from its text form."""
+    reading = Reading(outline)
+    each_line(
+        text, reading.take, source=source, hint="use the text as `show_graph` writes it, and the same model"
+    )
+    if missing := reading.known - set(reading.parts):
+        raise ConfigError(
+            f"the text does not speak of {min(missing)}",
+            by=source,
+            facts={"chunks": ", ".join(sorted(missing))},
+            hint="use the text as `show_graph` writes it, and the same model",
+        )
+    tags = {chunk.name: dict(chunk.tags) for chunk in outline.chunks}
+    cells = {
+        (node.chunk, node.part): Cell(
+            chunk=node.chunk, part=node.part, tags={**tags[node.chunk], **dict(node.part)}
+        )
+        for node in reading.nodes.values()
+    }
+    graph = Graph(outline=outline, nodes=reading.nodes, index=Index(cells.values()))
+    return replace(
+        graph,
+        parts=reading.parts,
+        policies=reading.policies,
+        transfer_streams=reading.transfers,
+        orderings=tuple(reading.orderings),
+        directives=tuple(reading.directives),
+    )

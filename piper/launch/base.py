@@ -1,0 +1,53 @@
+"""What every launcher shares: what a running job offers, and what a step gives back."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from piper.ir.chunk import Outline
+from piper.plan.plan import Plans
+from piper.runtime.worker import Sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step tells: the loss of its batch, and the norm of its gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class Run(Protocol):
+    """A job that is running."""
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer in full, by fully qualified name."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients in full, before clipping, where they are kept."""
+
+
+def result_of(plans: Plans, sums: Sums) -> StepResult:
+    """A step's result from the sums over all devices."""
+    norm = math.sqrt(sums.squares)
+    if plans.weighted:
+        return StepResult(loss=sums.loss / sums.weight, grad_norm=norm / sums.weight)
+    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm)
+
+
+def state_by_name(
+    outline: Outline, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A full state under every name a model's own state_dict has: those of tied parameters too."""
+    found: dict[str, Tensor] = {}
+    for parameter in outline.parameters:
+        for name in (parameter.name, *parameter.aliases):
+            found[name] = parameters[parameter.name]
+    found.update({buffer.name: buffers[buffer.name] for buffer in outline.buffers if buffer.persistent})
+    return found

@@ -1,0 +1,97 @@
+"""`inline`: every device is a thread of this process."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from piper.launch.base import StepResult, result_of, state_by_name
+from piper.runtime.assemble import whole_parameters
+from piper.runtime.comm.inline import World
+from piper.runtime.env import Dice
+from piper.runtime.executor import raise_first
+from piper.runtime.setup import ProgramLike, initial_values, setup_of
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Options, Worker
+
+
+class InlineRun:
+    """A job whose devices are threads."""
+
+    def __init__(self, program: ProgramLike, options: Options) -> None:
+        self.program, self.plans = program, program.plans
+        self.world = World(program.plans, options.timeout)
+        setup, self.initial = setup_of(program), initial_values(program.job)
+        dice = Dice()
+        self.workers = {
+            device: Worker(
+                setup, device, self.world.member(device), self.initial, options, dice, self.world.stop
+            )
+            for plan in program.plans
+            for device in plan.devices
+        }
+        self.threads = ThreadPoolExecutor(len(self.workers), "device")
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch."""
+        futures = [self.threads.submit(worker.step, batch) for worker in self.workers.values()]
+        wait(futures)
+        raise_first([error for future in futures if (error := future.exception()) is not None])
+        return result_of(self.plans, futures[0].result())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer in full, by fully qualified name."""
+        parameters = whole_parameters(
+            self.plans.buckets.values(), lambda bucket, device: self.workers[device].owned(bucket)
+        )
+        outline = self.program.outline
+        for parameter in outline.parameters:  # one that no chunk reads stays as it began
+            if parameter.name not in parameters:
+                parameters[parameter.name] = self.initial(parameter.name)
+        buffers = {buffer.name: self._buffer(buffer.name) for buffer in outline.buffers if buffer.persistent}
+        return {name: value.clone() for name, value in state_by_name(outline, parameters, buffers).items()}
+
+    def _buffer(self, name: str) -> Tensor:
+        for worker in self.workers.values():
+            value = worker.buffer(name)
+            if value is not None:
+                return value
+        return self.initial(name)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients in full, before clipping; `keep_gradients` must be on."""
+
+        def owned(bucket: str, device: int) -> Tensor:
+            gradient = self.workers[device].gradient(bucket)
+            assert gradient is not None
+            return gradient
+
+        given = [
+            bucket
+            for bucket in self.plans.buckets.values()
+            if self.workers[bucket.devices[0]].gradient(bucket.name) is not None
+        ]
+        reached = next(iter(self.workers.values())).env.state.reached
+        return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """What every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
+
+    def close(self) -> None:
+        """End every thread."""
+        self.world.stop()
+        self.threads.shutdown()
+        for worker in self.workers.values():
+            worker.close()
+
+
+@contextmanager
+def launch_inline(program: ProgramLike, options: Options | None = None) -> Iterator[InlineRun]:
+    """Start a program on threads of this process, and end them with the block."""
+    run = InlineRun(program, options or Options())
+    try:
+        yield run
+    finally:
+        run.close()

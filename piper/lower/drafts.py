@@ -1,0 +1,221 @@
+"""A node's instructions on each of the programs that run it, over which communicator, moving how much."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from piper.devices import Devices, columns, groups_of, show
+from piper.ir.chunk import Chunk
+from piper.ir.node import (
+    COMPUTE_STREAM,
+    Accumulate,
+    Add,
+    Broadcast,
+    Compute,
+    Counts,
+    Exchange,
+    Gather,
+    Load,
+    Node,
+    Norm,
+    Reduce,
+    Total,
+    Transfer,
+    Update,
+)
+from piper.lower.programs import Channel, channels
+from piper.lower.reductions import final_gradient
+from piper.lower.sync import Draft
+from piper.lower.work import Work, prefix_of
+from piper.plan.plan import Comm
+
+
+@dataclass(slots=True, kw_only=True)
+class Emission:
+    """The programs under construction: a list of drafts for each class of devices."""
+
+    work: Work
+    classes: list[Devices]
+    chunks: dict[str, Chunk]
+    drafts: list[list[Draft]]
+    class_of: dict[int, int]  # device -> the number of its class
+    comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
+    pairs: dict[str, Comm] = field(default_factory=dict)
+    classes_in: dict[Devices, list[int]] = field(default_factory=dict)
+    comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
+    begun: set[tuple[int, str]] = field(default_factory=set)  # (class, total): it has something to reduce
+
+    def within(self, devices: Devices) -> list[int]:
+        """The classes that make up a set of devices."""
+        if devices not in self.classes_in:
+            self.classes_in[devices] = list(dict.fromkeys(self.class_of[device] for device in devices))
+        return self.classes_in[devices]
+
+    def size(self, value: str) -> int:
+        """The bytes of a value, with the storages it shares."""
+        slot = self.work.values.get(prefix_of(value)) or self.work.residents[value]
+        return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
+
+    def comm(
+        self, key: tuple[str, ...], groups: Callable[[], tuple[Devices, ...]], stream: str
+    ) -> tuple[str | None, int]:
+        """The communicator of these groups on this stream and the size of a group; none for a group of one."""
+        if key not in self.comm_cache:
+            made = groups()
+            if len(made[0]) == 1:
+                self.comm_cache[key] = (None, 1)
+            else:
+                label = f"{show(made[0])}{f'x{len(made)}' if len(made) > 1 else ''}:{stream}"
+                taken = {comm.name for comm in self.comms.values()}
+                if (made, stream) not in self.comms:
+                    while label in taken:
+                        label += "'"
+                    self.comms[made, stream] = Comm(name=label, kind="groups", groups=made)
+                self.comm_cache[key] = (self.comms[made, stream].name, len(made[0]))
+        return self.comm_cache[key]
+
+
+def draft_node(emission: Emission, node: Node) -> None:
+    """Add a node's instructions to the programs that run it."""
+    if isinstance(node, Transfer):
+        draft_transfer(emission, node)
+        return
+    for number in emission.within(node.devices):
+        emission.drafts[number].append(draft_for(emission, node, number))
+
+
+def draft_for(emission: Emission, node: Node, number: int) -> Draft:
+    """The instruction of a node on one class of its devices."""
+    draft = Draft(op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes)
+    match node:
+        case Compute():
+            spec = emission.chunks[node.chunk].phases[node.phase]
+            draft.arg, draft.part, draft.keeps = f"{node.phase} {node.chunk}", node.part, node.keeps
+            draft.workspace = spec.workspace
+        case Load():
+            draft.op, draft.arg, draft.part, draft.devices = "load", node.batch_field, node.part, node.devices
+            draft.nbytes = emission.size(node.writes[0])
+        case Add():
+            draft.op = "add"
+        case Accumulate():
+            draft.op, draft.arg = "accumulate", node.writes[0]
+            emission.begun.add((number, node.writes[0]))
+        case Counts() | Exchange():
+            draft_exchange(emission, node, draft)
+        case Gather():
+            bucket = emission.work.buckets[node.bucket]
+            draft.op, draft.arg = "gather", node.bucket
+            key = ("b", node.bucket, node.stream)
+            draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
+            draft.nbytes = bucket.nbytes * (size - 1) // size
+        case Reduce():
+            draft_reduce(emission, node, draft, number)
+        case Norm():
+            draft.op = "norm"
+        case Total():
+            draft.op = "total"
+            draft.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
+            draft.nbytes = emission.size(node.writes[0])
+        case Update():
+            draft.op = "update"
+        case Broadcast():
+            draft.op, draft.arg = "broadcast", node.chunk
+            key = ("set", show(node.devices), node.stream)
+            draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
+            draft.nbytes = sum(emission.size(value) for value in node.writes)
+        case Transfer():
+            raise AssertionError("transfers have two sides")
+        case _:
+            assert_never(node)
+    return draft
+
+
+def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) -> None:
+    """An all-to-all within each expert group: of row counts, or of rows."""
+    ways = node.ways
+    key = ("ways", show(node.devices), str(ways), node.stream)
+    draft.comm, _ = emission.comm(key, lambda: groups_of(node.devices, ways), node.stream)
+    draft.part = node.part
+    draft.nbytes = emission.size(node.writes[-1]) * (ways - 1) // ways
+    if isinstance(node, Counts):
+        draft.op, draft.arg = "counts", node.chunk
+    else:
+        draft.op, draft.arg = "exchange", f"{'out' if node.outward else 'back'} {node.chunk}"
+
+
+def draft_reduce(emission: Emission, node: Reduce, draft: Draft, number: int) -> None:
+    """A reduction over a bucket's replicas, or over the copies of a tied parameter."""
+    work = emission.work
+    bucket = work.buckets[node.bucket]
+    draft.op, draft.arg = ("reduce_scatter" if node.scatter else "all_reduce"), node.bucket
+    if node.run == "tied":
+        family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
+        device = emission.classes[number][0]
+        mine = next(member for member in family if device in member.devices)
+        rows = columns([member.devices for member in family])
+        draft.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
+        slot = final_gradient(mine)
+        draft.reads, draft.writes = tuple(s for s in node.reads if s == slot), (slot,)
+        draft.nbytes = 2 * emission.size(slot) * (size - 1) // size
+        return
+    draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
+    whole = bucket.nbytes * (size - 1) // size
+    draft.nbytes = whole if node.scatter else 2 * whole
+    if not node.scatter and (number, node.reads[0]) not in emission.begun:
+        draft.reads = ()  # no backward here reaches this tied parameter: it adds nothing, but gets the sum
+
+
+def draft_transfer(emission: Emission, node: Transfer) -> None:
+    """Sends where the value is, receives where it goes, and the pieces joined where it comes in several."""
+    name = node.name
+    prefix = f"{node.stream}." if node.stream else ""
+    whole = emission.size(node.reads[0])
+    joined: dict[int, list[str]] = {}
+    for channel in channels(node.source, node.target, node.stream, node.sliced):
+        start, stop, of = channel.rows
+        nbytes = whole * (stop - start) // of
+        arg = "" if (start, stop) == (0, of) else f"{start}:{stop}/{of}"
+        number, pieces = channel.piece
+        arrived = node.writes if pieces == 1 else (f"{node.writes[0]}.piece{number}",)
+        comm = None if channel.local else pair_comm(emission, channel)
+        send = Draft(
+            op="copy" if channel.local else "send",
+            node=name,
+            stream=COMPUTE_STREAM if channel.local else f"{prefix}send",
+            reads=node.reads,
+            writes=arrived if channel.local else (),
+            comm=comm,
+            arg=arg,
+            nbytes=nbytes,
+        )
+        for at in emission.within(channel.senders):
+            emission.drafts[at].append(send)
+        receivers = emission.within(channel.receivers)
+        if not channel.local:
+            recv = Draft(
+                op="recv",
+                node=name,
+                stream=f"{prefix}recv",
+                reads=(),
+                writes=arrived,
+                comm=comm,
+                nbytes=nbytes,
+            )
+            for at in receivers:
+                emission.drafts[at].append(recv)
+        if pieces > 1:
+            for at in receivers:
+                joined.setdefault(at, []).extend(arrived)
+    for at, arrived_pieces in joined.items():
+        join = Draft(
+            op="concat", node=name, stream=COMPUTE_STREAM, reads=tuple(arrived_pieces), writes=node.writes
+        )
+        emission.drafts[at].append(join)
+
+
+def pair_comm(emission: Emission, channel: Channel) -> str:
+    """The communicator of a channel's pairs."""
+    if channel.name not in emission.pairs:
+        pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
+        emission.pairs[channel.name] = Comm(name=channel.name, kind="pairs", groups=pairs)
+    return channel.name

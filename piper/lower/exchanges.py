@@ -1,0 +1,57 @@
+"""Expert regions whose experts are divided: rows travel to their experts and back, by counts told beforehand."""
+
+from piper.ir.chunk import Chunk, Phase
+from piper.ir.node import Counts, Exchange
+from piper.lower.values import Flow, Template, input_gradient, output_slot, splits_slot
+from piper.plan.plan import Slot
+
+
+def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[str]) -> None:
+    """Rows to their experts, after the counts; or back."""
+    splits = splits_slot(chunk)
+    if chunk.kind == "route":
+        policy = flow.graph.policy(chunk.name)
+        flow.values[splits] = Slot(nbytes=16 * chunk.experts)
+        counts = Counts(
+            chunk=chunk.name,
+            part=(),
+            devices=flow.homes[chunk.name].devices,
+            ways=policy.ways,
+            stream=policy.exchange_stream,
+            reads=(inputs[1],),
+            writes=(splits, output_slot(chunk.name, 1)),
+            origin=flow.homes[chunk.name].origin,
+        )
+        flow.templates.append(Template(node=counts, chunk=chunk.name))
+    outward = chunk.kind == "route"
+    exchange(flow, chunk, "F", outward, (inputs[0], splits), output_slot(chunk.name, 0))
+
+
+def exchange_backward(flow: Flow, chunk: Chunk, tangent: str) -> None:
+    """Gradients travel the way of their rows, in reverse, by the forward's counts."""
+    phases: tuple[Phase, ...] = (
+        "B",
+        "BI",
+    )  # whichever the graph has: rows travel in the first half of a split one
+    for phase in phases:
+        reads = (tangent, splits_slot(chunk))
+        exchange(flow, chunk, phase, chunk.kind == "unroute", reads, input_gradient(chunk.name, 0))
+
+
+def exchange(
+    flow: Flow, chunk: Chunk, phase: Phase, outward: bool, reads: tuple[str, ...], written: str
+) -> None:
+    """One all-to-all of rows within each expert group."""
+    policy = flow.graph.policy(chunk.name)
+    node = Exchange(
+        chunk=chunk.name,
+        phase=phase,
+        part=(),
+        devices=flow.homes[chunk.name].devices,
+        ways=policy.ways,
+        outward=outward,
+        reads=reads,
+        writes=(written,),
+        stream=policy.exchange_stream,
+    )
+    flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))

@@ -1,0 +1,129 @@
+"""How values reach other devices: activations to whoever reads them, gradients back, summed where they meet."""
+
+from piper.devices import Devices, show
+from piper.errors import ScheduleError
+from piper.ir.chunk import Batch, Chunk, Constant, TensorSpec
+from piper.ir.node import Add, Transfer
+from piper.lower.values import Flow, Template, output_slot
+from piper.plan.plan import Slot
+
+
+def incoming(flow: Flow, chunk: Chunk, position: int) -> str:
+    """The name of a chunk's input where the chunk lives, once a transfer has brought it there."""
+    home = flow.homes[chunk.name].devices
+    spec = chunk.input_specs[position]
+    source = flow.resolve(chunk.inputs[position])
+    match source:
+        case Batch(field=batch_field):
+            name = f"batch.{batch_field}@{show(home)}"
+            flow.values[name] = Slot(nbytes=spec.nbytes)
+            return name
+        case Constant(name=constant):
+            flow.residents[f"constant.{constant}"] = Slot(nbytes=spec.nbytes)
+            return f"constant.{constant}"
+    value = output_slot(source.chunk, source.index)
+    there = flow.homes[source.chunk].devices
+    if there == home:
+        return value
+    arrived = f"{value}@{show(home)}"
+    if arrived not in flow.values:
+        producer = flow.chunks[source.chunk]
+        seen_through = source != chunk.inputs[position]
+        routed = seen_through or producer.kind != "compute" or chunk.kind != "compute"
+        send(flow, value, arrived, chunk, there, producer.outputs[source.index], spec, routed=routed)
+    return arrived
+
+
+def outgoing(flow: Flow, chunk: Chunk, index: int) -> str:
+    """The gradient of a chunk's output where the chunk lives: summed over its readers, each set's sum sent once."""
+    home = flow.homes[chunk.name].devices
+    given = flow.gradients.get((chunk.name, index))
+    assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
+    by_set: dict[Devices, list[str]] = {}
+    for devices, name in given:
+        by_set.setdefault(devices, []).append(name)
+    spec = chunk.outputs[index]
+    arrived: list[str] = []
+    for devices, names in by_set.items():
+        total = summed(flow, chunk, index, devices, names)
+        if devices != home:
+            here = f"{total}@{show(home)}"
+            send(flow, total, here, chunk, devices, flow.specs[total], spec, gradient=True)
+            flow.specs[here] = spec
+            total = here
+        arrived.append(total)
+    return summed(flow, chunk, index, home, arrived)
+
+
+def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, names: list[str]) -> str:
+    """The sum of several gradients of one value on one set of devices, in the order they appear."""
+    total = names[0]
+    for name in names[1:]:
+        count = 1
+        while (result := f"{chunk.name}.grad{index}.{count}@{show(devices)}") in flow.values:
+            count += 1
+        flow.values[result], flow.specs[result] = flow.values[total], flow.specs[total]
+        node = Add(
+            value=output_slot(chunk.name, index),
+            devices=devices,
+            reads=(total, name),
+            writes=(result,),
+            origin=flow.homes[chunk.name].origin,
+        )
+        flow.templates.append(Template(node=node, chunk=chunk.name))
+        total = result
+    return total
+
+
+def send(
+    flow: Flow,
+    value: str,
+    arrived: str,
+    chunk: Chunk,
+    there: Devices,
+    left: TensorSpec,
+    spec: TensorSpec,
+    *,
+    routed: bool = False,
+    gradient: bool = False,
+) -> None:
+    """A transfer of a value to the devices of a chunk; between sets of different sizes it re-slices the samples."""
+    home = flow.homes[chunk.name]
+    sliced = True
+    if len(there) != len(home.devices):
+        sliced = is_sliced(left, spec, len(there), len(home.devices))
+        # What has one shape on both sides, such as a mask, is taken to be the same for all samples. A lone number
+        # is not: a count or a loss is that of its slice. Nor is a gradient, which is a sum over a slice.
+        alike = left.shape == spec.shape != () and not gradient
+        if routed or not (sliced or alike):
+            raise ScheduleError(
+                f"{value} cannot be sliced anew by samples",
+                by=home.by,
+                facts={
+                    f"on {show(there)}": f"{left.shape}"
+                    + (", rows in the order of their experts" if routed else ""),
+                    f"on {show(home.devices)}": f"{spec.shape}, for {chunk.name}",
+                },
+                hint="place both regions on sets of devices of the same size",
+            )
+    flow.values[arrived] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
+    node = Transfer(
+        value=value,
+        source=there,
+        target=home.devices,
+        reads=(value,),
+        writes=(arrived,),
+        sliced=sliced,
+        stream=flow.graph.transfer_streams.get(chunk.name, ""),
+        origin=home.origin,
+    )
+    flow.templates.append(Template(node=node, chunk=chunk.name))
+
+
+def is_sliced(left: TensorSpec, right: TensorSpec, devices_left: int, devices_right: int) -> bool:
+    """Whether a value's first axis follows the samples: the whole has the same length on both sides."""
+    return (
+        len(left.shape) > 0
+        and left.shape[1:] == right.shape[1:]
+        and left.shape[0] * devices_left == right.shape[0] * devices_right
+    )

@@ -1,0 +1,35 @@
+"""Full values from the parts that devices hold."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from piper.plan.plan import Bucket, Piece
+
+Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
+
+
+def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tensor]:
+    """Every parameter in full, by name; of the copies of a tied one, the first."""
+    found: dict[str, Tensor] = {}
+    for bucket in buckets:
+        flats = [whole_flat(bucket, part, owned) for part in range(bucket.ways)]
+        for piece in bucket.pieces:
+            if piece.name not in found:
+                parts = [cut(flat, piece) for flat in flats]
+                found[piece.name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return found
+
+
+def whole_flat(bucket: Bucket, part: int, owned: Owned) -> Tensor:
+    """One part of a bucket's experts, or all of the bucket: its shards joined."""
+    group = bucket.groups[part]
+    if not bucket.zero:
+        return owned(bucket.name, group[0])
+    return torch.cat([owned(bucket.name, device) for device in group])
+
+
+def cut(flat: Tensor, piece: Piece) -> Tensor:
+    """A piece in its shape."""
+    return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)

@@ -1,0 +1,167 @@
+"""Phases of chunks, and the batch fields they start from."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags
+from piper.plan.instr import Instr
+from piper.plan.plan import Plans
+from piper.runtime.env import Bound, Env, draw_seed
+
+ITSELF = -1  # an argument that is a whole slot, not one of several values in it
+
+
+def bundles(chunk: Chunk) -> dict[str, list[int]]:
+    """Which saved values a slot holds: those that BW needs live longer than the others."""
+    late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
+    return {
+        "saved": [i for i in range(len(chunk.saved)) if i not in late],
+        "kept": [i for i in range(len(chunk.saved)) if i in late],
+    }
+
+
+def compute(env: Env, ins: Instr) -> Bound:
+    """Call one phase of a chunk."""
+    phase, chunk = subject(env.chunks, ins.arg)
+    spec = chunk.phases[phase]
+    code = env.setup.code(chunk, phase)
+    slots = env.slots
+    wanted = arguments(env, ins, chunk, spec)
+    single, several = results(env, ins, chunk, phase, spec)
+
+    def run() -> None:
+        out = code(*[slots[s] if i < 0 else slots[s][i] for s, i in wanted])  # type: ignore[index]
+        for slot, i in single:
+            slots[slot] = out[i]
+        for slot, members in several:
+            slots[slot] = [None if i is None else out[i] for i in members]
+
+    if phase == "F" and chunk.random:
+        run = seeded(env, ins, chunk.name, run)
+    return run
+
+
+def subject(chunks: Mapping[str, Chunk], arg: str) -> tuple[Phase, Chunk]:
+    """The phase and the chunk that `F PP=0` names."""
+    phase, _, name = arg.partition(" ")
+    return cast(Phase, phase), chunks[name]
+
+
+def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
+    """Draw the same numbers for the same chunk, part and replica in a step, wherever and whenever it runs."""
+    where = draw_place(chunk, ins.part, home_of(env.setup.plans, ins.arg).index(env.device))
+
+    def draw() -> None:
+        with env.dice.seeded(draw_seed(env.setup.seed, env.step, where)):
+            run()
+
+    return draw
+
+
+def draw_place(chunk: str, part: Tags, replica: int) -> str:
+    """Where random numbers are drawn, as part of their seed."""
+    return f"{chunk}/{','.join(f'{axis}={i}' for axis, i in part)}/{replica}"
+
+
+def home_of(plans: Plans, arg: str) -> list[int]:
+    """The devices that run a phase of a chunk, in order."""
+    running = [plan for plan in plans if any(ins.arg == arg for ins in plan.instrs)]
+    return sorted(device for plan in running for device in plan.devices)
+
+
+def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple[int, int]]:
+    """For each argument of a phase, its slot and its place in it."""
+    reads = iter(env.at(slot) for slot in ins.reads)
+    wanted = [(next(reads), ITSELF) for _ in spec.inputs]
+    found: dict[str, tuple[int, int]] = {}
+    for layout in env.layouts.values():
+        if chunk.name in layout.bucket.chunks and any(name in layout.index for name in spec.params):
+            slot = next(reads)
+            found.update({name: (slot, i) for name, i in layout.index.items()})
+    wanted += [found[name] for name in spec.params]
+    wanted += [(next(reads), ITSELF) for _ in spec.buffers]
+    saved: dict[int, tuple[int, int]] = {}
+    for members in bundles(chunk).values():
+        if set(members) & set(spec.saved):
+            slot = next(reads)
+            saved.update({member: (slot, i) for i, member in enumerate(members)})
+    wanted += [saved[i] for i in spec.saved]
+    if spec.carried:
+        slot = next(reads)
+        wanted += [(slot, i) for i in spec.carried]
+    wanted += [(next(reads), ITSELF) for _ in spec.tangents]
+    assert next(reads, None) is None, f"{ins.node} reads more than {chunk.name} takes"
+    return wanted
+
+
+Members = Sequence[int | None]
+
+
+def results(
+    env: Env, ins: Instr, chunk: Chunk, phase: Phase, spec: PhaseSpec
+) -> tuple[list[tuple[int, int]], list[tuple[int, Members]]]:
+    """Where the results of a phase go: one to a slot, or several together."""
+    writes = iter(env.at(slot) for slot in ins.writes)
+    single: list[tuple[int, int]] = []
+    several: list[tuple[int, Members]] = []
+    if phase == "F":
+        first = len(chunk.outputs)
+        single += [(next(writes), i) for i in range(first)]
+        several += [
+            (next(writes), [first + i for i in members]) for members in bundles(chunk).values() if members
+        ]
+        first += len(chunk.saved)
+        single += [(next(writes), first + i) for i in range(len(chunk.mutated))]
+    else:
+        first = len(spec.grad_inputs)
+        single += [(next(writes), i) for i in range(first)]
+        if phase == "BI" and chunk.carried:
+            several.append((next(writes), [first + i for i in range(len(chunk.carried))]))
+        place = {name: first + i for i, name in enumerate(spec.grad_params)}
+        for layout in env.layouts.values():
+            if chunk.name in layout.bucket.chunks and any(name in layout.index for name in place):
+                several.append((next(writes), [place.get(piece.name) for piece in layout.bucket.pieces]))
+    assert next(writes, None) is None, f"{ins.node} writes more than {chunk.name} gives"
+    return single, several
+
+
+def load(env: Env, ins: Instr) -> Bound:
+    """Bring this device's rows of a batch field, for one part, to the device."""
+    slots, target, field = env.slots, env.at(ins.writes[0]), ins.arg
+    dtype, device = env.setup.dtype, env.setup.device
+
+    def run() -> None:
+        value = env.batch[field]
+        pieces = [value[low:high] for low, high in rows(env, ins, len(value))]
+        wanted = dtype if value.is_floating_point() else value.dtype
+        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        fresh = len(pieces) > 1
+        slots[target] = joined.to(device, wanted, copy=not fresh)
+
+    return run
+
+
+def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
+    """Which samples a device's part is: the same piece of each of the device's cells."""
+    return slices(env.setup.plans, samples, ins.devices.index(env.device), len(ins.devices), ins.part)
+
+
+def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) -> list[tuple[int, int]]:
+    """The samples of one part on the device at `position` of `count`; neighbouring ranges are joined."""
+    cell = samples // plans.cells
+    piece = cell // math.prod(plans.axes[axis] for axis, _ in part)
+    number = 0
+    for axis, i in part:
+        number = number * plans.axes[axis] + i
+    found: list[tuple[int, int]] = []
+    for i in range(position * plans.cells // count, (position + 1) * plans.cells // count):
+        low = i * cell + number * piece
+        if found and found[-1][1] == low:
+            found[-1] = (found[-1][0], low + piece)
+        else:
+            found.append((low, low + piece))
+    return found
+

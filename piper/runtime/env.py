@@ -1,0 +1,77 @@
+"""Where a device's kernels find what they work on."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from piper.ir.chunk import Chunk
+from piper.plan.plan import Plan
+from piper.runtime.comm.base import Comms
+from piper.runtime.flat import Layout
+from piper.runtime.setup import Initial, Setup
+from piper.runtime.state import State
+
+Bound = Callable[[], None]  # an instruction with everything it needs resolved
+
+
+class Dice:
+    """Seeds torch's generator for one draw at a time: it is one for all threads of a process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Draw from this seed inside, and leave the generator as it was."""
+        with self.lock:
+            before = torch.get_rng_state()
+            torch.manual_seed(seed)
+            try:
+                yield
+            finally:
+                torch.set_rng_state(before)
+
+
+def draw_seed(seed: int, step: int, where: str) -> int:
+    """A seed for one chunk on one part and replica in one step; neighbours have nothing in common."""
+    text = f"{seed}/{step}/{where}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class Env:
+    """One device's slots, state and communicators, and what changes from step to step."""
+
+    def __init__(
+        self, setup: Setup, device: int, comms: Comms, initial: Initial, dice: Dice | None = None
+    ) -> None:
+        self.setup, self.device, self.comms = setup, device, comms
+        self.plan: Plan = setup.plans.of(device)
+        self.state = State(setup, device, initial)
+        self.dice = dice or Dice()
+        self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
+        self.index = {name: i for i, name in enumerate([*self.plan.residents, *self.plan.slots])}
+        self.slots: list[object] = [None] * len(self.index)
+        for name in self.plan.residents:
+            self.slots[self.index[name]] = self._seed() if name == "seed" else self.state.resident(name, initial)
+        self.layouts: dict[str, Layout] = {n: holding.layout for n, holding in self.state.holdings.items()}
+        self.grads: dict[str, Layout] = {}  # by the slot of a sum of gradients
+        for name, layout in self.layouts.items():
+            self.grads[f"{name}.grad"] = self.grads[f"{name}.grad_shard"] = layout
+        self.batch: Mapping[str, Tensor] = {}
+        self.step = 0
+
+    def _seed(self) -> Tensor:
+        """The gradient that each part's loss starts from."""
+        loss = self.setup.outline.loss
+        spec = self.chunks[loss.chunk].outputs[loss.index]
+        return torch.full(
+            spec.shape, self.setup.plans.seed, dtype=getattr(torch, spec.dtype), device=self.setup.device
+        )
+
+    def at(self, name: str) -> int:
+        """The number of a slot."""
+        return self.index[name]

@@ -1,0 +1,107 @@
+"""Runs one device's plan. Nothing here knows what a pipeline or a shard is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Lock
+from time import monotonic
+
+import torch
+
+from piper.plan.plan import Plan
+from piper.runtime.comm.base import CommError, Stopped
+from piper.runtime.env import Bound
+
+Step = tuple[int, Bound, "tuple[Lock, ...]", "Lock | None", tuple[int, ...]]  # place, kernel, waits, signal, frees
+
+POLL = 0.2  # seconds between looks at whether another lane has failed
+
+
+class Executor:
+    """The instructions of a plan, bound to their kernels, on lanes that each run in order.
+
+    A stream is a lane: a thread that runs its instructions first to last and waits for events of the others. With
+    `streams=False` the whole plan is one lane in the order of issue, which needs no events: the proof of a plan
+    covers it, because no device issues out of the global order.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bound: Sequence[Bound],
+        slots: list[object],
+        index: Mapping[str, int],
+        *,
+        streams: bool = True,
+        timeout: float = 60.0,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.plan, self.slots, self.timeout, self.on_failure = plan, slots, timeout, on_failure
+        self.events: list[Lock] = []
+        self.failed = False
+        signals = [ins.signals for ins in plan.instrs if ins.signals is not None]
+        if streams:
+            self.events = [Lock() for _ in range(max(signals, default=-1) + 1)]
+        lanes: dict[str, list[Step]] = {}
+        for place, (ins, run) in enumerate(zip(plan.instrs, bound, strict=True)):
+            waits = tuple(self.events[event] for event in ins.waits) if streams else ()
+            signal = self.events[ins.signals] if streams and ins.signals is not None else None
+            frees = tuple(index[slot] for slot in ins.frees)
+            lanes.setdefault(ins.stream if streams else "", []).append((place, run, waits, signal, frees))
+        self.lanes = list(lanes.values())
+        self.threads = ThreadPoolExecutor(len(self.lanes), "stream") if len(self.lanes) > 1 else None
+
+    def run(self) -> None:
+        """Run the plan once; returns when every lane is at its end."""
+        for event in self.events:
+            event.acquire(blocking=False)  # held: not yet signalled
+        if self.threads is None:
+            for lane in self.lanes:
+                self.run_lane(lane)
+            return
+        futures = [self.threads.submit(self.run_lane, lane) for lane in self.lanes]
+        wait(futures)
+        raise_first([error for future in futures if (error := future.exception()) is not None])
+
+    def run_lane(self, lane: Sequence[Step]) -> None:
+        """Run the instructions of one lane in order."""
+        slots, place = self.slots, 0
+        try:
+            with torch.no_grad():
+                for place, run, waits, signal, frees in lane:
+                    for event in waits:
+                        if not event.acquire(timeout=POLL):
+                            self.wait_on(event)
+                        event.release()
+                    run()
+                    for slot in frees:
+                        slots[slot] = None
+                    if signal is not None:
+                        signal.release()
+        except Exception as error:
+            error.add_note(f"on a device of {self.plan.devices}:\n{self.plan.around(place)}")
+            self.failed = True
+            self.on_failure()
+            raise
+
+    def wait_on(self, event: Lock) -> None:
+        """Wait for an event that takes its time, unless another lane fails."""
+        until = monotonic() + self.timeout
+        while not event.acquire(timeout=POLL):
+            if self.failed:
+                raise Stopped("another stream of this device has failed")
+            if monotonic() > until:
+                raise CommError(f"waited {self.timeout:g} s for another stream")
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.threads is not None:
+            self.threads.shutdown()
+
+
+def raise_first(errors: Sequence[BaseException]) -> None:
+    """Raise the error that caused the others, if there is any."""
+    for error in errors:
+        if not isinstance(error, Stopped):
+            raise error
+    if errors:
+        raise errors[0]

@@ -1,0 +1,175 @@
+"""From each backward's gradients to updated parameters: sums, reductions, the norm, the update."""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from piper.plan.instr import Instr
+from piper.runtime.env import Bound, Env
+from piper.runtime.flat import Flat, Layout
+
+
+def accumulate(env: Env, ins: Instr) -> Bound:
+    """Begin a sum, or add to it."""
+    slots, value, total = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
+    layout = env.grads.get(ins.arg.partition("[")[0])
+    first = len(ins.reads) == 1
+    if layout is None:
+        return add_scalar(env, value, total, first)
+
+    def begin() -> None:
+        slots[total] = layout.over(layout.flatten(slots[value]))  # type: ignore[arg-type]
+
+    def add() -> None:
+        pairs = [(t, g) for t, g in zip(slots[total], slots[value], strict=True) if g is not None]  # type: ignore[call-overload]
+        torch._foreach_add_([t for t, _ in pairs], [g for _, g in pairs])
+
+    return begin if first else add
+
+
+def add_scalar(env: Env, value: int, total: int, first: bool) -> Bound:
+    """Add up losses and weights, in float64 whatever computes them."""
+    slots = env.slots
+
+    def begin() -> None:
+        slots[total] = cast(Tensor, slots[value]).to(torch.float64, copy=True).view(())
+
+    def add() -> None:
+        cast(Tensor, slots[total]).add_(cast(Tensor, slots[value]).view(()))
+
+    return begin if first else add
+
+
+def all_reduce(env: Env, ins: Instr) -> Bound:
+    """Sum a gradient over the replicas, or over the copies of a tied parameter."""
+    assert ins.comm is not None
+    group = env.comms.group(ins.comm)
+    slots, target = env.slots, env.at(ins.writes[0])
+    layout = env.grads[ins.writes[0].partition("[")[0]]
+    whole = not ins.writes[0].endswith(".grad_shard")
+    length = layout.bucket.numel if whole else layout.shard
+    dtype, device = getattr(torch, layout.bucket.dtype), env.setup.device
+
+    def run() -> None:
+        value = slots[target]
+        mine = value.whole if isinstance(value, Flat) else cast(Tensor, value)
+        total = group.all_reduce(mine)
+        slots[target] = layout.over(total) if whole else total
+
+    def run_without() -> None:  # no backward reaches this copy: it adds nothing, but gets the sum
+        total = group.all_reduce(torch.zeros(length, dtype=dtype, device=device))
+        slots[target] = layout.over(total) if whole else total
+
+    return run if ins.reads else run_without
+
+
+def reduce_scatter(env: Env, ins: Instr) -> Bound:
+    """Sum a gradient over the replicas and keep this device's shard, added to the shard so far."""
+    assert ins.comm is not None
+    group, layout = env.comms.group(ins.comm), env.layouts[ins.arg]
+    slots, value, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
+    again = len(ins.reads) > 1
+
+    def run() -> None:
+        shard = group.reduce_scatter(flat_of(slots[value], layout), layout.shard)
+        if again:
+            cast(Tensor, slots[target]).add_(shard)
+        else:
+            slots[target] = shard
+
+    return run
+
+
+def flat_of(value: object, layout: Layout) -> Tensor:
+    """A gradient as one flat tensor, whether or not it was added up before."""
+    return value.whole if isinstance(value, Flat) else layout.flatten(cast(Sequence[Tensor], value))
+
+
+def gather(env: Env, ins: Instr) -> Bound:
+    """Bring a bucket's shards together: for a run of uses, or in place once each replica has updated its own."""
+    assert ins.comm is not None
+    group, layout = env.comms.group(ins.comm), env.layouts[ins.arg]
+    holding = env.state.holdings[ins.arg]
+    slots, target = env.slots, env.at(ins.writes[0])
+    own, whole = holding.own, holding.flat
+
+    def gather_whole() -> None:
+        out = own.new_empty(layout.length)
+        group.all_gather(own, out)
+        slots[target] = layout.over(out)
+
+    def gather_updated() -> None:
+        group.all_gather(own, whole)
+
+    return gather_updated if ins.reads == ins.writes else gather_whole
+
+
+def norm(env: Env, ins: Instr) -> Bound:
+    """This device's part of the squared norm, each element counted once over all devices; its loss and weight."""
+    slots, target = env.slots, env.at(ins.writes[0])
+    parts = [(env.at(slot), env.grads[slot].bucket.copies) for slot in ins.reads if slot in env.grads]
+    extras = [env.at(slot) if slot in ins.reads else None for slot in ("loss", "weight")]
+    device = env.setup.device
+
+    def run() -> None:
+        result = torch.zeros(3, dtype=torch.float64, device=device)
+        for slot, copies in parts:
+            value = slots[slot]
+            flat = value.whole if isinstance(value, Flat) else cast(Tensor, value)
+            result[0] += torch.linalg.vector_norm(flat, dtype=torch.float64).square() / copies
+        for i, extra in enumerate(extras, 1):
+            if extra is not None:
+                result[i] = cast(Tensor, slots[extra])
+        slots[target] = result
+
+    return run
+
+
+def total(env: Env, ins: Instr) -> Bound:
+    """The norm, loss and weight over all devices."""
+    group = env.comms.group(ins.comm) if ins.comm is not None else None
+    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
+
+    def run() -> None:
+        mine = cast(Tensor, slots[source])
+        slots[target] = mine if group is None else group.all_reduce(mine)
+
+    return run
+
+
+def update(env: Env, ins: Instr) -> Bound:
+    """Step the optimizer."""
+    slots, weighted = env.slots, env.setup.plans.weighted
+    names = [slot.removesuffix(".param") for slot in ins.writes]
+    places = {name: env.at(slot) for name, slot in zip(names, ins.reads, strict=False)}
+    sums = env.at("total") if "total" in ins.reads else None
+
+    def run() -> None:
+        gradients = {}
+        for name, place in places.items():
+            value = slots[place]
+            gradients[name] = value.whole if isinstance(value, Flat) else cast(Tensor, value)
+        weight, length = 1.0, None
+        if sums is not None:
+            squares, _, given = cast(Tensor, slots[sums]).tolist()
+            weight = given if weighted else 1.0
+            length = math.sqrt(squares) / weight
+        env.state.update(gradients, weight, length)
+
+    return run
+
+
+def broadcast(env: Env, ins: Instr) -> Bound:
+    """Give the replicas the first one's buffers."""
+    assert ins.comm is not None
+    group = env.comms.group(ins.comm)
+    slots, places = env.slots, [env.at(slot) for slot in ins.writes]
+
+    def run() -> None:
+        for place in places:
+            slots[place] = group.broadcast(cast(Tensor, slots[place]))
+
+    return run

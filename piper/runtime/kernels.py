@@ -1,0 +1,139 @@
+"""The table from op to kernel: each binds an instruction once, so that a step only calls."""
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from piper.plan.instr import Instr, Op
+from piper.runtime import experts
+from piper.runtime.compute import compute, load
+from piper.runtime.env import Bound, Env
+from piper.runtime.gradients import (
+    accumulate,
+    all_reduce,
+    broadcast,
+    gather,
+    norm,
+    reduce_scatter,
+    total,
+    update,
+)
+
+
+def send(env: Env, ins: Instr) -> Bound:
+    """Hand a value, or some of its rows, to another device."""
+    assert ins.comm is not None
+    pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
+    cut = row_cut(ins.arg)
+
+    def run() -> None:
+        pipe.send(cut(cast(Tensor, slots[source])))
+
+    return run
+
+
+def recv(env: Env, ins: Instr) -> Bound:
+    """Take a value from another device."""
+    assert ins.comm is not None
+    pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
+
+    def run() -> None:
+        slots[target] = pipe.recv()
+
+    return run
+
+
+def copy(env: Env, ins: Instr) -> Bound:
+    """A value, or some of its rows, under another name on the same device."""
+    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
+    cut = row_cut(ins.arg)
+
+    def run() -> None:
+        value = cast(Tensor, slots[source])
+        part = cut(value)
+        slots[target] = part.clone() if part is value else part
+
+    return run
+
+
+def row_cut(arg: str) -> Callable[[Tensor], Tensor]:
+    """Take the rows that `start:stop/of` says; nothing said means all of them."""
+    if not arg:
+        return lambda value: value
+    span, _, of = arg.partition("/")
+    start, stop = map(int, span.split(":"))
+    parts = int(of)
+
+    def cut(value: Tensor) -> Tensor:
+        rows = len(value)
+        return value[rows * start // parts : rows * stop // parts].clone()
+
+    return cut
+
+
+def concat(env: Env, ins: Instr) -> Bound:
+    """Join the pieces of a value along the samples."""
+    slots, sources, target = env.slots, [env.at(slot) for slot in ins.reads], env.at(ins.writes[0])
+
+    def run() -> None:
+        slots[target] = torch.cat([cast(Tensor, slots[source]) for source in sources])
+
+    return run
+
+
+def add(env: Env, ins: Instr) -> Bound:
+    """Sum two gradients of one value."""
+    slots, (left, right), target = env.slots, map(env.at, ins.reads), env.at(ins.writes[0])
+
+    def run() -> None:
+        slots[target] = cast(Tensor, slots[left]) + cast(Tensor, slots[right])
+
+    return run
+
+
+def counts(env: Env, ins: Instr) -> Bound:
+    """Agree within an expert group on how many rows travel."""
+    assert ins.comm is not None
+    group, slots = env.comms.group(ins.comm), env.slots
+    source, (splits, local) = env.at(ins.reads[0]), map(env.at, ins.writes)
+
+    def run() -> None:
+        slots[splits], slots[local] = experts.count(group, cast(Tensor, slots[source]))
+
+    return run
+
+
+def exchange(env: Env, ins: Instr) -> Bound:
+    """Rows to their experts, or back."""
+    assert ins.comm is not None
+    group, slots = env.comms.group(ins.comm), env.slots
+    (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
+    travel = experts.outward if ins.arg.startswith("out ") else experts.back
+
+    def run() -> None:
+        slots[target] = travel(group, cast(Tensor, slots[rows]), cast(experts.Splits, slots[splits]))
+
+    return run
+
+
+KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
+    "load": load,
+    "compute": compute,
+    "send": send,
+    "recv": recv,
+    "copy": copy,
+    "concat": concat,
+    "add": add,
+    "counts": counts,
+    "exchange": exchange,
+    "gather": gather,
+    "accumulate": accumulate,
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "norm": norm,
+    "total": total,
+    "update": update,
+    "broadcast": broadcast,
+}

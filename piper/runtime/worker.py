@@ -1,0 +1,102 @@
+"""One device of a job: its state, its plan, and one step at a time. The same under every launcher."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from piper.runtime.comm.base import Comms
+from piper.runtime.env import Dice, Env
+from piper.runtime.executor import Executor
+from piper.runtime.kernels import KERNELS
+from piper.runtime.memory import Meter
+from piper.runtime.setup import Initial, Setup
+from piper.runtime.trail import Trail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What every device knows at the end of a step."""
+
+    squares: float  # of the gradient's norm, before it is divided by the weight
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a worker runs its plan."""
+
+    streams: bool = True  # a thread for each stream; else everything in the order of issue
+    timeout: float = 60.0  # seconds that any one wait may take
+    keep_gradients: bool = False  # so that they can be looked at after the step
+    keep_outputs: bool = False  # every result of a chunk, likewise
+    measure: bool = False  # count the bytes of live slots; needs the order of issue
+
+
+class Worker:
+    """A device that runs its plan."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        device: int,
+        comms: Comms,
+        initial: Initial,
+        options: Options,
+        dice: Dice | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.setup, self.device = setup, device
+        self.env = Env(setup, device, comms, initial, dice)
+        self.env.state.keep_gradients = options.keep_gradients
+        plan = self.env.plan
+        bound = [KERNELS[ins.op](self.env, ins) for ins in plan.instrs]
+        self.trail = Trail(self.env) if options.keep_outputs else None
+        if self.trail is not None:
+            bound = [self.trail.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
+        self.meter = Meter(self.env) if options.measure else None
+        if self.meter is not None:
+            bound = [self.meter.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
+        self.executor = Executor(
+            plan,
+            bound,
+            self.env.slots,
+            self.env.index,
+            streams=options.streams and not options.measure,
+            timeout=options.timeout,
+            on_failure=on_failure,
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> Sums:
+        """Train on one global batch, of which this device takes its rows."""
+        env = self.env
+        env.batch = batch
+        if self.meter is not None:
+            self.meter.begin()
+        self.executor.run()
+        env.batch = {}
+        env.step += 1
+        if env.state.scheduler is not None:
+            env.state.scheduler.step()
+        squares, loss, weight = cast(Tensor, env.slots[env.at("total")]).tolist()
+        return Sums(squares=squares, loss=loss, weight=weight)
+
+    def owned(self, bucket: str) -> Tensor:
+        """What this device holds of a bucket, exact: its shard, or all of it."""
+        return self.env.state.holdings[bucket].trained
+
+    def gradient(self, bucket: str) -> Tensor | None:
+        """The last step's gradient of what this device owns of a bucket, before clipping; none: it has none."""
+        return self.env.state.gradients.get(bucket)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """A buffer, where this device uses it."""
+        slot = self.env.index.get(f"buffer.{name}")
+        return None if slot is None else cast(Tensor, self.env.slots[slot])
+
+    def close(self) -> None:
+        """End the worker's threads."""
+        self.executor.close()
+

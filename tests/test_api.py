@@ -1,0 +1,91 @@
+"""From a job to a proven program, on real models."""
+
+from inspect import cleandoc
+
+import pytest
+
+import piper
+from piper import at, place, replicate, schedules, shard, split
+from piper.directives import Directive
+from tests.zoo import NAMES, Case, case
+
+
+def job(case: Case, strategy: list[Directive], rows: int = 8, **changes: object) -> piper.Job:
+    fields = {
+        "model": case.model,
+        "loss": case.loss,
+        "data": lambda: [case.batch(rows, 0)],
+        "strategy": strategy,
+    }
+    return piper.Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_compiles_under_a_pipeline_with_zero(name: str) -> None:
+    model = case(name)
+    stages = model.stages
+    strategy: list[Directive] = [
+        replicate(at(PP=stage), [2 * stage, 2 * stage + 1], zero=3 if stage % 2 else 2)
+        for stage in range(stages)
+    ]
+    strategy += [split(at(), parts=2), *schedules.zero_bubble(stages, 2)]
+    program = piper.compile(job(model, strategy))
+    assert sorted(d for plan in program.plans for d in plan.devices) == list(range(2 * stages))
+
+
+def test_experts_compile_with_fewer_ways_than_replicas() -> None:
+    model = case("moe")
+    strategy: list[Directive] = [
+        *(replicate(at(PP=s), range(4 * s, 4 * s + 4), zero=2) for s in range(2)),
+        *(shard(at(PP=s, EP="*"), range(4 * s, 4 * s + 4), ways=2) for s in range(2)),
+        split(at(), parts=2),
+        *schedules.one_f_one_b(2, 2),
+    ]
+    program = piper.compile(job(model, strategy))
+    bucket = next(b for b in program.plans.buckets.values() if b.ways == 2)
+    assert bucket.groups == ((0, 2), (1, 3))
+    assert {ins.op for plan in program.plans for ins in plan.instrs} >= {
+        "counts",
+        "exchange",
+        "reduce_scatter",
+    }
+
+
+def test_sets_of_different_sizes_are_captured_once_each() -> None:
+    strategy: list[Directive] = [place(at(PP=0), [0, 1]), place(at(PP=1), [2]), split(at(), parts=2)]
+    program = piper.compile(job(case("mlp"), strategy))
+    assert sorted(program.codes) == [2, 4]
+    assert any(ins.op == "concat" for ins in program.plans.of(2).instrs)
+
+
+def test_explain_names_the_directives_and_the_neighbours() -> None:
+    strategy: list[Directive] = [place(at(PP=0), [0]), place(at(PP=1), [1])]
+    program = piper.compile(job(case("mlp"), strategy))
+    text = program.explain("F[PP=1]")
+    assert f"  made by  {strategy[1].title(1)}" in text
+    assert "  reads    PP=0.out0@1 from transfer[PP=0.out0 @0 -> @1]" in text
+    assert "  in plan  of 1: instruction " in text
+
+
+def test_explain_of_an_unknown_node() -> None:
+    program = piper.compile(job(case("mlp"), []))
+    with pytest.raises(piper.ConfigError) as error:
+        program.explain("F[PP=9]")
+    assert str(error.value) == cleandoc("""
+        explain: there is no node 'F[PP=9]'
+          close: F[PP=1], F[PP=0], B[PP=1]
+          hint:  `piper plan --device` lists nodes; a backward has halves (BI, BW) where an order asks for them
+    """)
+
+
+def test_the_memory_of_bf16_counts_a_master_copy() -> None:
+    held = {}
+    for precision in ("fp32", "bf16"):
+        program = piper.compile(job(case("mlp"), [], precision=precision))
+        bucket = next(iter(program.plans.buckets.values()))
+        residents = program.plans.of(0).residents
+        held[precision] = (
+            residents[f"{bucket.name}.param"].nbytes // bucket.numel,
+            residents[f"{bucket.name}.state"].nbytes // bucket.numel,
+        )
+    assert held == {"fp32": (4, 8), "bf16": (2, 8 + 4)}

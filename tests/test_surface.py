@@ -1,0 +1,85 @@
+"""The whole public surface. Growth is a visible change to this file."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import typer
+
+import piper
+from piper.cli import app
+
+
+def test_public_names() -> None:
+    assert piper.__all__ == [
+        "CaptureError",
+        "Checkpoint",
+        "ConfigError",
+        "Directive",
+        "Job",
+        "LaunchError",
+        "PiperError",
+        "ScheduleError",
+        "annotate",
+        "annotate_modules",
+        "at",
+        "compile",
+        "grouped_mm",
+        "order",
+        "place",
+        "replicate",
+        "route",
+        "schedules",
+        "shard",
+        "split",
+        "unroute",
+    ]
+    assert all(getattr(piper, name) is not None for name in piper.__all__)
+
+
+def test_job_fields() -> None:
+    assert [field.name for field in fields(piper.Job)] == [
+        "model",
+        "loss",
+        "data",
+        "strategy",
+        "optimizer",
+        "scheduler",
+        "precision",
+        "clip_norm",
+        "steps",
+        "seed",
+        "checkpoint",
+    ]
+    assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]
+
+
+def test_schedules() -> None:
+    assert piper.schedules.__all__ == [
+        "dualpipe_v",
+        "from_csv",
+        "gpipe",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "one_f_one_b",
+        "zbv",
+        "zero_bubble",
+    ]
+
+
+def test_verbs_and_flags() -> None:
+    command = typer.main.get_command(app)
+    verbs = {
+        name: sorted(option for param in verb.params for option in param.opts if option != "--help")
+        for name, verb in command.commands.items()  # type: ignore[attr-defined]
+    }
+    assert verbs == {
+        "plan": ["--device", "--json", "--text", "--why", "recipe"],
+        "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "name"],
+    }
+
+
+def test_importing_piper_does_not_pay_for_torch() -> None:
+    program = "import sys, piper\nsys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], timeout=30, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,77 @@
+"""The pipeline grid of plans agrees with the schedule it was compiled from."""
+
+from collections.abc import Sequence
+from inspect import cleandoc
+
+import pytest
+
+from piper import at, place, schedules, split
+from piper.directives import Directive, apply
+from piper.ir.chain import chain
+from piper.ir.graph import start
+from piper.lower.lower import lower
+from piper.schedules.names import NAMES, grid_for
+from piper.schedules.picture import picture
+from piper.view.grid import grid
+
+V_SHAPED = ("zbv", "dualpipe-v")
+
+
+def drawn(stages: int, strategy: Sequence[Directive], experts: int = 0) -> str:
+    outline = chain(stages, experts=experts)
+    plans, _ = lower(apply(start(outline), strategy))
+    return grid(plans, {chunk.name: chunk.tags for chunk in outline.chunks})
+
+
+def test_1f1b_drains_one_backward_per_forward() -> None:
+    strategy = [
+        place(at(PP=0), [0]),
+        place(at(PP=1), [1]),
+        split(at(), parts=3),
+        *schedules.one_f_one_b(2, 3),
+    ]
+    assert drawn(2, strategy) == cleandoc("""
+        0  0F0 0F1 .   .   0B0 --  0F2 0B1 --  .   0B2 --
+        1  .   1F0 1B0 --  1F1 1B1 --  1F2 1B2 --  .   .
+    """)
+
+
+def test_without_an_order_a_pipeline_runs_1f1b() -> None:
+    strategy: list[Directive] = [*(place(at(PP=s), [s]) for s in range(3)), split(at(), parts=4)]
+    assert drawn(3, strategy) == drawn(3, [*strategy, *schedules.one_f_one_b(3, 4)])
+
+
+def test_an_expert_region_is_one_block_with_its_stage() -> None:
+    strategy = [*(place(at(PP=s), [s]) for s in range(2)), split(at(), parts=2), *schedules.gpipe(2, 2)]
+    assert drawn(2, strategy, experts=4) == drawn(2, strategy)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in V_SHAPED])
+def test_the_grid_is_the_schedule(name: str) -> None:
+    ranks, microbatches = 3, 6
+    wanted = grid_for(name, ranks, microbatches)
+    places: list[Directive] = [place(at(PP=s), [s % ranks]) for s in range(wanted.stages)]
+    shown = drawn(
+        wanted.stages, [*places, split(at(), parts=microbatches), *orders(name, ranks, microbatches)]
+    )
+    expected = picture(wanted)
+    if (
+        "zero-bubble" in name
+    ):  # the first stage has no input gradients: its I is not there, its W may come earlier
+        assert [cells(line, "I") for line in shown.splitlines()][1:] == [
+            cells(line, "I") for line in expected.splitlines()
+        ][1:]
+    else:
+        assert [line.split()[1:] for line in shown.splitlines()] == [
+            line.split()[2:] for line in expected.splitlines()
+        ]
+
+
+def cells(line: str, letter: str) -> list[str]:
+    return [cell for cell in line.split() if letter in cell]
+
+
+def orders(name: str, ranks: int, microbatches: int) -> list[Directive]:
+    from piper.schedules.grid import orders as say
+
+    return list(say(grid_for(name, ranks, microbatches)))
