@@ -13,7 +13,7 @@ from piper.devices import show
 from piper.directives import Directive, Place, Replicate, Shard, Split, apply
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, ScheduleError
-from piper.explain import explain
+from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
@@ -57,6 +57,10 @@ class Program:
     def explain(self, node: str) -> str:
         """Say of a node what it is, where it runs, which directives made it so, and what it waits for."""
         return explain(self.work, self.plans, node)
+
+    def origins(self, node: str) -> list[str]:
+        """The directives that made a node what it is, each with its source line."""
+        return origins(self.work, node)
 
 
 def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is of no use to our users

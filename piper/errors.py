@@ -7,7 +7,9 @@ def message(by: str, what: str, facts: Mapping[str, str], hint: str) -> str:
     """Lay out one error: who and what on the first line, then the facts, then the way out."""
     rows = {**facts, "hint": hint}
     width = max(len(key) for key in rows) + 2
-    return "\n".join([f"{by}: {what}", *(f"  {key + ':':{width}}{text}" for key, text in rows.items())])
+    below = "\n" + " " * (width + 2)  # a fact of several lines stays in its column
+    shown = (f"  {key + ':':{width}}{text.replace(chr(10), below)}" for key, text in rows.items())
+    return "\n".join([f"{by}: {what}", *shown])
 
 
 class PiperError(ValueError):
@@ -31,3 +33,7 @@ class ConfigError(PiperError):
 
 class LaunchError(PiperError):
     """Workers that could not be started."""
+
+
+class WorkerError(PiperError):
+    """A worker that failed, died or stalled while it ran."""

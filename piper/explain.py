@@ -21,7 +21,7 @@ def explain(work: Work, plans: Plans, name: str) -> str:
             f"there is no node {name!r}",
             by="explain",
             facts={"close": ", ".join(close)} if close else {},
-            hint="`piper plan --device` lists nodes; a backward has halves (BI, BW) where an order asks for them",
+            hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
         )
     node = found[name]
     lines = [f"{name}: {(type(node).__doc__ or '').splitlines()[0]}"]
@@ -35,6 +35,11 @@ def explain(work: Work, plans: Plans, name: str) -> str:
     lines += [f"  after    {text}" for text in orders_before(work, name)]
     lines += positions(plans, name)
     return "\n".join(lines)
+
+
+def origins(work: Work, name: str) -> list[str]:
+    """The directives that made a node what it is, each with its source line."""
+    return [work.graph.directives[number] for node in work.line if node.name == name for number in node.origin]
 
 
 def values(work: Work, node: Node) -> Iterator[str]:

@@ -74,7 +74,7 @@ def test_explain_of_an_unknown_node() -> None:
     assert str(error.value) == cleandoc("""
         explain: there is no node 'F[PP=9]'
           close: F[PP=1], F[PP=0], B[PP=1]
-          hint:  `piper plan --device` lists nodes; a backward has halves (BI, BW) where an order asks for them
+          hint:  `piper plan --device N` lists nodes; BI and BW exist where an order names them
     """)
 
 

@@ -20,11 +20,13 @@ ROOMS = {
     "fields",
     "ir",
     "job",
+    "launch",
     "lower",
     "models",
     "plan",
     "probe",
     "recipe",
+    "runtime",
     "schedules",
     "view",
 }
@@ -42,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capture": {"errors", "ir", "experts", "torch"},  # experts: the markers at which a region is cut
     "models": {"errors", "experts", "capture", "torch"},
     "job": {"errors", "ir", "directives", "torch"},
+    "runtime": {"errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
+    "launch": {"errors", "ir", "plan", "runtime", "torch"},
     "explain": {"errors", "devices", "ir", "lower", "plan"},
     "probe": {"torch"},
     "recipe": {"errors", "job"},

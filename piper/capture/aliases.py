@@ -21,7 +21,7 @@ def tensors_in(node: fx.Node) -> Sequence[Tensor]:
 
 
 def label_memory(graph: fx.Graph) -> None:
-    """Note on each node in which memory its tensors live, as numbers. Copies of a node may then live elsewhere."""
+    """Note on each node in which memory its tensors live, so that a copy of the node can live elsewhere."""
     for node in graph.nodes:
         node.meta[_MEMORY] = tuple(tensor.untyped_storage()._cdata for tensor in tensors_in(node))
 
@@ -74,4 +74,4 @@ def draws_random(node: fx.Node) -> bool:
         return True
     position = names.index("dropout_p")
     chance = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return chance != 0.0
+    return bool(chance != 0.0)

@@ -1,4 +1,4 @@
-"""Marks the regions of a model that a strategy can speak of: `annotate` in code, `annotate_modules` from outside.
+"""Marks the regions of a model that a strategy can speak of, in its code or from outside.
 
 Both only leave a mark on the operations that a capture records: a key `piper:PP` and a value that tells one
 region from another. Marks grow in the order the regions were made, so capture can count them from 0.
@@ -23,7 +23,7 @@ Mark = tuple[int, int]
 
 @contextmanager
 def annotate(tag: str) -> Iterator[None]:
-    """Make what runs inside one region: PP=0, PP=1, ... in the order entered. Does nothing outside a capture."""
+    """Make what runs inside one region: PP=0, PP=1, ... in the order entered. Outside a capture: nothing."""
     if torch.compiler.is_compiling():
         with traceback.annotate({PREFIX + tag: _next_mark()}):
             yield
@@ -31,13 +31,14 @@ def annotate(tag: str) -> Iterator[None]:
         yield
 
 
-@torch.compiler.assume_constant_result  # runs while tracing, at every entry: a loop gives every turn its own mark
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _next_mark() -> Mark:
+    """A mark that is larger than those before. Runs while tracing, so each turn of a loop gets its own."""
     return (time.perf_counter_ns(), 0)
 
 
 def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -> nn.Module:
-    """Make submodules regions, for a model that may not be edited. Changes their `forward`; returns the model.
+    """Make submodules regions, for a model that may not be edited. Wraps their `forward`; returns the model.
 
     regions: for each tag its regions in order. A region is a module's path, several paths together, or a
     pattern such as `layers.*.mlp.experts`, of which each match becomes a region.
@@ -85,4 +86,6 @@ def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
 
 
 def _fits(path: Sequence[str], parts: Sequence[str]) -> bool:
-    return len(path) == len(parts) and all(fnmatchcase(name, part) for name, part in zip(path, parts, strict=True))
+    return len(path) == len(parts) and all(
+        fnmatchcase(name, part) for name, part in zip(path, parts, strict=True)
+    )

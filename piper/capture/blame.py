@@ -13,18 +13,20 @@ import torch
 from piper.errors import CaptureError
 
 _OURS = (str(Path(__file__).parents[1] / "capture"), str(Path(torch.__file__).parent), "<")
-_HINT = "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
+_HINT = (
+    "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
+)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch's warnings and logs about a trace to itself: what matters of them becomes an error."""
+def quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep torch's logs and warnings about a trace to ourselves; yields the warnings as they come."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield caught
     finally:
         logging.disable(before)
 

@@ -27,7 +27,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a chunk's phases exchange. Positions are those of the chunk's inputs, params, buffers and outputs."""
+    """What a chunk's phases exchange. Positions are those of the chunk's params, buffers and outputs."""
 
     outputs: tuple[TensorSpec, ...]
     saved: tuple[TensorSpec, ...]
@@ -80,8 +80,9 @@ class GraphCode:
         for write in section.writes:
             result = copies[write.node]
             if write.copy:
-                contiguous = {"memory_format": torch.contiguous_format}
-                result = graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
+                result = graph.call_function(
+                    torch.ops.aten.clone.default, (result,), {"memory_format": torch.contiguous_format}
+                )
             results.append(result)
         graph.output(tuple(results))
         return fx.GraphModule(self.partition.joint.module, graph)
@@ -115,7 +116,7 @@ def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, 
         if node.op != "placeholder":  # a buffer is saved as a copy
             users.setdefault(memory_of(node), []).append(node)
     index: dict[int, int] = {}
-    bytes_of = []
+    bytes_of: list[int] = []
     for storage, nodes in users.items():
         total = max(sizes.storage_bytes(node.meta["val"]) for node in nodes)
         if len(nodes) > 1 or total != sizes.nbytes(nodes[0].meta["val"]):

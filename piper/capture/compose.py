@@ -1,7 +1,7 @@
 """Joins the traces of a chunk's segments into the trace of the chunk.
 
-Equal segments are traced once. Their forwards follow one another; their backwards follow in reverse, and where
-several segments give a gradient for one value these are added in the order autograd would.
+Equal segments are traced once. Their forwards follow one another; their backwards follow in reverse, and
+where several segments give a gradient for one value these are added in the order autograd would.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from piper.capture.aliases import memories, move_to
 from piper.capture.joint import Joint, trace_joint
 from piper.capture.partition import backward_nodes
-from piper.capture.pieces import Body, Made, Piece, Segment
+from piper.capture.piece import Body, Made, Piece, Segment
 from piper.capture.sizes import Sizes
 from piper.capture.structure import structural_key
 
@@ -41,7 +41,9 @@ class Joints:
             asked |= {made.output for made in wanted if made.segment == number}
             own = [trained[position] for position in segment.params]
             joint = self._of_body(segment.body, own, sorted(asked))
-            wanted |= {source: None for i in joint.grad_inputs if isinstance(source := segment.inputs[i], Made)}
+            wanted |= {
+                source: None for i in joint.grad_inputs if isinstance(source := segment.inputs[i], Made)
+            }
             parts.append(joint)
         return _Composer(piece, parts[::-1], tangents).run()
 

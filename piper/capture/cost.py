@@ -108,5 +108,4 @@ def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: M
 
 def _storages(nodes: Sequence[fx.Node]) -> Iterable[tuple[int, Tensor]]:
     for node in nodes:
-        for memory, tensor in zip(memories(node), tensors_in(node), strict=True):
-            yield memory, tensor
+        yield from zip(memories(node), tensors_in(node), strict=True)

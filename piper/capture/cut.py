@@ -1,4 +1,4 @@
-"""Cuts the captured graph into chunks: as few as the regions allow, and never two that wait for each other."""
+"""Cuts the captured graph into chunks: as few as regions allow, and never two that wait for each other."""
 
 import heapq
 import operator
@@ -49,13 +49,12 @@ def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) 
         holder = node.args[0] if node.target is operator.getitem else None
         if isinstance(holder, fx.Node) and holder in placed and not _indexes_tensor(holder):
             group = placed[holder]  # chunks exchange tensors: the parts of a tuple stay with it
-        elif node in regions.experts:
-            route = regions.experts[node]
+        elif kind := marker(node):
+            group = groups.new(regions.homes[node], kind)
+        elif route := regions.areas.get(node):
             if route not in route_of:
                 route_of[route] = groups.new(regions.homes[route], "expert")
             group = route_of[route]
-        elif kind := marker(node):
-            group = groups.new(regions.homes[node], kind)
         elif bundle := recording.bundles.get(node):
             if bundle not in bundles:
                 bundles[bundle] = groups.new(regions.homes[node], "compute")
@@ -87,7 +86,7 @@ class _Groups:
         return group
 
     def fitting(self, tags: Tags, sources: set[int]) -> Group:
-        """The latest group of the region that a node which reads `sources` can join without a cycle, else a new one."""
+        """The latest group of a region that a reader of `sources` can join without a cycle, or a new one."""
         for group in reversed(self.by_tags.get(tags, [])):
             others = sources - {group.number}
             if not any(self.all[other].behind >> group.number & 1 for other in others):

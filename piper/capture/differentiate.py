@@ -3,19 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from piper.capture.code import Code, GraphCode, PhaseCode, Shape
-from piper.capture.eager import EagerCode
-from piper.capture.compose import Joints
-from piper.capture.joint import Untraceable
-from piper.capture.partition import partition
-from piper.capture.pieces import Piece
-from piper.capture.sizes import Sizes
-from piper.capture.structure import structural_key
+from piper.capture.code import Code, PhaseCode, Shape
+from piper.capture.piece import Piece
 from piper.capture.trace import Traced
 from piper.errors import CaptureError
-from piper.ir.chunk import PHASES, Chunk, Outline, Output, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk import PHASES, Chunk, Outline, Output, Parameter, Phase, PhaseSpec, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +24,7 @@ class Captured:
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
-        """The code of a phase, called and returning as its `PhaseSpec` says. Built at the first call for a key."""
+        """The code of a phase: takes and returns what its `PhaseSpec` says. Built when first asked for."""
         if (key, phase) not in self.built:
             self.built[key, phase] = self.codes[key].build(phase)
         return self.built[key, phase]
@@ -46,13 +41,11 @@ def differentiate(traced: Traced, ways: Mapping[str, int] | None = None) -> Capt
 class _Differentiator:
     def __init__(self, traced: Traced, ways: Mapping[str, int]) -> None:
         self.traced = traced
-        self.trained = {parameter.name: parameter.trainable for parameter in traced.outline.parameters}
+        self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.ways = _ways_by_chunk(traced.outline, ways)
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
-        self.joints = Joints(traced.device)
         self.codes: dict[str, Code] = {}
-        self.reasons: dict[str, str] = {}
         self.fallbacks: dict[str, str] = {}
 
     def run(self) -> Captured:
@@ -82,7 +75,9 @@ class _Differentiator:
             rows, counts = chunk.outputs
             return replace(chunk, outputs=(rows, _fewer(counts, ways)))
         specs = (
-            _fewer(spec, ways) if isinstance(source, Output) and (source.chunk, source.index) in self.counts else spec
+            _fewer(spec, ways)
+            if isinstance(source, Output) and (source.chunk, source.index) in self.counts
+            else spec
             for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
         )
         return replace(chunk, input_specs=tuple(specs))
@@ -95,21 +90,23 @@ class _Differentiator:
         return replace(chunk, phases=phases)
 
     def _compute(self, piece: Piece, chunk: Chunk) -> Chunk:
-        assert piece.body is not None
-        trained = [self.trained[name] for name in chunk.params]
-        tangents = sorted(self.wanted[chunk.name])
         ways = self.ways.get(chunk.name, 1)
-        key = structural_key(piece.body, trained, tangents, ways, self.traced.device)
-        if key not in self.codes:
-            try:
-                self.codes[key] = GraphCode(partition(self.joints.of_piece(piece, trained, tangents, ways)))
-            except Untraceable as error:
-                params = [_fewer(Sizes().spec(tensor), ways) for tensor in piece.body.params]
-                self.codes[key] = EagerCode(piece, trained, tangents, params)
-                self.reasons[key] = str(error)
-        if key in self.reasons:
-            self.fallbacks[chunk.name] = self.reasons[key]
-        return _finished(chunk, key, self.codes[key].shape)
+        volume = self.traced.library.find(
+            piece,
+            trained=[self.parameters[name].trainable for name in chunk.params],
+            tangents=sorted(self.wanted[chunk.name]),
+            ways=ways,
+            params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
+        )
+        self.codes[volume.key] = volume.code
+        if volume.fallback is not None:
+            self.fallbacks[chunk.name] = volume.fallback
+        return _finished(chunk, volume.key, volume.code.shape)
+
+
+def _spec(parameter: Parameter) -> TensorSpec:
+    width = getattr(torch, parameter.dtype).itemsize
+    return TensorSpec(shape=parameter.shape, dtype=parameter.dtype, nbytes=parameter.numel * width)
 
 
 def _ways_by_chunk(outline: Outline, ways: Mapping[str, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from piper.capture.code import PhaseCode, Shape, Signature
 from piper.capture.partition import Kind
-from piper.capture.pieces import Piece
+from piper.capture.piece import Piece
 from piper.ir.chunk import Phase, TensorSpec
 
 _OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)
@@ -118,12 +118,12 @@ class _Forward:
 def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
     """The positions of the placeholders that the differentiated outputs depend on."""
     results = next(iter(reversed(graph.nodes))).args[0]
-    stack = [results[index] for index in tangents]  # type: ignore[index]
+    stack = [results[index] for index in tangents]
     seen: set[object] = set()
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack += node.all_input_nodes  # type: ignore[union-attr]
+            stack += node.all_input_nodes
     places = [node for node in graph.nodes if node.op == "placeholder"]
     return {position for position, node in enumerate(places) if node in seen}

@@ -1,8 +1,9 @@
-"""What an operation of the captured graph does besides computing its result: writes, random numbers, markers."""
+"""What an operation of the captured graph does besides computing: writes, random numbers, markers."""
 
 import functools
 import inspect
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -13,15 +14,26 @@ from torch import fx
 Marker = Literal["route", "unroute"]
 
 _IN_PLACE = frozenset(
-    getattr(operator, name)
-    for name in "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem".split()
+    (
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+        *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem),
+        *(operator.ilshift, operator.irshift),
+    )
 )
-_NOT_WRITES = ("requires_grad_", "detach_", "retain_grad")  # change how a tensor is seen, not what it holds
-_DRAWS = frozenset(
-    "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson binomial "
-    "rrelu gumbel_softmax bernoulli_ uniform_ normal_ exponential_ random_ cauchy_ geometric_ log_normal_".split()
+_NOT_WRITES = ("requires_grad_", "detach_")  # change how a tensor is seen, not what it holds
+_DRAWS = re.compile(
+    r"rand|randn|randint|randperm|rand_like|randn_like|randint_like|bernoulli_?|multinomial|normal_?|poisson|"
+    r"binomial|rrelu|gumbel_softmax|uniform_|exponential_|random_|cauchy_|geometric_|log_normal_"
 )
-_DROPS = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout native_dropout".split())
+_POSITIONS = {  # of arguments of built-in functions, which have no signature to ask
+    ("scaled_dot_product_attention", "dropout_p"): 4,
+    ("batch_norm", "running_mean"): 3,
+    ("batch_norm", "running_var"): 4,
+    ("batch_norm", "training"): 5,
+    ("dropout", "p"): 1,
+    ("dropout", "training"): 2,
+}
+_DROPS = re.compile(r"(alpha_|feature_alpha_|native_)?dropout[123]?d?")
 
 
 def store(target: torch.Tensor, index: object, value: object) -> torch.Tensor:
@@ -73,37 +85,27 @@ def draws(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
+        return bool(torch.Tag.nondeterministic_seeded in node.target.tags)
     name = name_of(node)
-    if name in _DROPS:
+    if _DROPS.fullmatch(name):
         return bool(argument(node, "training", True)) and argument(node, "p", 0.5) != 0.0
     if name == "scaled_dot_product_attention":
         return argument(node, "dropout_p", 0.0) != 0.0
-    return name in _DRAWS
+    return _DRAWS.fullmatch(name) is not None
 
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:
-    """An argument of a Python function by name, however it was passed."""
+    """An argument of a function by name, however it was passed."""
     if name in node.kwargs:
         return node.kwargs[name]
-    if not inspect.isfunction(node.target):
-        return _BUILTIN_ARGUMENTS.get((name_of(node), name), lambda args: default)(node.args)
-    names = _parameters(node.target)
-    position = names.index(name) if name in names else len(node.args)
+    if inspect.isfunction(node.target):
+        names = _parameters(node.target)
+        position = names.index(name) if name in names else len(node.args)
+    else:
+        position = _POSITIONS.get((name_of(node), name), len(node.args))
     return node.args[position] if position < len(node.args) else default
 
 
 @functools.cache
 def _parameters(function: Callable[..., object]) -> Sequence[str]:
     return tuple(inspect.signature(function).parameters)
-
-
-# Built-in functions have no signature to ask.
-_BUILTIN_ARGUMENTS = {
-    ("scaled_dot_product_attention", "dropout_p"): lambda args: args[4] if len(args) > 4 else 0.0,
-    ("batch_norm", "running_mean"): lambda args: args[3],
-    ("batch_norm", "running_var"): lambda args: args[4],
-    ("batch_norm", "training"): lambda args: args[5],
-    ("dropout", "p"): lambda args: args[1],
-    ("dropout", "training"): lambda args: args[2],
-}

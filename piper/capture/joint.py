@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
@@ -16,19 +15,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.aliases import label_memory
 from piper.capture.blame import quiet, reason
-from piper.capture.pieces import Body
+from piper.capture.piece import Body
 from piper.capture.sizes import Sizes
 
 _ROWS_WHILE_TRACING = 1013  # a prime that no real size equals: nothing may be concluded from it
 
 
-class Untraceable(RuntimeError):
+class UntraceableError(RuntimeError):
     """A chunk that cannot be traced forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """A body's forward and backward in one graph of functional operations. Positions are those of the body."""
+    """A body's forward and backward as one graph of functional operations. Positions are the body's."""
 
     module: fx.GraphModule
     inputs: Mapping[int, fx.Node]
@@ -45,7 +44,7 @@ class Joint:
 def trace_joint(
     body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
 ) -> Joint:
-    """Trace a body; gradients flow from the outputs in `tangents` to the inputs that need one and to what trains."""
+    """Trace a body, with gradients from the outputs in `tangents` to what trains and to inputs in need."""
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     module = fx.GraphModule(body.root, _with_results(body, tangents))
@@ -57,17 +56,17 @@ def trace_joint(
             fakes = _fakes(body, trained, ways, mode, device, rows)
             traced = aot_export_joint_with_descriptors(stack, module, fakes).graph_module
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
-            raise Untraceable(reason(error)) from error
+            raise UntraceableError(reason(error)) from error
     label_memory(traced.graph)
-    return _described(traced, body, _sizes(body, rows, shapes))
+    return _described(traced, body, _sizes(body, rows))
 
 
-def _sizes(body: Body, rows: torch.SymInt | None, shapes: ShapeEnv) -> Sizes:
-    """How to read the sizes of the trace. Refuses a trace that is only right for the rows it was made with."""
+def _sizes(body: Body, rows: torch.SymInt | None) -> Sizes:
+    """How to read the sizes of a trace. Refuses one that is only right for the rows it was made with."""
     if rows is None or body.experts is None:
         return Sizes()
-    if not isinstance(rows.node.expr, sympy.Symbol) or shapes.replacements:
-        raise Untraceable("it works for one number of rows only")
+    if not rows.node.expr.is_symbol:
+        raise UntraceableError("it works for one number of rows only")
     return Sizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
 
 
@@ -88,7 +87,7 @@ def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
         if node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     results = []
-    for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):  # type: ignore[arg-type]
+    for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):
         copy = copies[node] if index in tangents else graph.call_method("detach", (copies[node],))
         # The copy keeps views of inputs and of one another apart; where it is not needed it is dropped again.
         results.append(graph.call_method("clone", (copy,), {"memory_format": torch.contiguous_format}))
@@ -104,11 +103,11 @@ def _fakes(
     device: torch.device,
     rows: torch.SymInt | None,
 ) -> tuple[Tensor, ...]:
-    """Stand-ins for what the body reads, all contiguous; in an expert region the part of one of `ways` devices."""
+    """Stand-ins for what the body reads, all dense; in an expert region the part of one of `ways` devices."""
 
     def fake(first: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
         shape = [*first, *(int(size) for size in like.shape[len(first) :])]
-        return torch.empty(shape, dtype=like.dtype, device=device).requires_grad_(grad)  # type: ignore[arg-type]
+        return torch.empty(shape, dtype=like.dtype, device=device).requires_grad_(grad)
 
     def share(tensor: Tensor) -> Sequence[int]:
         """The first axis of what is divided by expert."""
@@ -130,27 +129,52 @@ def _fakes(
 
 def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
     """Sort the joint graph's inputs and outputs by what torch says they are."""
+    plain, tangents = _read_placeholders(traced)
+    outputs, mutated, grads = _read_outputs(traced)
     first_param = len(body.inputs)
     first_buffer = first_param + len(body.params)
-    inputs: dict[int, fx.Node] = {}
-    params: dict[int, fx.Node] = {}
-    buffers: dict[int, fx.Node] = {}
+    if any(index < first_buffer for index in mutated):
+        raise UntraceableError("it changes an input in place")
+
+    def part(nodes: Mapping[int, fx.Node], begin: int, end: int | None = None) -> dict[int, fx.Node]:
+        inside = (index for index in sorted(nodes) if begin <= index and (end is None or index < end))
+        return {index - begin: nodes[index] for index in inside}
+
+    return Joint(
+        module=traced,
+        inputs=part(plain, 0, first_param),
+        params=part(plain, first_param, first_buffer),
+        buffers=part(plain, first_buffer),
+        tangents=tangents,
+        outputs=[outputs[index] for index in range(len(outputs))],
+        mutated=part(mutated, first_buffer),
+        grad_inputs=part(grads, 0, first_param),
+        grad_params=part(grads, first_param),
+        sizes=sizes,
+    )
+
+
+def _read_placeholders(traced: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """The joint graph's arguments, and its tangents by output."""
+    plain: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
     for node in traced.graph.nodes:
         if node.op != "placeholder":
             continue
         match node.meta["desc"]:
             case aot.PlainAOTInput(idx=index):
-                if index < first_param:
-                    inputs[index] = node
-                elif index < first_buffer:
-                    params[index - first_param] = node
-                else:
-                    buffers[index - first_buffer] = node
+                plain[index] = node
             case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
                 tangents[index] = node
             case other:
-                raise Untraceable(f"torch passes it {other}")
+                raise UntraceableError(f"torch passes it {other}")
+    return plain, tangents
+
+
+def _read_outputs(
+    traced: fx.GraphModule,
+) -> tuple[dict[int, fx.Node], dict[int, fx.Node], dict[int, fx.Node]]:
+    """The joint graph's results: outputs, new values of arguments, gradients of arguments."""
     outputs: dict[int, fx.Node] = {}
     mutated: dict[int, fx.Node] = {}
     grads: dict[int, fx.Node] = {}
@@ -162,21 +186,10 @@ def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput(idx=index)):
                 if node is not None:
                     grads[index] = node
-            case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)) if index >= first_buffer:
-                mutated[index - first_buffer] = node
+            case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)):
+                mutated[index] = node
             case None:
                 pass
             case other:
-                raise Untraceable(f"torch makes it return {other}")
-    return Joint(
-        module=traced,
-        inputs=inputs,
-        params=params,
-        buffers=buffers,
-        tangents=tangents,
-        outputs=[outputs[index] for index in range(len(outputs))],
-        mutated=mutated,
-        grad_inputs={index: node for index, node in sorted(grads.items()) if index < first_param},
-        grad_params={index - first_param: node for index, node in sorted(grads.items()) if index >= first_param},
-        sizes=sizes,
-    )
+                raise UntraceableError(f"torch makes it return {other}")
+    return outputs, mutated, grads

@@ -8,13 +8,12 @@ and does not keep a parameter's memory alive between the phases.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import memory_of, recomputable, tensors_in
+from piper.capture.aliases import is_view, memory_of, recomputable, tensors_in
 from piper.capture.joint import Joint
 from piper.ir.chunk import Phase
 
@@ -78,70 +77,63 @@ class _Partitioner:
         self.order = {node: position for position, node in enumerate(joint.module.graph.nodes)}
         self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
-
-    @cached_property
-    def state(self) -> Mapping[fx.Node, tuple[Kind, int]]:
-        """What each placeholder is."""
         groups: tuple[tuple[Kind, Mapping[int, fx.Node]], ...] = (
-            ("inputs", self.joint.inputs),
-            ("params", self.joint.params),
-            ("buffers", self.joint.buffers),
-            ("tangents", self.joint.tangents),
+            ("inputs", joint.inputs),
+            ("params", joint.params),
+            ("buffers", joint.buffers),
+            ("tangents", joint.tangents),
         )
-        return {node: (kind, position) for kind, nodes in groups for position, node in nodes.items()}
+        self.given = {node: (kind, position) for kind, nodes in groups for position, node in nodes.items()}
+        self.casts = _casts(joint, self.backward)
 
     def run(self) -> Partition:
         joint = self.joint
         inner, weight = list(joint.grad_inputs.values()), list(joint.grad_params.values())
-        first = self._closure(inner)
         whole = self._needs([*inner, *weight])
-        second = self._needs(weight, made=first)
-        carried = self._sorted(node for node in second.reads if node in self.backward and node.op != "placeholder")
+        second = self._needs(weight, made=self._closure(inner))
+        carried = self._sorted(node for node in second.reads if self._carried(node))
         half = self._needs([*inner, *carried])
+        reads = [node for needs in (whole, half, second) for node in needs.reads]
+        saved = self._sorted(node for node in reads if self._saved(node))
         outputs = [self._result(node) for node in joint.outputs]
-        if not weight and not inner:
-            sections: dict[Phase, Section] = {}
-            saved: list[fx.Node] = []
-        else:
-            saved = self._sorted(
-                node for needs in (whole, half, second) for node in needs.reads if self._saved(node)
-            )
-            sections = {
-                "B": self._section(whole, saved, [], inner + weight, self._gradients(inner + weight, whole)),
-                "BI": self._section(half, saved, [], inner, self._gradients([*carried, *inner], half, len(carried))),
-                "BW": self._section(second, saved, carried, weight, self._gradients(weight, second)),
-            }
-        forward = self._forward(outputs, saved)
-        return Partition(
-            joint=joint, outputs=outputs, saved=saved, carried=carried, sections={"F": forward, **sections}
-        )
+        sections: dict[Phase, Section] = {"F": self._forward(outputs, saved)}
+        if inner or weight:
+            kept = {node: index for index, node in enumerate(saved)}
+            handed = {node: index for index, node in enumerate(carried)}
+            sections["B"] = self._backward(whole, kept, handed, joint.grad_inputs, joint.grad_params)
+            sections["BI"] = self._backward(half, kept, handed, joint.grad_inputs, {}, carried)
+            sections["BW"] = self._backward(second, kept, handed, {}, joint.grad_params)
+        return Partition(joint=joint, outputs=outputs, saved=saved, carried=carried, sections=sections)
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(set(nodes), key=self.order.__getitem__)
 
     def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """The backward nodes that the roots need, and with a tuple all its parts."""
+        """The backward nodes that the roots need, and with a tuple all its parts: phases exchange tensors."""
         stack, reached = list(roots), set()
         while stack:
             node = stack.pop()
             if node in self.backward and node not in reached:
                 reached.add(node)
                 stack += node.all_input_nodes
-        parts = [user for node in reached for user in node.users if not isinstance(node.meta.get("val"), Tensor)]
-        return reached | {user for user in parts if user in self.backward and isinstance(user.meta.get("val"), Tensor)}
+        tuples = [node for node in reached if isinstance(node.meta.get("val"), tuple | list)]
+        return reached.union(user for node in tuples for user in node.users if user in self.backward)
 
     def _saved(self, node: fx.Node) -> bool:
-        """Whether a value that a backward reads comes out of F."""
+        """Whether a value that a backward phase reads comes out of F."""
         return node in self.overwritten or (node.op != "placeholder" and node not in self.backward)
+
+    def _carried(self, node: fx.Node) -> bool:
+        """Whether a value that BW reads comes out of BI."""
+        return node.op != "placeholder" and node in self.backward
 
     def _needs(self, roots: Sequence[fx.Node], made: Collection[fx.Node] = ()) -> _Needs:
         """What a backward phase reads and runs to make the roots, where another has already made `made`."""
         needs = _Needs(set(), set(), {})
-        stack = list(roots)
-        lengths: list[fx.Node] = []
+        stack, lengths = list(roots), dict[fx.Node, None]()
         while stack or lengths:
-            if not stack:
-                size = lengths.pop()
+            if not stack:  # now that the reads are known, take sizes off one of them
+                size, _ = lengths.popitem()
                 if found := _axis_with(size, needs.reads):
                     needs.lengths[size] = found
                 else:
@@ -149,96 +141,89 @@ class _Partitioner:
                     stack += size.all_input_nodes
                 continue
             node = stack.pop()
-            if node in needs.body or node in needs.reads or node in lengths:
+            if node in needs.body or node in needs.reads or node in needs.lengths:
                 continue
             if node.target is _aten.sym_size.int:
-                lengths.append(node)
-            elif node.op == "placeholder":
-                needs.reads.add(node)
-            elif not isinstance(node.meta.get("val"), Tensor | tuple | list) or recomputable(node):
-                needs.body.add(node)
-                stack += node.all_input_nodes
-            elif node in self.backward and node not in made:
+                lengths[node] = None
+            elif node.op != "placeholder" and self._runs(node, made):
                 needs.body.add(node)
                 stack += node.all_input_nodes
             else:
                 needs.reads.add(node)
         return needs
 
+    def _runs(self, node: fx.Node, made: Collection[fx.Node]) -> bool:
+        """Whether a backward phase makes a value itself: it is its own, or costs less than keeping it."""
+        if not isinstance(node.meta.get("val"), Tensor | tuple | list):
+            return True  # a number
+        return recomputable(node) or node in self.casts or (node in self.backward and node not in made)
+
     def _result(self, node: fx.Node) -> fx.Node:
         """An output without the copy that was put around it, where it can do without."""
         source = node.all_input_nodes[0] if node.target is _aten.clone.default else node
         while source.target is _aten.detach.default:
             source = source.all_input_nodes[0]
-        read = {memory_of(placeholder) for placeholder in self.state}
-        plain = isinstance(source.meta["val"], Tensor) and source.meta["val"].is_contiguous()
-        return source if plain and memory_of(source) not in read else node
+        given = {memory_of(placeholder) for placeholder in self.given}
+        return source if source.meta["val"].is_contiguous() and memory_of(source) not in given else node
 
-    def _section(
+    def _backward(
         self,
         needs: _Needs,
-        saved: Sequence[fx.Node],
-        carried: Sequence[fx.Node],
-        roots: Sequence[fx.Node],
-        writes: Sequence[Write],
+        saved: Mapping[fx.Node, int],
+        carried: Mapping[fx.Node, int],
+        grad_inputs: Mapping[int, fx.Node],
+        grad_params: Mapping[int, fx.Node],
+        hands_on: Sequence[fx.Node] = (),
     ) -> Section:
         reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
-        for node in self._sorted(needs.reads):
+        for node in needs.reads:
             if self._saved(node):
-                reads["saved"][saved.index(node)] = node
-            elif node in self.state:
-                kind, position = self.state[node]
-                reads[kind][position] = node
+                reads["saved"][saved[node]] = node
+            elif self._carried(node):
+                reads["carried"][carried[node]] = node
             else:
-                reads["carried"][carried.index(node)] = node
-        made = set(roots)
+                kind, position = self.given[node]
+                reads[kind][position] = node
         return Section(
-            reads={kind: dict(sorted(found.items())) for kind, found in reads.items()},
+            reads=_in_order(reads),
             body=self._sorted(needs.body),
             lengths=needs.lengths,
-            writes=writes,
-            grad_inputs=tuple(index for index, node in self.joint.grad_inputs.items() if node in made),
-            grad_params=tuple(index for index, node in self.joint.grad_params.items() if node in made),
+            writes=self._gradients([*grad_inputs.values(), *grad_params.values()], hands_on, needs),
+            grad_inputs=tuple(grad_inputs),
+            grad_params=tuple(grad_params),
         )
 
-    def _gradients(self, nodes: Sequence[fx.Node], needs: _Needs, carried: int = 0) -> list[Write]:
+    def _gradients(
+        self, gradients: Sequence[fx.Node], hands_on: Sequence[fx.Node], needs: _Needs
+    ) -> list[Write]:
         """The results of a backward phase. Each has memory of its own: others will add to it, or free it.
 
-        The first `carried` nodes are what BI hands to BW; they come last in what it returns.
+        What BI hands on keeps its strides, since it stays on the device; a gradient may travel and is dense.
         """
-        taken = {memory_of(node) for node in needs.reads if not self._is_carried(node)}
+        taken = {memory_of(node) for node in needs.reads if not self._carried(node)}
+        taken |= {memory_of(node) for node in hands_on}
         writes = []
-        for node in nodes:
-            value = node.meta["val"]
-            whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.element_size()
-            late = len(writes) < carried  # carried values keep their strides: they never leave the device
-            copy = memory_of(node) in taken or not (whole or late)
-            writes.append(Write(node=node, copy=copy))
+        for node in gradients:
+            writes.append(Write(node=node, copy=memory_of(node) in taken or not _fills_memory(node)))
             taken.add(memory_of(node))
-        return [*writes[carried:], *writes[:carried]]
-
-    def _is_carried(self, node: fx.Node) -> bool:
-        return node in self.backward and node.op != "placeholder"
+        return [*writes, *(Write(node=node) for node in hands_on)]
 
     def _forward(self, outputs: Sequence[fx.Node], saved: Sequence[fx.Node]) -> Section:
-        mutated = [node for _, node in sorted(self.joint.mutated.items())]
+        mutated = [self.joint.mutated[position] for position in sorted(self.joint.mutated)]
         body: set[fx.Node] = set()
-        reads: set[fx.Node] = set()
+        reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
         stack = [*outputs, *saved, *mutated]
         while stack:
             node = stack.pop()
             if node.op == "placeholder":
-                reads.add(node)
+                kind, position = self.given[node]
+                reads[kind][position] = node
             elif node not in body:
                 body.add(node)
                 stack += node.all_input_nodes
-        known: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
-        for node in reads:
-            kind, position = self.state[node]
-            known[kind][position] = node
-        kept = {memory_of(node) for node in [*reads, *outputs, *saved]}
+        kept = {memory_of(node) for node in [*outputs, *saved, *self.given]}
         return Section(
-            reads={kind: dict(sorted(found.items())) for kind, found in known.items()},
+            reads=_in_order(reads),
             body=self._sorted(body),
             lengths={},
             writes=[
@@ -247,6 +232,30 @@ class _Partitioner:
                 *(Write(node=node, copy=memory_of(node) in kept) for node in mutated),
             ],
         )
+
+
+def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[int, fx.Node]]:
+    return {kind: dict(sorted(found.items())) for kind, found in reads.items()}
+
+
+def _fills_memory(node: fx.Node) -> bool:
+    """Whether a tensor is dense and alone in its memory."""
+    value = node.meta["val"]
+    size: int = value.numel() * value.element_size()
+    return bool(value.is_contiguous() and value.untyped_storage().nbytes() == size)
+
+
+def _casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
+    """The forward's copies of parameters in another type: kept, each microbatch would hold the weights."""
+    params = set(joint.params.values())
+    found: set[fx.Node] = set()
+    for node in joint.module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "call_function" and sources and all(s in params or s in found for s in sources):
+            copies = node.target in (_aten._to_copy.default, _aten.clone.default) or is_view(node)
+            if copies and node not in backward:
+                found.add(node)
+    return found
 
 
 def backward_nodes(joint: Joint) -> set[fx.Node]:

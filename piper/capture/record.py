@@ -1,5 +1,6 @@
 """Records one forward and loss as a single graph: what was called, on what, in which region and mode."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class Mode:
     """How an operation runs: whether autograd sees it, and inside which autocasts."""
 
     grad: bool = True
-    autocast: tuple[tuple[object, ...], ...] = ()
+    autocast: tuple[tuple[fx.node.Argument, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
     )
-    with quiet(), settings:
+    with quiet() as warned, settings:
         try:
             captured = dynamo_graph_capture_for_export(step)(batch)
         except AssertionError as error:
@@ -86,10 +87,26 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
             raise refused("the model and its loss cannot be captured", error) from error
         except Exception as error:
             raise refused("the model and its loss cannot be captured", error) from error
+        _check_side_effects(str(warning.message) for warning in warned)
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
     sources = _sources(model, batch)
-    return _Reader(captured, dict(zip(_placeholders(captured.graph), flat, strict=True)), sources).read(returned)
+    return _Reader(captured, dict(zip(_placeholders(captured.graph), flat, strict=True)), sources).read(
+        returned
+    )
+
+
+def _check_side_effects(warnings: Iterable[str]) -> None:
+    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+    for text in warnings:
+        if found := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
+            path = re.findall(r"'([^']+)'", found.group(1))[1:]
+            raise CaptureError(
+                "the forward replaces a buffer or parameter",
+                by="model",
+                facts={"module": ".".join(path) or "the model itself"},
+                hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
+            )
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -139,6 +156,7 @@ class _Reader:
     ) -> None:
         self.captured, self.tensors, self.sources = captured, tensors, sources
         self.graph = fx.Graph()
+        self.root = nn.Module()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.inputs: dict[int, fx.Node] = {}  # placeholders by their tensor's identity
         self.origins: dict[fx.Node, Origin] = {}
@@ -153,8 +171,8 @@ class _Reader:
         for node in self.captured.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, self.tensors[node])
-            elif node.op == "get_attr" and isinstance(held := _attribute(self.captured, node), Tensor):
-                self._input(node, held)
+            elif node.op == "get_attr":
+                self._attribute(node)
             elif node.op != "output" and not self._context(node):
                 self._copy(node)
         results = tuple(self._result(value) for value in returned)
@@ -162,7 +180,7 @@ class _Reader:
         tags = number_regions({node: node.meta.get("custom") or {} for node in self.graph.nodes})
         return Recording(
             graph=self.graph,
-            root=self.captured,
+            root=self.root,
             origins=self.origins,
             results=results,
             tags=tags,
@@ -191,6 +209,18 @@ class _Reader:
             )
         self.constants[node.name] = tensor.detach().contiguous()
         return Constant(name=node.name)
+
+    def _attribute(self, node: fx.Node) -> None:
+        """Read a tensor as a constant; keep the graph that a higher-order operation runs."""
+        held: object = self.captured
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if isinstance(held, Tensor):
+            self._input(node, held)
+        else:
+            self._copy(node)
+            self.copies[node].target = node.name
+            setattr(self.root, node.name, held)
 
     def _copy(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, lambda used: self.copies[used])
@@ -225,13 +255,6 @@ class _Reader:
         return self.inputs.get(id(value)) or self._input(fx.Graph().placeholder("result"), value)
 
 
-def _attribute(module: nn.Module, node: fx.Node) -> object:
-    held: object = module
-    for part in str(node.target).split("."):
-        held = getattr(held, part)
-    return held
-
-
 def _check_results(results: tuple[fx.Node, ...]) -> None:
     values = [node.meta["example_value"] for node in results]
     for what, value in zip(("loss", "weight"), values, strict=False):
@@ -256,7 +279,9 @@ def number_regions(marks: Mapping[fx.Node, Mapping[str, Mark]]) -> dict[fx.Node,
     for key in seen:
         _check_tag(key.removeprefix(PREFIX))
     return {
-        node: tuple((key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices)
+        node: tuple(
+            (key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices
+        )
         for node, custom in marks.items()
     }
 

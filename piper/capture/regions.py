@@ -1,17 +1,17 @@
 """Decides for every node of the captured graph to which region it belongs, and which nodes need no home."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from piper.capture.blame import node_line
 from piper.capture.effects import draws, marker, writes
-from piper.capture.record import Constant, FromBuffer, FromParameter, Recording, live
+from piper.capture.record import FromBuffer, FromParameter, Recording, live
 from piper.capture.rewrite import Entangled, value
 from piper.errors import CaptureError
-from piper.ir.chunk import Tags
+from piper.ir.chunk import Batch, Constant, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,10 @@ class Regions:
     homes: Mapping[fx.Node, Tags]  # of each node that runs in one place
     copied: frozenset[fx.Node]  # made from constants alone: every chunk that needs one makes its own
     weights: frozenset[fx.Node]  # made from parameters alone: an expert region makes its own
-    experts: Mapping[fx.Node, fx.Node]  # nodes between the markers, with their `route`
+    areas: Mapping[fx.Node, fx.Node]  # nodes after a `route` up to and with its `unroute`, and that `route`
 
 
-def find_regions(recording: Recording, entangled: list[Entangled]) -> Regions:
+def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Regions:
     """Sort the nodes into regions."""
     graph = recording.graph
     needed = live(graph, recording.results)
@@ -39,15 +39,15 @@ def find_regions(recording: Recording, entangled: list[Entangled]) -> Regions:
     tied = frozenset(node for group in entangled for node in group.nodes)
     copied = _made_from(recording, nodes, (FromBuffer, Constant), tied)
     weights = _made_from(recording, nodes, (FromBuffer, Constant, FromParameter), tied) - copied
-    experts = _expert_areas(recording, nodes, copied, weights)
-    sunk = _only_for_experts(nodes, weights, experts)
+    areas = _expert_areas(recording, nodes, copied | weights)
+    sunk = _only_for_experts(nodes, weights, areas)
     placed = [node for node in nodes if node not in copied and node not in sunk]
     return Regions(
         order=order,
         homes=_homes(recording, placed),
         copied=copied,
         weights=weights,
-        experts=experts,
+        areas=areas,
     )
 
 
@@ -56,7 +56,11 @@ def _made_from(
 ) -> frozenset[fx.Node]:
     """The nodes that depend on inputs of these kinds alone, and give the same result wherever they run."""
     written = {target for node in nodes for target in writes(node)}
-    made = {node for node, origin in recording.origins.items() if isinstance(origin, kinds) and node not in written}
+    made = {
+        node
+        for node, origin in recording.origins.items()
+        if isinstance(origin, kinds) and node not in written
+    }
     trains = FromParameter in kinds
     found = set()
     for node in nodes:
@@ -77,52 +81,47 @@ def _made_from(
 
 
 def _expert_areas(
-    recording: Recording, nodes: list[fx.Node], copied: frozenset[fx.Node], weights: frozenset[fx.Node]
+    recording: Recording, nodes: list[fx.Node], made_anywhere: frozenset[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """The nodes between each `route` and its `unroute`: all that depends on the rows that were routed."""
-    area: dict[fx.Node, fx.Node] = {}  # also the getitems of `route`, which carry its results
+    """What lies between each `route` and its `unroute`: all that depends on the rows that were routed."""
+    anywhere = {node for node, origin in recording.origins.items() if not isinstance(origin, Batch)}
+    anywhere |= made_anywhere
+    routed: dict[fx.Node, fx.Node] = {}  # what a `route` returns and what is made of it
+    area: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        routes = {area[source] for source in node.all_input_nodes if source in area}
-        routes |= {source for source in node.all_input_nodes if marker(source) == "route"}
-        if not routes:
-            continue
-        if marker(node) == "unroute":
-            _check_unroute(node, area)
-            continue
-        outside = [
-            source
-            for source in node.all_input_nodes
-            if source not in area
-            and marker(source) != "route"
-            and source not in copied
-            and source not in weights
-            and not isinstance(recording.origins.get(source), FromBuffer | FromParameter | Constant)
-        ]
-        if outside or len(routes) > 1 or marker(node) or node in recording.results:
-            raise _leaves_area(node, outside)
-        area[node] = routes.pop()
-    return {node: route for node, route in area.items() if not _result_of_route(node)}
+        reads = [source for source in node.all_input_nodes if source not in anywhere]
+        routes = {routed[source] for source in reads if source in routed}
+        if _is_result_of_route(node):
+            routed[node] = reads[0]
+        elif marker(node) == "unroute":
+            rows, counts = node.all_input_nodes[:2]
+            if not _is_result_of_route(counts) or routed.get(rows) is not routed[counts]:
+                raise _not_routed(node)
+            area[node] = routed[counts]
+        elif routes:
+            outside = [source for source in reads if source not in routed]
+            if outside or len(routes) > 1 or marker(node) or node in recording.results:
+                raise _leaves_area(node, outside)
+            routed[node] = area[node] = routes.pop()
+    return area
 
 
-def _result_of_route(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and marker(source) == "route"
+def _is_result_of_route(node: fx.Node) -> bool:
+    return node.target is operator.getitem and marker(node.all_input_nodes[0]) == "route"
 
 
-def _check_unroute(node: fx.Node, area: Mapping[fx.Node, fx.Node]) -> None:
-    rows, counts = node.args[:2]
-    if not (isinstance(counts, fx.Node) and _result_of_route(counts) and area.get(rows) is area[counts]):
-        raise CaptureError(
-            "these rows and counts do not come from one route",
-            by=f"unroute{node_line(node)}",
-            hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
-        )
+def _not_routed(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        "these rows and counts do not come from one route",
+        by=f"unroute{node_line(node)}",
+        hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+    )
 
 
 def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
     if outside:
         fact = {"uses": f"{outside[0].name}{node_line(outside[0])}, which was not routed"}
-        hint = "send it through route beside the rows, or use it after unroute: the rows may be on another device"
+        hint = "route it with the rows, or use it after unroute: the rows may be on another device"
     else:
         fact = {"uses": "rows of a route that has not been unrouted"}
         hint = "call unroute before anything else uses what route returned"
@@ -135,12 +134,12 @@ def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
 
 
 def _only_for_experts(
-    nodes: list[fx.Node], weights: frozenset[fx.Node], experts: Mapping[fx.Node, fx.Node]
+    nodes: list[fx.Node], weights: frozenset[fx.Node], areas: Mapping[fx.Node, fx.Node]
 ) -> frozenset[fx.Node]:
     """The nodes made from parameters that only expert regions use: these sink into them."""
     sunk: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node in weights and all(user in experts or user in sunk for user in node.users):
+        if node in weights and node.users and all(user in areas or user in sunk for user in node.users):
             sunk.add(node)
     return frozenset(sunk)
 

@@ -1,14 +1,16 @@
 """Makes a recorded graph fit to be cut: what an operation depends on is exactly what its arguments say."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from piper.capture.effects import name_of, store, writes
-from piper.capture.record import FromBuffer, Recording
+from piper.capture.blame import node_line
+from piper.capture.effects import marker, name_of, store, writes
+from piper.capture.record import FromBuffer, FromParameter, Recording
+from piper.errors import CaptureError
 
 _FILLS = {
     "new_zeros": torch.zeros,
@@ -36,6 +38,7 @@ def value(node: fx.Node) -> object:
 def simplify(recording: Recording) -> Sequence[Entangled]:
     """Rewrite the graph in place; returns the writes that could not be made explicit."""
     _fill_by_size(recording)
+    _merge_results(recording)
     return _explicit_writes(recording)
 
 
@@ -62,6 +65,17 @@ def _fill_by_size(recording: Recording) -> None:
             node.kwargs = {"dtype": made.dtype, "device": made.device}
 
 
+def _merge_results(recording: Recording) -> None:
+    """Read each result of a `route` through one node: a trace takes sizes off a second one."""
+    first: dict[tuple[fx.Node, object], fx.Node] = {}
+    for node in recording.graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and marker(source) == "route":
+            kept = first.setdefault((source, node.args[1]), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+
+
 def _explicit_writes(recording: Recording) -> list[Entangled]:
     """Let what reads a value after a write in place depend on the write.
 
@@ -73,12 +87,19 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
     entangled = []
     for node in list(recording.graph.nodes):
         for written in writes(node):
-            if isinstance(recording.origins.get(written), FromBuffer):
+            origin = recording.origins.get(written)
+            if isinstance(origin, FromBuffer):
                 continue  # comes out of the chunk as a new value of the buffer
+            if isinstance(origin, FromParameter):
+                raise CaptureError(
+                    f"the forward changes the parameter {origin.name}",
+                    by=f"{node.name}{node_line(node)}",
+                    hint="compute a new tensor instead, or keep what changes in a buffer",
+                )
             if node.target is operator.setitem:
                 node.target = store
                 node.meta["example_value"] = value(written)
-            written.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: order[user] > order[node])
+            _replace_later(written, node, order)
             # A name made after the write was made from what was written.
             aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
             seen = [user for other in aliases for user in other.users if order[user] > order[node]]
@@ -87,20 +108,15 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
     return entangled
 
 
-def storage_of(fake: object) -> int | None:
+def _replace_later(node: fx.Node, by: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: order[user] > order[by])
+
+
+def _storage_of(fake: object) -> int | None:
     """The identity of a fake tensor's memory."""
     return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
 
 
 def _aliases(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    storage = storage_of(value(node))
-    return [other for other in graph.nodes if storage is not None and storage_of(value(other)) == storage]
-
-
-def relaxed_view(node: fx.Node) -> bool:
-    """Whether a node is a `view` that must become a `reshape`: between chunks values lose odd strides."""
-    return (
-        node.op == "call_method"
-        and node.target == "view"
-        and not any(isinstance(argument, torch.dtype) for argument in [*node.args, *node.kwargs.values()])
-    )
+    storage = _storage_of(value(node))
+    return [other for other in graph.nodes if storage is not None and _storage_of(value(other)) == storage]

@@ -1,7 +1,7 @@
 """Cuts a long chunk into segments that repeat, so that a stage of many equal layers is traced as one layer.
 
-A segment ends where only one value that needs a gradient goes on, as between the layers of a decoder. Gradients
-then meet in the same order as in the whole chunk, so tracing the parts gives the same numbers as tracing the whole.
+A segment ends where only one value that needs a gradient goes on, as between the layers of a decoder.
+Gradients then meet in the same order as in the whole chunk, so the parts give the same numbers as the whole.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
 def split_nodes(
     nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]
 ) -> list[list[fx.Node]]:
-    """Cut nodes, in the order of the program, into segments. state: placeholders of parameters and buffers."""
+    """Cut nodes, in the order of the program, into segments. state: those of parameters and buffers."""
     ends = _ends(nodes, state, bundles)
     segments: list[list[fx.Node]] = [[]]
     for position, node in enumerate(nodes):
@@ -34,7 +34,9 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
     last: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
         for source in node.all_input_nodes:
-            first.setdefault(source, position if source in state else -1)  # inputs are there from the beginning
+            first.setdefault(
+                source, position if source in state else -1
+            )  # inputs are there from the beginning
             last[source] = position
     written = {target for node in nodes for target in writes(node)}
     trained = _Count(len(nodes))  # values that need a gradient and go on past a position

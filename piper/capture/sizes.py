@@ -1,8 +1,7 @@
 """Reads sizes off fake tensors, also where a size depends on routing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -21,8 +20,7 @@ class Sizes:
         if not isinstance(size, torch.SymInt):
             return int(size)
         expression = size.node.expr
-        values = {symbol: self.balanced.get(str(symbol), 1) for symbol in expression.free_symbols}
-        return int(sympy.sympify(expression).subs(values))
+        return int(expression.subs({symbol: self.balanced.get(str(symbol), 1) for symbol in _symbols(size)}))
 
     def shape(self, value: Tensor) -> tuple[int, ...]:
         """A shape in numbers."""
@@ -41,12 +39,8 @@ class Sizes:
 
     def routed(self, value: Tensor) -> bool:
         """Whether a tensor's size depends on routing."""
-        return any(
-            str(symbol) in self.rows or str(symbol) not in self.balanced
-            for size in value.shape
-            if isinstance(size, torch.SymInt)
-            for symbol in size.node.expr.free_symbols
-        )
+        names = {str(symbol) for size in value.shape for symbol in _symbols(size)}
+        return any(name in self.rows or name not in self.balanced for name in names)
 
     def spec(self, value: Tensor, storage: int = -1) -> TensorSpec:
         """What the compiler is told of a tensor."""
@@ -57,6 +51,10 @@ class Sizes:
             storage=storage,
             dynamic_rows=self.routed(value),
         )
+
+
+def _symbols(size: int | torch.SymInt) -> Iterable[object]:
+    return size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

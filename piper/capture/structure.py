@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from piper.capture.pieces import Body
+from piper.capture.piece import Body
 
 
 def structural_key(
     body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
 ) -> str:
-    """A hash of everything that decides what a body's code becomes. Parameters count by shape, not by name."""
+    """A hash of all that decides what a body's code becomes. Parameters count by shape, not by name."""
     digest = hashlib.sha256()
     for line in _lines(body, trained, tangents, ways, device):
         digest.update(line.encode() + b"\n")
@@ -52,7 +52,8 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')} {str(target).split(' at 0x')[0]}"
+    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    return f"{name} {str(target).split(' at 0x')[0]}"  # where it lies in memory is nothing it does
 
 
 def _text(argument: object, numbers: Mapping[fx.Node, int]) -> str:

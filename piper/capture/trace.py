@@ -1,17 +1,19 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from piper.capture.assemble import Assembler
 from piper.capture.blame import quiet, refused
 from piper.capture.cut import cut
-from piper.capture.pieces import Assembler, Piece
+from piper.capture.library import Library
+from piper.capture.piece import Piece
 from piper.capture.record import LossFn, Recording, record
 from piper.capture.regions import Regions, find_regions
 from piper.capture.rewrite import simplify, value
@@ -31,7 +33,7 @@ class Traced:
     rows: int
     pieces: tuple[Piece, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
-    device: torch.device
+    library: Library  # the code of its chunks, as far as it has been asked for
 
 
 def trace(
@@ -62,7 +64,7 @@ def trace(
         }
     recording = record(model, loss_fn, fakes)
     pieces, assembler = _cut(recording)
-    loss, *weight = (assembler.output(node) for node in recording.results)
+    loss, *weight = (assembler.output(node) for node in assembler.recording.results)
     outline = Outline(
         chunks=tuple(piece.chunk for piece in pieces),
         loss=loss,
@@ -73,7 +75,11 @@ def trace(
         rows=rows,
     )
     return Traced(
-        outline=outline, rows=rows, pieces=tuple(pieces), constants=recording.constants, device=device
+        outline=outline,
+        rows=rows,
+        pieces=tuple(pieces),
+        constants=recording.constants,
+        library=Library(device),
     )
 
 
@@ -87,36 +93,17 @@ def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:
 
 def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Regions]:
     """Let a weight that no chunk computes (a batch field, a constant) be copied in the loss's chunk."""
-    graph, (loss, *rest) = recording.graph, recording.results
-    results, homes, order = [loss], dict(regions.homes), dict(regions.order)
-    modes = dict(recording.modes)
+    loss, *rest = recording.results
+    results, homes, order, modes = [loss], dict(regions.homes), dict(regions.order), dict(recording.modes)
     for node in rest:
-        if node not in homes or node is loss:
-            source = node
-            node = graph.call_function(torch.clone, (source,))
-            node.meta["example_value"] = value(source)
-            homes[node], modes[node] = homes[loss], modes[loss]
-            order[node] = len(order)
-        results.append(node)
-    return (
-        Recording(
-            graph=graph,
-            root=recording.root,
-            origins=recording.origins,
-            results=tuple(results),
-            tags=recording.tags,
-            modes=modes,
-            bundles=recording.bundles,
-            constants=recording.constants,
-        ),
-        Regions(
-            order=order,
-            homes=homes,
-            copied=regions.copied,
-            weights=regions.weights,
-            experts=regions.experts,
-        ),
-    )
+        if node in homes:
+            results.append(node)
+            continue
+        copy = recording.graph.call_function(torch.clone, (node,))
+        copy.meta["example_value"] = value(node)
+        homes[copy], modes[copy], order[copy] = homes[loss], modes[loss], len(order)
+        results.append(copy)
+    return replace(recording, results=tuple(results), modes=modes), replace(regions, homes=homes, order=order)
 
 
 def check_batch(batch: Mapping[str, Tensor], rows: int) -> None:
@@ -136,7 +123,9 @@ def check_batch(batch: Mapping[str, Tensor], rows: int) -> None:
     for name, count in counts.items():
         if count < rows or count != next(iter(counts.values())):
             raise CaptureError(
-                f"{name!r} has too few samples" if count < rows else "the fields of a batch differ in samples",
+                f"{name!r} has too few samples"
+                if count < rows
+                else "the fields of a batch differ in samples",
                 by="batch",
                 facts={
                     "samples": ", ".join(f"{field} {number}" for field, number in counts.items()),

@@ -49,7 +49,7 @@ class Directive:
 
 
 def refused(verb: str, what: str, hint: str) -> ScheduleError:
-    """The error for an argument of the wrong kind, told where the directive is written, before it has a number."""
+    """The error for an argument of the wrong kind; the directive has no number yet, but a line."""
     return ScheduleError(what, by=f"{verb} ({source_line()})", hint=hint)
 
 
@@ -90,7 +90,7 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
             "the filter matches no node",
             by=by,
             facts={"asked": str(at), "known": extent(graph)},
-            hint="use an index that exists; a backward is in halves (BI, BW) only where an order asks for them",
+            hint="use an index that exists; only an order that asks for halves makes a backward BI and BW",
         )
     return nodes
 

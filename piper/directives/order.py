@@ -89,7 +89,7 @@ def given_group(group: object) -> tuple[At, ...]:
 
 
 def ordered(graph: Graph, at: At, by: str) -> list[Compute]:
-    """The nodes that a filter puts in order; a backward that does not exist, as nothing trains there, is none."""
+    """The nodes that a filter puts in order: none where it names a backward and nothing trains."""
     check_tags(graph, at, by)
     nodes = graph.select(at)
     if nodes:

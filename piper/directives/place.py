@@ -22,7 +22,7 @@ class Place(Directive):
 
     F[PP=0]
     -->
-    F[PP=0] @0,2      (a data edge to a node elsewhere becomes a transfer on `stream` when the graph is lowered)
+    F[PP=0] @0,2      (a data edge to a node elsewhere will become a transfer on `stream`)
     """
 
     at: At
@@ -40,7 +40,7 @@ class Place(Directive):
 
 
 def place(at: At, devices: Sequence[int] | int, stream: str | None = None) -> Place:
-    """Run the selected nodes on `devices`, each on its slice of the samples; transfers they need use `stream`."""
+    """Run the selected nodes on `devices`, each on its slice of the samples; their transfers use `stream`."""
     return Place(
         at=given_filter("place", at),
         devices=given_devices("place", [devices] if isinstance(devices, int) else devices),

@@ -60,7 +60,7 @@ class Replicate(Directive):
             raise ScheduleError(
                 f"there is no ZeRO level {self.zero!r}",
                 by=by,
-                hint="zero is 0 (all whole), 1 (optimizer state sharded), 2 (gradients too) or 3 (parameters too)",
+                hint="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too",
             )
         size = self.bucket_mb
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):

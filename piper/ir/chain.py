@@ -31,8 +31,8 @@ def chain(
 ) -> Outline:
     """A chain of `stages`, each with `layers` weight matrices; F, I and W cost `split_cost` units.
 
-    With `experts`, each stage routes to an expert region EP=stage between two dense pieces. With `tied`, the first
-    and the last stage share one parameter.
+    With `experts`, each stage routes to an expert region EP=stage between two dense pieces. With `tied`, the
+    first and the last stage share one parameter.
     """
     made = _Chain(width=width, rows=rows, cost=split_cost)
     source: Source = Batch(field="x")
@@ -92,7 +92,7 @@ class _Chain:
     def dense(
         self, name: str, tags: Tags, source: Source, params: tuple[str, ...], outputs: tuple[TensorSpec, ...]
     ) -> None:
-        """A chunk that reads one value and its weights, saves one value, and differentiates its first output."""
+        """A chunk that reads one value and its weights, and saves one value."""
         self.chunks.append(self._matmuls(name, tags, (source,), params, (self.hidden,), outputs))
 
     def _matmuls(
@@ -137,7 +137,7 @@ class _Chain:
         )
 
     def routed(self, owner: str, tags: Tags, experts: int, params: tuple[str, ...]) -> Output:
-        """A route, an expert chunk and an unroute, as capture cuts them: the owner gives the rows and their counts."""
+        """A route, an expert chunk and an unroute, as capture cuts them; the owner gives rows and counts."""
         name = f"{owner} {tags[-1][0]}={tags[-1][1]}"
         rows = replace(self.hidden, dynamic_rows=True)
         counts = self.counts(experts)

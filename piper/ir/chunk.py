@@ -1,7 +1,7 @@
-"""What capture tells the compiler about a model: its chunks, their values, and what each phase reads and writes.
+"""What capture tells the compiler about a model: its chunks, their values, what each phase reads and writes.
 
-Pure data. A chunk is a piece of the captured graph that runs as a unit; its code stays with capture and is found
-by `Chunk.key` at run time.
+Pure data. A chunk is a piece of the captured graph that runs as a unit; its code stays with capture and is
+found by `Chunk.key` at run time.
 """
 
 from collections.abc import Mapping
@@ -52,11 +52,11 @@ Source = Batch | Output | Constant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSpec:
-    """What one phase of a chunk reads and writes. Its code is called with, and returns, exactly these in this order.
+    """What one phase of a chunk reads and writes: its code takes and returns exactly these, in order.
 
     Reads: inputs, params, buffers, saved, carried, tangents.
-    Writes: F: outputs, saved, mutated buffers. B: grad_inputs, grad_params. BI: grad_inputs, all of Chunk.carried.
-    BW: grad_params.
+    Writes: F: outputs, saved, mutated buffers. B: grad_inputs, grad_params. BI: grad_inputs, all of
+    Chunk.carried. BW: grad_params.
     """
 
     inputs: tuple[int, ...] = ()  # indices into Chunk.inputs

@@ -1,7 +1,7 @@
 """The training graph that directives rewrite: what must happen, on which devices.
 
-Replicas are not expanded: a node carries its whole set of devices, so the graph does not grow with the degree of
-data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
+Replicas are not expanded: a node carries its whole set of devices, so the graph does not grow with the degree
+of data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A member of an ordered group: a node by what it is, so that a later rewrite can still find its successors."""
+    """A member of an ordered group: a node by what it is, so that later rewrites can find its successors."""
 
     chunk: str
     phase: Phase

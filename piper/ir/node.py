@@ -117,7 +117,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Send rows to the devices of their experts, or back: an all-to-all with uneven, data-dependent counts."""
+    """Send rows to the devices of their experts, or back: an all-to-all with uneven counts."""
 
     chunk: str
     phase: Phase  # F or B
@@ -188,7 +188,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """Square and sum the gradients a device answers for, beside its losses: each parameter counts once over all."""
+    """Square and sum the gradients of a device, beside its losses: over all, each parameter counts once."""
 
     devices: Devices
     reads: tuple[str, ...]

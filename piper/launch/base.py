@@ -37,17 +37,16 @@ def result_of(plans: Plans, sums: Sums) -> StepResult:
     """A step's result from the sums over all devices."""
     norm = math.sqrt(sums.squares)
     if plans.weighted:
+        if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
+            return StepResult(loss=math.nan, grad_norm=math.nan)
         return StepResult(loss=sums.loss / sums.weight, grad_norm=norm / sums.weight)
     return StepResult(loss=sums.loss * plans.seed, grad_norm=norm)
 
 
-def state_by_name(
-    outline: Outline, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def state_by_name(outline: Outline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A full state under every name a model's own state_dict has: those of tied parameters too."""
     found: dict[str, Tensor] = {}
     for parameter in outline.parameters:
         for name in (parameter.name, *parameter.aliases):
-            found[name] = parameters[parameter.name]
-    found.update({buffer.name: buffers[buffer.name] for buffer in outline.buffers if buffer.persistent})
-    return found
+            found[name] = values[parameter.name]
+    return found | {buffer.name: values[buffer.name] for buffer in outline.buffers if buffer.persistent}

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from piper.launch.base import StepResult, result_of, state_by_name
 from piper.runtime.assemble import whole_parameters
+from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.inline import World
 from piper.runtime.env import Dice
 from piper.runtime.executor import raise_first
-from piper.runtime.setup import ProgramLike, initial_values, setup_of
+from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 
@@ -22,19 +23,27 @@ class InlineRun:
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.plans = program, program.plans
         self.world = World(program.plans, options.timeout)
-        setup, self.initial = setup_of(program), initial_values(program.job)
-        dice = Dice()
+        setup, initial, dice = setup_of(program), initial_values(program.job), Dice()
+        self.shapes = wanted_shapes(setup)
         self.workers = {
-            device: Worker(
-                setup, device, self.world.member(device), self.initial, options, dice, self.world.stop
-            )
+            device: Worker(setup, device, self.world.member(device), initial, options, dice, self.world.stop)
             for plan in program.plans
             for device in plan.devices
         }
+        self.unread = self._unread(initial)
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
+
+    def _unread(self, initial: Initial) -> dict[str, Tensor]:
+        """What no chunk reads, and so no worker holds: it stays as it began."""
+        outline = self.program.outline
+        held = {piece.name for bucket in self.plans.buckets.values() for piece in bucket.pieces}
+        held |= {name for chunk in outline.chunks for name in chunk.buffers}
+        names = (*(p.name for p in outline.parameters), *(b.name for b in outline.buffers if b.persistent))
+        return {name: initial(name) for name in names if name not in held}
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
+        check_batch(batch, self.shapes)
         futures = [self.threads.submit(worker.step, batch) for worker in self.workers.values()]
         wait(futures)
         raise_first([error for future in futures if (error := future.exception()) is not None])
@@ -46,18 +55,13 @@ class InlineRun:
             self.plans.buckets.values(), lambda bucket, device: self.workers[device].owned(bucket)
         )
         outline = self.program.outline
-        for parameter in outline.parameters:  # one that no chunk reads stays as it began
-            if parameter.name not in parameters:
-                parameters[parameter.name] = self.initial(parameter.name)
-        buffers = {buffer.name: self._buffer(buffer.name) for buffer in outline.buffers if buffer.persistent}
-        return {name: value.clone() for name, value in state_by_name(outline, parameters, buffers).items()}
+        buffers = {name: self._buffer(name) for chunk in outline.chunks for name in chunk.buffers}
+        state = state_by_name(outline, parameters | buffers | self.unread)
+        return {name: value.clone() for name, value in state.items()}
 
     def _buffer(self, name: str) -> Tensor:
-        for worker in self.workers.values():
-            value = worker.buffer(name)
-            if value is not None:
-                return value
-        return self.initial(name)
+        held = (worker.buffer(name) for worker in self.workers.values())
+        return next(value for value in held if value is not None)
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients in full, before clipping; `keep_gradients` must be on."""

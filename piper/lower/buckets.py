@@ -92,7 +92,7 @@ def homes_of(graph: Graph) -> dict[str, Home]:
 
 
 def trained(outline: Outline) -> Iterator[Parameter]:
-    """The parameters, those that no backward reaches as if they were frozen: an optimizer leaves both alone."""
+    """The parameters, those that no backward reaches as frozen: an optimizer leaves both alone."""
     reached = {
         name for chunk in outline.chunks if "B" in chunk.phases for name in chunk.phases["B"].grad_params
     }
@@ -196,7 +196,7 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
         ], []
     union = [replace(home, devices=everyone, policy=replace(home.policy, zero=0)) for home in homes]
     reason = (
-        f"{param.name}: not sharded, because its chunks live on sets of devices that differ in size or overlap "
+        f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
         f"({', '.join(show(devices) for devices in by_set)})"
     )
     return [bucket(param.name, union)], [reason] if any(h.policy.zero for h in homes) else []

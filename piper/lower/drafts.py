@@ -29,6 +29,8 @@ from piper.lower.sync import Draft
 from piper.lower.work import Work, prefix_of
 from piper.plan.plan import Comm
 
+Communication = Counts | Exchange | Gather | Reduce | Total | Broadcast
+
 
 @dataclass(slots=True, kw_only=True)
 class Emission:
@@ -41,15 +43,18 @@ class Emission:
     class_of: dict[int, int]  # device -> the number of its class
     comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
     pairs: dict[str, Comm] = field(default_factory=dict)
-    classes_in: dict[Devices, list[int]] = field(default_factory=dict)
+    classes_in: dict[int, tuple[Devices, list[int]]] = field(default_factory=dict)
+    # ^ by identity, the set kept alive: nodes share their sets, and hashing hundreds of devices takes long
     comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
     begun: set[tuple[int, str]] = field(default_factory=set)  # (class, total): it has something to reduce
 
     def within(self, devices: Devices) -> list[int]:
         """The classes that make up a set of devices."""
-        if devices not in self.classes_in:
-            self.classes_in[devices] = list(dict.fromkeys(self.class_of[device] for device in devices))
-        return self.classes_in[devices]
+        found = self.classes_in.get(id(devices))
+        if found is None:
+            found = (devices, list(dict.fromkeys(self.class_of[device] for device in devices)))
+            self.classes_in[id(devices)] = found
+        return found[1]
 
     def size(self, value: str) -> int:
         """The bytes of a value, with the storages it shares."""
@@ -59,7 +64,7 @@ class Emission:
     def comm(
         self, key: tuple[str, ...], groups: Callable[[], tuple[Devices, ...]], stream: str
     ) -> tuple[str | None, int]:
-        """The communicator of these groups on this stream and the size of a group; none for a group of one."""
+        """The communicator of these groups on this stream, none for groups of one, and their size."""
         if key not in self.comm_cache:
             made = groups()
             if len(made[0]) == 1:
@@ -89,17 +94,30 @@ def draft_for(emission: Emission, node: Node, number: int) -> Draft:
     draft = Draft(op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes)
     match node:
         case Compute():
-            spec = emission.chunks[node.chunk].phases[node.phase]
             draft.arg, draft.part, draft.keeps = f"{node.phase} {node.chunk}", node.part, node.keeps
-            draft.workspace = spec.workspace
+            draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
         case Load():
             draft.op, draft.arg, draft.part, draft.devices = "load", node.batch_field, node.part, node.devices
             draft.nbytes = emission.size(node.writes[0])
-        case Add():
-            draft.op = "add"
         case Accumulate():
             draft.op, draft.arg = "accumulate", node.writes[0]
             emission.begun.add((number, node.writes[0]))
+        case Add():
+            draft.op = "add"
+        case Norm():
+            draft.op = "norm"
+        case Update():
+            draft.op = "update"
+        case Transfer():
+            raise AssertionError("transfers have two sides")
+        case _:
+            draft_communication(emission, node, draft, number)
+    return draft
+
+
+def draft_communication(emission: Emission, node: Communication, draft: Draft, number: int) -> None:
+    """What a collective adds to its instruction: the communicator and the bytes it moves."""
+    match node:
         case Counts() | Exchange():
             draft_exchange(emission, node, draft)
         case Gather():
@@ -110,24 +128,17 @@ def draft_for(emission: Emission, node: Node, number: int) -> Draft:
             draft.nbytes = bucket.nbytes * (size - 1) // size
         case Reduce():
             draft_reduce(emission, node, draft, number)
-        case Norm():
-            draft.op = "norm"
         case Total():
             draft.op = "total"
             draft.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
             draft.nbytes = emission.size(node.writes[0])
-        case Update():
-            draft.op = "update"
         case Broadcast():
             draft.op, draft.arg = "broadcast", node.chunk
             key = ("set", show(node.devices), node.stream)
             draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
             draft.nbytes = sum(emission.size(value) for value in node.writes)
-        case Transfer():
-            raise AssertionError("transfers have two sides")
         case _:
             assert_never(node)
-    return draft
 
 
 def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) -> None:
@@ -170,7 +181,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
     name = node.name
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
-    joined: dict[int, list[str]] = {}
+    joined: dict[int, dict[int, str]] = {}
     for channel in channels(node.source, node.target, node.stream, node.sliced):
         start, stop, of = channel.rows
         nbytes = whole * (stop - start) // of
@@ -205,11 +216,10 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
                 emission.drafts[at].append(recv)
         if pieces > 1:
             for at in receivers:
-                joined.setdefault(at, []).extend(arrived)
-    for at, arrived_pieces in joined.items():
-        join = Draft(
-            op="concat", node=name, stream=COMPUTE_STREAM, reads=tuple(arrived_pieces), writes=node.writes
-        )
+                joined.setdefault(at, {})[number] = arrived[0]
+    for at, found in joined.items():
+        reads = tuple(found[number] for number in sorted(found))  # channels come in no particular order
+        join = Draft(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.drafts[at].append(join)
 
 

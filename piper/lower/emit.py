@@ -62,7 +62,7 @@ def plan_of(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
     slots = slots_of(drafts, work)
     used = {slot for draft in drafts for slot in (*draft.reads, *draft.writes) if slot in work.residents}
     held = {name: work.residents[name] for name in residents_held(work, devices[0], used)}
-    instrs = synchronised(drafts, slots, work.residents)
+    instrs = synchronised(drafts, slots)
     return Plan(devices=devices, instrs=instrs, slots=slots, residents=held)
 
 

@@ -1,4 +1,4 @@
-"""Expert regions whose experts are divided: rows travel to their experts and back, by counts told beforehand."""
+"""Expert regions whose experts are divided: rows travel to them and back, by counts told beforehand."""
 
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.node import Counts, Exchange

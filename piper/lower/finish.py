@@ -1,4 +1,4 @@
-"""The ends of a step: fields loaded when first read, and from the last gradient to equal parameters everywhere."""
+"""The ends of a step: fields loaded when first read; from the last gradient to equal parameters."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,16 +100,17 @@ def add_losses(work: Work) -> Work:
 
 
 def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
-    """Each value in line is written, before, on every device that reads it; only a sum takes what there is."""
+    """Each value is written before, on every device that reads it; only a sum takes what there is."""
     held: dict[str, Devices] = {}
     for node in work.line:
         source, target = (
             (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
         )
         for value in node.reads:
-            if value in work.residents or value.startswith("batch.") or held.get(value) == source:
+            home = held.get(value)
+            if home is source or value in work.residents or value.startswith("batch."):
                 continue
-            missing = set(source) - set(held.get(value, ()))
+            missing = set(source) - set(home or ())
             if missing and not (isinstance(node, Reduce) and not node.scatter):
                 yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
         for value in node.writes:
@@ -178,7 +179,7 @@ def every_gradient_is_applied(work: Work) -> Iterator[str]:
 
 
 def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
-    """The devices that do the same work, with the buckets they update. A device with none still has its part."""
+    """The devices that do the same work, with the buckets they update, if any."""
     sets: dict[Devices, None] = {}
     for node in work.line:
         for devices in (node.source, node.target) if isinstance(node, Transfer) else (node.devices,):

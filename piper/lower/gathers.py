@@ -65,7 +65,7 @@ def whole(bucket: Bucket) -> str:
 
 
 def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:
-    """The runs of neighbouring compute nodes that read a bucket. Its own chunks' other nodes do not break a run."""
+    """The runs of neighbouring compute nodes that read a bucket; its chunks' other nodes break none."""
     slot = param_slot(bucket)
     belongs = [slot in line[place].reads for place in places]
     keeps = [line[place].chunk in bucket.chunks for place in places]  # type: ignore[union-attr]

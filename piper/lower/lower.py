@@ -49,7 +49,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
 def lower(
     graph: Graph, settings: Settings | None = None, outline: Outline | None = None
 ) -> tuple[Plans, Work]:
-    """Lower a graph to plans; `outline` is the differentiated one, where the graph was made before it was known.
+    """Lower a graph to plans; `outline` is the differentiated one, where the graph has another.
 
     Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
     """

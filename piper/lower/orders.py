@@ -9,6 +9,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, Ordering, Step
 from piper.ir.node import Compute, Exchange, Node, compute_name
+from piper.lower.programs import classes_of
 from piper.lower.work import Temporal, Work
 
 HALVES: dict[Phase, tuple[Phase, ...]] = {"B": ("B", "BI", "BW"), "F": ("F",), "BI": ("BI",), "BW": ("BW",)}
@@ -72,15 +73,12 @@ def chain_groups(
     found = [list(existing(group, nodes)) for group in groups]
     present = [members for members in found if members]
     check_devices_met(graph, by, present)
-    sets = {node.devices for members in present for node in members}
+    sets = dict.fromkeys(node.devices for members in present for node in members)
     if len(sets) == 1:
         yield from chain_on_device(by, present)
         return
-    for home in sets:  # sets may overlap: chain what each set shares with the others
-        mine = set(home)
-        here = [
-            [n for n in members if n.devices == home or not mine.isdisjoint(n.devices)] for members in present
-        ]
+    for device, *_ in classes_of(sets):  # sets may overlap: the rest of a class runs the same nodes
+        here = [[node for node in members if device in node.devices] for members in present]
         yield from chain_on_device(by, [members for members in here if members])
 
 

@@ -36,8 +36,8 @@ class Channel:
 def channels(source: Devices, target: Devices, stream: str, sliced: bool) -> tuple[Channel, ...]:
     """How a value travels from one set of devices to another, each holding an equal slice of the samples.
 
-    The samples are cut into as many cells as both sets divide; a device holds neighbouring cells. A value that is
-    the same for all samples comes to each receiver whole, from one sender.
+    The samples are cut into as many cells as both sets divide; a device holds neighbouring cells. A value
+    that is the same for all samples comes to each receiver whole, from one sender.
     """
     n, m = len(source), len(target)
     cells = lcm(n, m)

@@ -1,4 +1,4 @@
-"""Gradients on their way from backwards to the update: accumulated, reduced over replicas, summed over tied copies."""
+"""Gradients on their way to the update: added up, reduced over replicas, summed over tied copies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -97,11 +97,13 @@ def final_gradient(bucket: Bucket) -> str:
 def accumulate(weaving: Weaving, place: int, value: str, total: str, begun: dict[Devices, None]) -> None:
     """Add one backward's gradients to a total, or begin it on the devices that have none yet."""
     source = weaving.line[place]
-    older: Devices = source.devices
-    fresh: Devices = ()
-    if older not in begun:
+    older: Devices = source.devices if source.devices in begun else ()
+    fresh: Devices = () if older else source.devices
+    if fresh:
         have = {device for devices in begun for device in devices}
-        older, fresh = (tuple(d for d in source.devices if (d in have) == had) for had in (True, False))
+        if not have.isdisjoint(fresh):
+            older = tuple(device for device in fresh if device in have)
+            fresh = tuple(device for device in fresh if device not in have)
         begun[source.devices] = None
     for devices, reads in ((fresh, (value,)), (older, (value, total))):
         if devices:

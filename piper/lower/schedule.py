@@ -1,13 +1,14 @@
 """One global order for everything in the step, by list scheduling over a rough cost.
 
-Every device later issues its part of the work in this order. Because it is one order and data and orders agree with
-it, communicators can never wait for each other in a circle.
+Every device later issues its part of the work in this order. Because it is one order, with which data and
+`order` directives agree, communicators can never wait for each other in a circle.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from piper.errors import ScheduleError
 from piper.ir.node import Compute, Node, Transfer
@@ -29,7 +30,7 @@ class Web:
 
 
 def schedule(work: Work) -> Work:
-    """Put every node of the step in one order: what can start first, starts first; ties by urgency and path length.
+    """Put every node of the step in one order: what can start first, does; ties by urgency and path length.
 
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
     """
@@ -113,11 +114,9 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
             best = path
     then, first = best[0], best[-1]
     arrows = [f"{web.nodes[best[0]].name}"]
-    for a, b in zip(best, best[1:], strict=False):
+    for a, b in pairwise(best):
         arrows.append(f"{'..>' if (a, b) in web.said_by else '-->'} {web.nodes[b].name}")
-    others = sorted(
-        {web.said_by[a, b] for a, b in zip(best, best[1:], strict=False) if (a, b) in web.said_by}
-    )
+    others = sorted({web.said_by[pair] for pair in pairwise(best) if pair in web.said_by})
     by = web.said_by[first, then]
     directives = work.graph.directives
     facts = {"asked": f"{web.nodes[first].name} before {web.nodes[then].name}", "but": " ".join(arrows)}

@@ -1,4 +1,4 @@
-"""Settle what directives left open: places, phases that do nothing, and that every set of devices fits the batch."""
+"""Settle what directives left open: places, phases that do nothing, and whether devices fit the batch."""
 
 import math
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def check_one_home(graph: Graph) -> None:
 
 
 def check_expert_regions(graph: Graph) -> None:
-    """Rows between route and unroute belong to no sample, so the region cannot be cut across sets of devices."""
+    """Rows between route and unroute belong to no sample, so a region stays on one set of devices."""
     homes = {node.chunk: node for node in graph.nodes.values()}
     chunks = graph.chunks
     for chunk in graph.outline.chunks:

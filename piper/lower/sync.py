@@ -26,36 +26,32 @@ class Draft:
 
 
 class Accesses:
-    """Who last wrote each live slot, and who has read it since, by stream; the same for storages that slots share."""
+    """Who last wrote each live slot, or shared storage, and who has read it since, by stream."""
 
     def __init__(self, slots: Mapping[str, Slot], lane: Sequence[int]) -> None:
         self._lane = lane  # the stream of each place
-        self._shares = {name: [share for share, _ in slot.shares] for name, slot in slots.items() if slot.shares}
+        self._shares = {
+            name: [share for share, _ in slot.shares] for name, slot in slots.items() if slot.shares
+        }
         self._writer: dict[str, int] = {}
         self._readers: dict[str, dict[int, int]] = {}  # by stream: the last place that reads
 
-    def needed(self, place: int, draft: Draft, frees: Sequence[str]) -> set[int]:
-        """The places on other streams that must be over before this one runs, or frees."""
+    def needed(self, place: int, draft: Draft, ending: Sequence[str]) -> set[int]:
+        """The places on other streams that must be over before this one runs, or ends slots and storages."""
         found: set[int] = set()
         for slot in (*draft.reads, *draft.keeps):
             if slot in self._writer:
                 found.add(self._writer[slot])
-        for slot in (*draft.writes, *frees):
-            self._touched(slot, found)
-        for slot in frees:
-            for storage in self._shares.get(slot, ()):
-                self._touched(storage, found)
+        for slot in (*draft.writes, *ending):
+            if slot in self._writer:
+                found.add(self._writer[slot])
+            if slot in self._readers:
+                found.update(self._readers[slot].values())
         me = self._lane[place]
         return {other for other in found if self._lane[other] != me}
 
-    def _touched(self, slot: str, found: set[int]) -> None:
-        if slot in self._writer:
-            found.add(self._writer[slot])
-        if slot in self._readers:
-            found.update(self._readers[slot].values())
-
-    def record(self, place: int, draft: Draft, frees: Sequence[str]) -> None:
-        """Note what an instruction does to its slots and to the storages they share; forget those it frees."""
+    def record(self, place: int, draft: Draft, ending: Sequence[str]) -> None:
+        """Note what an instruction does to its slots and their storages; forget those that end with it."""
         me = self._lane[place]
         for slot in (*draft.reads, *draft.keeps):
             self._readers.setdefault(slot, {})[me] = place
@@ -66,32 +62,32 @@ class Accesses:
             for slot in (*draft.reads, *draft.keeps, *draft.writes):
                 for storage in self._shares.get(slot, ()):
                     self._readers.setdefault(storage, {})[me] = place
-        for slot in frees:
+        for slot in ending:
             self._writer.pop(slot, None)
             self._readers.pop(slot, None)
 
 
-def synchronised(
-    drafts: Sequence[Draft], slots: Mapping[str, Slot], residents: Mapping[str, Slot]
-) -> tuple[Instr, ...]:
+def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[Instr, ...]:
     """The instructions with their events and frees.
 
-    Each stream knows how far the others have come, by the events it has waited for; a wait that it already knows to
-    be over is left out. A slot is freed by its last user, once every other stream that used it is known to be done.
+    Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
+    be over is left out. A slot is freed by its last user, once the others that used it are known to be done.
     """
-    freed = last_uses(drafts, residents)
+    freed, dropped = last_uses(drafts, slots)
     names = {name: i for i, name in enumerate(dict.fromkeys(draft.stream for draft in drafts))}
     lane = [names[draft.stream] for draft in drafts]
-    known = [[-1] * len(names) for _ in names]  # by stream: how far it knows each stream, itself too, to have come
+    known = [
+        [-1] * len(names) for _ in names
+    ]  # by stream: how far it knows each stream, itself too, to have come
     after: list[tuple[int, ...]] = []  # the same, at the end of each instruction
     accesses = Accesses(slots, lane)
     waits: list[tuple[int, ...]] = []
     signalled: dict[int, int] = {}
     for place, draft in enumerate(drafts):
-        frees = freed.get(place, ())
+        ending = [*freed.get(place, ()), *dropped.get(place, ())]
         mine = known[lane[place]]
         asked: list[int] = []
-        for other in sorted(accesses.needed(place, draft, frees), reverse=True):
+        for other in sorted(accesses.needed(place, draft, ending), reverse=True):
             if mine[lane[other]] >= other:  # the latest comes first: it may answer for the earlier ones
                 continue
             asked.append(signalled.setdefault(other, len(signalled)))
@@ -100,7 +96,7 @@ def synchronised(
         waits.append(tuple(sorted(asked)))
         mine[lane[place]] = place
         after.append(tuple(mine))
-        accesses.record(place, draft, frees)
+        accesses.record(place, draft, ending)
     return tuple(
         Instr(
             op=draft.op,
@@ -122,14 +118,22 @@ def synchronised(
     )
 
 
-def last_uses(drafts: Sequence[Draft], residents: Mapping[str, Slot]) -> dict[int, list[str]]:
-    """The slots whose last user stands at each place."""
+def last_uses(
+    drafts: Sequence[Draft], slots: Mapping[str, Slot]
+) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """The slots, and the shared storages, whose last user stands at each place."""
     last: dict[str, int] = {}
     for place, draft in enumerate(drafts):
         for slot in (*draft.reads, *draft.keeps, *draft.writes):
             last[slot] = place
     freed: dict[int, list[str]] = {}
+    storages: dict[str, int] = {}
     for slot, place in last.items():
-        if slot not in residents:
+        if slot in slots:  # else it outlives the step
             freed.setdefault(place, []).append(slot)
-    return freed
+            for storage, _ in slots[slot].shares:
+                storages[storage] = max(place, storages.get(storage, -1))
+    dropped: dict[int, list[str]] = {}
+    for storage, place in storages.items():
+        dropped.setdefault(place, []).append(storage)
+    return freed, dropped

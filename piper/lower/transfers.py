@@ -1,4 +1,4 @@
-"""How values reach other devices: activations to whoever reads them, gradients back, summed where they meet."""
+"""How values reach other devices: activations to their readers, gradients back, summed where they meet."""
 
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
@@ -35,7 +35,7 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> str:
 
 
 def outgoing(flow: Flow, chunk: Chunk, index: int) -> str:
-    """The gradient of a chunk's output where the chunk lives: summed over its readers, each set's sum sent once."""
+    """The gradient of a chunk's output where it lives: summed over readers, each set's sum sent once."""
     home = flow.homes[chunk.name].devices
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
@@ -87,13 +87,13 @@ def send(
     routed: bool = False,
     gradient: bool = False,
 ) -> None:
-    """A transfer of a value to the devices of a chunk; between sets of different sizes it re-slices the samples."""
+    """A transfer of a value to a chunk's devices; between sets of different sizes it slices it anew."""
     home = flow.homes[chunk.name]
     sliced = True
     if len(there) != len(home.devices):
         sliced = is_sliced(left, spec, len(there), len(home.devices))
-        # What has one shape on both sides, such as a mask, is taken to be the same for all samples. A lone number
-        # is not: a count or a loss is that of its slice. Nor is a gradient, which is a sum over a slice.
+        # What has one shape on both sides, such as a mask, is taken to be the same for all samples. A lone
+        # number is not: a count or a loss is that of its slice. Nor is a gradient, a sum over a slice.
         alike = left.shape == spec.shape != () and not gradient
         if routed or not (sliced or alike):
             raise ScheduleError(

@@ -25,7 +25,7 @@ class Template:
 
 @dataclass(slots=True, kw_only=True)
 class Flow:
-    """The flow of values through a step, worked out once per chunk: parts differ only in their values' suffix."""
+    """The flow of values through a step, worked out once per chunk: parts differ only in a suffix."""
 
     work: Work
     homes: dict[str, Home]

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from piper.ir.chunk import Tags
+from piper.runtime.compute import home_of
 from piper.runtime.reference import Reference
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
@@ -57,7 +58,7 @@ def check(
 ) -> Report:
     """Run a program beside plain PyTorch on one device, step by step, and compare all numbers."""
     options = options or Options()
-    watched = replace_options(options, keep_gradients=True)
+    watched = replace(options, keep_gradients=True)
     reference = Reference(program)
     worst = {"loss": 0.0, "grad": 0.0, "param": 0.0}
     bad: str | None = None
@@ -65,10 +66,13 @@ def check(
         for number, batch in enumerate(batches):
             result, loss = run.step(batch), reference.step(batch)
             found = [
-                *(("loss", "the loss", relative(a, b)) for a, b in [(result.loss, loss)]),
+                ("loss", "the loss", relative(result.loss, loss)),
                 ("loss", "the gradient's norm", relative(result.grad_norm, reference.grad_norm)),
                 *(("grad", name, diff) for name, diff in differences(run.gradients(), reference.gradients)),
-                *(("param", name, diff) for name, diff in differences(run.state_dict(), reference.state_dict())),
+                *(
+                    ("param", name, diff)
+                    for name, diff in differences(run.state_dict(), reference.state_dict())
+                ),
             ]
             for kind, name, diff in found:
                 worst[kind] = max(worst[kind], diff)
@@ -83,16 +87,6 @@ def check(
         max_grad_diff=worst["grad"],
         max_param_diff=worst["param"],
         first_bad=bad,
-    )
-
-
-def replace_options(options: Options, *, keep_gradients: bool = False, keep_outputs: bool = False) -> Options:
-    """The options with something more to look at."""
-    return Options(
-        streams=options.streams,
-        timeout=options.timeout,
-        keep_gradients=keep_gradients,
-        keep_outputs=keep_outputs,
     )
 
 
@@ -125,12 +119,16 @@ def distance(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
 
 
 def first_difference(
-    program: ProgramLike, launch: Launch, batches: Sequence[Mapping[str, Tensor]], tol: float, options: Options
+    program: ProgramLike,
+    launch: Launch,
+    batches: Sequence[Mapping[str, Tensor]],
+    tol: float,
+    options: Options,
 ) -> str | None:
     """Repeat the steps, watching every chunk: the first result in the order of the model that differs."""
     reference = Reference(program)
     reference.keep_walks = True
-    with launch(program, replace_options(options, keep_outputs=True)) as run:
+    with launch(program, replace(options, keep_outputs=True)) as run:
         for number, batch in enumerate(batches):
             run.step(batch)
             reference.step(batch)
@@ -151,7 +149,7 @@ def expected(program: ProgramLike, reference: Reference) -> Iterator[tuple[int, 
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     """
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
-    homes = {chunk.name: home(program, chunk.name) for chunk in chunks}
+    homes = {chunk.name: home_of(program.plans, f"F {chunk.name}") for chunk in chunks}
     for part, walk in reference.walks:
         for chunk in chunks:
             for index in range(len(chunk.outputs)):
@@ -161,23 +159,12 @@ def expected(program: ProgramLike, reference: Reference) -> Iterator[tuple[int, 
     for part, walk in reference.walks:
         for chunk in reversed(chunks):
             for position in range(len(chunk.inputs)):
-                value = walk.inputs.get((chunk.name, position))
-                if value is None or value.grad is None:
+                given = walk.inputs.get((chunk.name, position))
+                if given is None or given.grad is None:
                     continue
                 for phase in ("B", "BI"):
                     node = f"{phase}[{chunk.name}{shown(part.part)}]"
-                    yield homes[chunk.name][part.replica], (node, f"{chunk.name}.din{position}"), value.grad
-
-
-def home(program: ProgramLike, chunk: str) -> list[int]:
-    """The devices that run a chunk."""
-    arg = f"F {chunk}"
-    return sorted(
-        device
-        for plan in program.plans
-        if any(ins.op == "compute" and ins.arg == arg for ins in plan.instrs)
-        for device in plan.devices
-    )
+                    yield homes[chunk.name][part.replica], (node, f"{chunk.name}.din{position}"), given.grad
 
 
 def shown(part: Tags) -> str:

@@ -1,4 +1,4 @@
-"""The captured chunks one after another on one device, under autograd: no directives, no lowering, no plan."""
+"""The captured chunks one after another on one device, under autograd: no directives, no plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,9 @@ class Walk:
 
     batch: Mapping[str, Tensor]
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    inputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by chunk and position, each with own gradient
+    inputs: dict[tuple[str, int], Tensor] = field(
+        default_factory=dict
+    )  # by chunk and position, each with own gradient
 
 
 class Chunkwise:
@@ -58,7 +60,7 @@ class Chunkwise:
                 return walk.outputs[chunk, index]
 
     def _forward(self, walk: Walk, chunk: Chunk) -> None:
-        """Run a chunk; each of its inputs is a view of its own, so that it shows this chunk's gradient alone."""
+        """Run a chunk; each input is a view of its own, so that it shows this chunk's gradient alone."""
         spec = chunk.phases["F"]
         inputs = []
         for position in spec.inputs:
@@ -87,10 +89,12 @@ class Chunkwise:
     def _experts(
         self, chunk: Chunk, ways: int, inputs: list[Tensor], params: list[Tensor], buffers: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """An expert chunk whose code is for a part of the experts: each part on its own rows, the results joined."""
+        """An expert chunk whose code is for some of the experts: each part on its own rows, then joined."""
         positions = chunk.phases["F"].inputs
         sources = [chunk.inputs[i] for i in positions]
-        counted = next(i for i, source in enumerate(sources) if isinstance(source, Output) and source.index == 1)
+        counted = next(
+            i for i, source in enumerate(sources) if isinstance(source, Output) and source.index == 1
+        )
         rows = inputs[counted].view(ways, -1).sum(1).tolist()
         parts: list[list[Tensor]] = [
             list(value.chunk(ways) if i == counted else value.split(rows)) for i, value in enumerate(inputs)

@@ -68,7 +68,7 @@ def draw_place(chunk: str, part: Tags, replica: int) -> str:
 
 def home_of(plans: Plans, arg: str) -> list[int]:
     """The devices that run a phase of a chunk, in order."""
-    running = [plan for plan in plans if any(ins.arg == arg for ins in plan.instrs)]
+    running = [plan for plan in plans if any(ins.op == "compute" and ins.arg == arg for ins in plan.instrs)]
     return sorted(device for plan in running for device in plan.devices)
 
 
@@ -132,14 +132,20 @@ def load(env: Env, ins: Instr) -> Bound:
     """Bring this device's rows of a batch field, for one part, to the device."""
     slots, target, field = env.slots, env.at(ins.writes[0]), ins.arg
     dtype, device = env.setup.dtype, env.setup.device
+    known: dict[int, list[tuple[int, int]]] = {}  # by the samples of a batch: always one length, as compiled
 
     def run() -> None:
         value = env.batch[field]
-        pieces = [value[low:high] for low, high in rows(env, ins, len(value))]
-        wanted = dtype if value.is_floating_point() else value.dtype
-        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        fresh = len(pieces) > 1
-        slots[target] = joined.to(device, wanted, copy=not fresh)
+        samples = len(value)
+        if samples not in known:
+            known[samples] = rows(env, ins, samples)
+        spans = known[samples]
+        wanted = dtype if value.dtype.is_floating_point else value.dtype
+        if len(spans) == 1:
+            low, high = spans[0]
+            slots[target] = value[low:high].to(device, wanted, copy=True)  # the batch is not ours to keep
+        else:
+            slots[target] = torch.cat([value[low:high] for low, high in spans]).to(device, wanted)
 
     return run
 
@@ -164,4 +170,3 @@ def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) ->
         else:
             found.append((low, low + piece))
     return found
-

@@ -4,6 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from piper.runtime.setup import Initial, Setup
 from piper.runtime.state import State
 
 Bound = Callable[[], None]  # an instruction with everything it needs resolved
+
+
+class Rows(Protocol):
+    """A field of the global batch: a tensor, or the part of one that a device needs."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
 
 
 class Dice:
@@ -56,12 +66,14 @@ class Env:
         self.index = {name: i for i, name in enumerate([*self.plan.residents, *self.plan.slots])}
         self.slots: list[object] = [None] * len(self.index)
         for name in self.plan.residents:
-            self.slots[self.index[name]] = self._seed() if name == "seed" else self.state.resident(name, initial)
+            self.slots[self.index[name]] = (
+                self._seed() if name == "seed" else self.state.resident(name, initial)
+            )
         self.layouts: dict[str, Layout] = {n: holding.layout for n, holding in self.state.holdings.items()}
         self.grads: dict[str, Layout] = {}  # by the slot of a sum of gradients
         for name, layout in self.layouts.items():
             self.grads[f"{name}.grad"] = self.grads[f"{name}.grad_shard"] = layout
-        self.batch: Mapping[str, Tensor] = {}
+        self.batch: Mapping[str, Rows] = {}
         self.step = 0
 
     def _seed(self) -> Tensor:

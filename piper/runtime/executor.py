@@ -8,10 +8,12 @@ from time import monotonic
 import torch
 
 from piper.plan.plan import Plan
-from piper.runtime.comm.base import CommError, Stopped
+from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.env import Bound
 
-Step = tuple[int, Bound, "tuple[Lock, ...]", "Lock | None", tuple[int, ...]]  # place, kernel, waits, signal, frees
+Step = tuple[
+    int, Bound, "tuple[Lock, ...]", "Lock | None", tuple[int, ...]
+]  # place, kernel, waits, signal, frees
 
 POLL = 0.2  # seconds between looks at whether another lane has failed
 
@@ -19,9 +21,9 @@ POLL = 0.2  # seconds between looks at whether another lane has failed
 class Executor:
     """The instructions of a plan, bound to their kernels, on lanes that each run in order.
 
-    A stream is a lane: a thread that runs its instructions first to last and waits for events of the others. With
-    `streams=False` the whole plan is one lane in the order of issue, which needs no events: the proof of a plan
-    covers it, because no device issues out of the global order.
+    A stream is a lane: a thread that runs its instructions first to last and waits for events of the others.
+    With `streams=False` the whole plan is one lane in the order of issue, which needs no events: the proof of
+    a plan covers it, because no device issues out of the global order.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class Executor:
         slots: list[object],
         index: Mapping[str, int],
         *,
+        device: int,
         streams: bool = True,
         timeout: float = 60.0,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan, self.slots, self.timeout, self.on_failure = plan, slots, timeout, on_failure
+        self.plan, self.slots, self.device = plan, slots, device
+        self.timeout, self.on_failure = timeout, on_failure
         self.events: list[Lock] = []
         self.failed = False
         signals = [ins.signals for ins in plan.instrs if ins.signals is not None]
@@ -67,7 +71,7 @@ class Executor:
         slots, place = self.slots, 0
         try:
             with torch.no_grad():
-                for place, run, waits, signal, frees in lane:
+                for place, run, waits, signal, frees in lane:  # noqa: B007  the handler names the place
                     for event in waits:
                         if not event.acquire(timeout=POLL):
                             self.wait_on(event)
@@ -78,7 +82,7 @@ class Executor:
                     if signal is not None:
                         signal.release()
         except Exception as error:
-            error.add_note(f"on a device of {self.plan.devices}:\n{self.plan.around(place)}")
+            error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(place)}")
             self.failed = True
             self.on_failure()
             raise
@@ -88,7 +92,7 @@ class Executor:
         until = monotonic() + self.timeout
         while not event.acquire(timeout=POLL):
             if self.failed:
-                raise Stopped("another stream of this device has failed")
+                raise StoppedError("another stream of this device has failed")
             if monotonic() > until:
                 raise CommError(f"waited {self.timeout:g} s for another stream")
 
@@ -101,7 +105,7 @@ class Executor:
 def raise_first(errors: Sequence[BaseException]) -> None:
     """Raise the error that caused the others, if there is any."""
     for error in errors:
-        if not isinstance(error, Stopped):
+        if not isinstance(error, StoppedError):
             raise error
     if errors:
         raise errors[0]

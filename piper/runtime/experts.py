@@ -1,7 +1,7 @@
 """Rows on their way to experts and back: uneven, as counted during the step.
 
-Rows leave a device grouped by expert, so they are grouped by receiver too. They arrive grouped by sender, and are
-put in the order of the local experts; the way back undoes both.
+Rows leave a device grouped by expert, so they are grouped by receiver too. They arrive grouped by sender, and
+are put in the order of the local experts; the way back undoes both.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Splits:
 
 def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
-    given = counts.view(group.size, -1)
+    given = counts.view(group.size, -1).clone()  # the counts may be freed before the rows have come back
     taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
     gives, blocks = given.sum(1).tolist(), taken.tolist()
     return Splits(given, taken, gives, [sum(row) for row in blocks], blocks), taken.sum(0)

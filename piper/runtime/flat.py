@@ -9,7 +9,7 @@ from piper.plan.plan import Bucket
 
 
 class Flat(list[Tensor]):
-    """The pieces of a bucket in their shapes, over one flat tensor. A list, because kernels index it all the time."""
+    """The pieces of a bucket in their shapes, over one flat tensor. A list: kernels index it all the time."""
 
     __slots__ = ("whole",)
 
@@ -61,7 +61,7 @@ class Layout:
         return flat[self.start : self.stop]
 
     def segments(self, owned: Tensor) -> list[tuple[str, Tensor]]:
-        """What this device owns of each piece: in its shape where it is whole, else as a flat run of elements."""
+        """What this device owns of each piece: in its shape where it is whole, else as a flat run."""
         found = []
         for piece in self.bucket.pieces:
             low, high = max(piece.offset, self.start), min(piece.offset + piece.numel, self.stop)

@@ -89,7 +89,7 @@ def flat_of(value: object, layout: Layout) -> Tensor:
 
 
 def gather(env: Env, ins: Instr) -> Bound:
-    """Bring a bucket's shards together: for a run of uses, or in place once each replica has updated its own."""
+    """Bring a bucket's shards together: for a run of uses, or in place after an update of each."""
     assert ins.comm is not None
     group, layout = env.comms.group(ins.comm), env.layouts[ins.arg]
     holding = env.state.holdings[ins.arg]
@@ -108,7 +108,7 @@ def gather(env: Env, ins: Instr) -> Bound:
 
 
 def norm(env: Env, ins: Instr) -> Bound:
-    """This device's part of the squared norm, each element counted once over all devices; its loss and weight."""
+    """This device's part of the squared norm, each element counted once over all; its loss and weight."""
     slots, target = env.slots, env.at(ins.writes[0])
     parts = [(env.at(slot), env.grads[slot].bucket.copies) for slot in ins.reads if slot in env.grads]
     extras = [env.at(slot) if slot in ins.reads else None for slot in ("loss", "weight")]
@@ -156,7 +156,7 @@ def update(env: Env, ins: Instr) -> Bound:
         if sums is not None:
             squares, _, given = cast(Tensor, slots[sums]).tolist()
             weight = given if weighted else 1.0
-            length = math.sqrt(squares) / weight
+            length = math.sqrt(squares) / weight if weight else math.nan
         env.state.update(gradients, weight, length)
 
     return run

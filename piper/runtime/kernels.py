@@ -8,6 +8,7 @@ from torch import Tensor
 
 from piper.plan.instr import Instr, Op
 from piper.runtime import experts
+from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.env import Bound, Env
 from piper.runtime.gradients import (
@@ -26,10 +27,10 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut = row_cut(ins.arg)
+    cut, form = row_cut(ins.arg), Form()
 
     def run() -> None:
-        pipe.send(cut(cast(Tensor, slots[source])))
+        pipe.send(cut(cast(Tensor, slots[source])), form)
 
     return run
 
@@ -38,9 +39,11 @@ def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
     pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
+    assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
+    form = Form()
 
     def run() -> None:
-        slots[target] = pipe.recv()
+        slots[target] = pipe.recv(form)
 
     return run
 

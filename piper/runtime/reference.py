@@ -25,7 +25,7 @@ class Slice:
 class Reference:
     """Trains on one device: autograd over the job's own loss, slice by slice as the strategy cuts the batch.
 
-    A model that draws random numbers runs as its captured chunks instead, which draw the same numbers as the plan.
+    A model that draws random numbers runs as its captured chunks instead, which draw those of the plan.
     """
 
     def __init__(self, program: ProgramLike) -> None:
@@ -100,7 +100,8 @@ class Reference:
             result = self.program.job.loss(self.model, part.batch)
             return result if isinstance(result, tuple) else (result, None)
         buffers = dict(self.model.named_buffers())
-        walk = Chunkwise(self.setup, self.params, buffers).run(part.batch, self.steps, part.part, part.replica)
+        chunkwise = Chunkwise(self.setup, self.params, buffers)
+        walk = chunkwise.run(part.batch, self.steps, part.part, part.replica)
         restore(self.model, buffers)
         if self.keep_walks:
             self.walks.append((part, walk))

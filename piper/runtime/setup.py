@@ -49,11 +49,12 @@ class ProgramLike(Protocol):
     @property
     def constants(self) -> Mapping[str, Tensor]: ...
     def code(self, chunk: Chunk, phase: Phase) -> Code: ...
+    def origins(self, node: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A compiled job as workers need it: the plans, the code they call, and how parameters begin and change."""
+    """A compiled job as workers need it: the plans, the code they call, and how parameters change."""
 
     plans: Plans
     outline: Outline
@@ -95,8 +96,12 @@ def build_model(job: JobLike) -> nn.Module:
         return job.model()
 
 
-def initial_values(job: JobLike) -> Initial:
+def initial_tensors(job: JobLike) -> dict[str, Tensor]:
     """Every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
     model = build_model(job)
-    values = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return values.__getitem__
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def initial_values(job: JobLike) -> Initial:
+    """The first values of a job's parameters and buffers, by name."""
+    return initial_tensors(job).__getitem__

@@ -19,7 +19,7 @@ class Holding:
         self.bucket, self.layout = bucket, Layout(bucket, device)
         layout = self.layout
         dtype = getattr(torch, bucket.dtype)
-        full = torch.zeros(layout.length, dtype=dtype, device=setup.device)
+        full = torch.zeros(layout.length, dtype=dtype)  # on the host: the device holds no more than its part
         keeps_master = bucket.trainable and dtype in (torch.bfloat16, torch.float16)
         exact = torch.zeros(layout.length, dtype=torch.float32) if keeps_master else None
         for index, piece in enumerate(bucket.pieces):
@@ -27,7 +27,8 @@ class Holding:
             full[piece.offset : piece.offset + piece.numel] = value.to(dtype)
             if exact is not None:
                 exact[piece.offset : piece.offset + piece.numel] = value.float()
-        self.flat = layout.owned(full).clone() if bucket.zero == 3 else full
+        held = layout.owned(full).clone() if bucket.zero == 3 else full
+        self.flat = held.to(setup.device)
         self.own = self.flat if bucket.zero == 3 else layout.owned(self.flat)
         self.master = None if exact is None else layout.owned(exact).clone().to(setup.device)
         self.param: Flat | Tensor = self.flat if bucket.zero == 3 else layout.over(self.flat)
@@ -74,8 +75,12 @@ class State:
         """What a slot that outlives the step holds at first."""
         kind, _, name = slot.partition(".")
         if kind == "buffer":
-            value = initial(name).to(self.setup.device)
-            return value.to(self.setup.dtype) if value.is_floating_point() else value.clone()
+            divided = {n for c in self.setup.outline.chunks if c.kind == "expert" for n in c.buffers}
+            ways = max((holding.bucket.ways for holding in self.holdings.values()), default=1)
+            assert ways == 1 or name not in divided, f"{name}: buffers of divided experts are not divided yet"
+            value = initial(name)
+            dtype = self.setup.dtype if value.is_floating_point() else value.dtype
+            return value.to(self.setup.device, dtype, copy=True)
         if kind == "constant":
             return self.setup.constants[name].to(self.setup.device)
         bucket, _, what = slot.rpartition(".")

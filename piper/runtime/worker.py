@@ -6,8 +6,9 @@ from typing import cast
 
 from torch import Tensor
 
+from piper.plan.instr import Instr
 from piper.runtime.comm.base import Comms
-from piper.runtime.env import Dice, Env
+from piper.runtime.env import Bound, Dice, Env, Rows
 from piper.runtime.executor import Executor
 from piper.runtime.kernels import KERNELS
 from piper.runtime.memory import Meter
@@ -35,6 +36,9 @@ class Options:
     measure: bool = False  # count the bytes of live slots; needs the order of issue
 
 
+Watch = Callable[[int, Instr, Bound], Bound]  # an instruction of the plan, by its place, as it is to be run
+
+
 class Worker:
     """A device that runs its plan."""
 
@@ -47,6 +51,7 @@ class Worker:
         options: Options,
         dice: Dice | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        watch: Watch | None = None,
     ) -> None:
         self.setup, self.device = setup, device
         self.env = Env(setup, device, comms, initial, dice)
@@ -59,17 +64,20 @@ class Worker:
         self.meter = Meter(self.env) if options.measure else None
         if self.meter is not None:
             bound = [self.meter.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
+        if watch is not None:
+            bound = [watch(i, ins, run) for i, (ins, run) in enumerate(zip(plan.instrs, bound, strict=True))]
         self.executor = Executor(
             plan,
             bound,
             self.env.slots,
             self.env.index,
+            device=device,
             streams=options.streams and not options.measure,
             timeout=options.timeout,
             on_failure=on_failure,
         )
 
-    def step(self, batch: Mapping[str, Tensor]) -> Sums:
+    def step(self, batch: Mapping[str, Rows]) -> Sums:
         """Train on one global batch, of which this device takes its rows."""
         env = self.env
         env.batch = batch
@@ -88,7 +96,7 @@ class Worker:
         return self.env.state.holdings[bucket].trained
 
     def gradient(self, bucket: str) -> Tensor | None:
-        """The last step's gradient of what this device owns of a bucket, before clipping; none: it has none."""
+        """The last step's gradient of what this device owns of a bucket, before clipping, if it has one."""
         return self.env.state.gradients.get(bucket)
 
     def buffer(self, name: str) -> Tensor | None:
@@ -99,4 +107,3 @@ class Worker:
     def close(self) -> None:
         """End the worker's threads."""
         self.executor.close()
-

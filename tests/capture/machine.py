@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.differentiate import Captured
-from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, PhaseSpec, Source
-from piper.ir.chunk import TensorSpec
+from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, PhaseSpec, Source, TensorSpec
 
 Value = tuple[str, int]
 Backward = Literal["whole", "split"]
@@ -25,7 +24,9 @@ class Exchange:
     def __init__(self, counts: Sequence[Tensor]) -> None:
         group = len(counts)
         sent = [count.view(group, -1) for count in counts]  # [to, expert]
-        self.received = [torch.stack([sent[source][device] for source in range(group)]) for device in range(group)]
+        self.received = [
+            torch.stack([sent[source][device] for source in range(group)]) for device in range(group)
+        ]
         self.counts = [count.sum(0) for count in self.received]
         self.out = [count.sum(1).tolist() for count in sent]
         self.back = [count.sum(1).tolist() for count in self.received]
@@ -33,7 +34,9 @@ class Exchange:
     def order(self, device: int) -> Tensor:
         """Rows arrive by sender; experts want them by expert."""
         experts = self.received[device].shape[1]
-        owner = torch.arange(experts).repeat(len(self.counts)).repeat_interleave(self.received[device].flatten())
+        owner = (
+            torch.arange(experts).repeat(len(self.counts)).repeat_interleave(self.received[device].flatten())
+        )
         return owner.argsort(stable=True)
 
     def there(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -75,7 +78,10 @@ class Machine:
         self.chunks = captured.outline.chunks
         wide = {torch.float16, torch.float32, torch.bfloat16}
         self.sharded = {
-            name for chunk in self.chunks if chunk.kind == "expert" for name in (*chunk.params, *chunk.buffers)
+            name
+            for chunk in self.chunks
+            if chunk.kind == "expert"
+            for name in (*chunk.params, *chunk.buffers)
         }
         group = len(batches)
         state = {name: tensor.detach() for name, tensor in model.named_parameters()}
@@ -115,7 +121,9 @@ class Machine:
                     self._each(chunk, "BW")
 
     def loss(self) -> Tensor:
-        return torch.stack([self.value(self.captured.outline.loss, rank) for rank in range(len(self.devices))])
+        return torch.stack(
+            [self.value(self.captured.outline.loss, rank) for rank in range(len(self.devices))]
+        )
 
     def value(self, output: Output, rank: int = 0) -> Tensor:
         return self.devices[rank].values[output.chunk, output.index]
@@ -142,14 +150,18 @@ class Machine:
         for read, before in zip(reads, kept, strict=True):
             assert read is before or torch.equal(read, before), f"{phase}[{chunk.name}] changed what it read"
         if phase == "F":
+            assert not _memory(reads) & _memory(results), f"F[{chunk.name}] returns what it read"
             self._keep(device, chunk, results)
-        else:
-            self._add(device, chunk, spec, results)
-            if phase == "BI":
-                count = len(spec.grad_inputs)
-                device.carried[chunk.name] = tuple(results[count:])
-                assert len(results) == count + len(chunk.carried)
-                check_specs(chunk.carried, results[count:])
+            return
+        given = [read for read in reads if not any(read is own for own in device.carried.get(chunk.name, ()))]
+        assert not _memory(given) & _memory(results), f"{phase}[{chunk.name}] returns what it read"
+        filled = [result for result in results if isinstance(result, Tensor) and result.numel()]
+        assert len(_memory(filled)) == len(filled), f"two results of {phase}[{chunk.name}] share memory"
+        self._add(device, chunk, spec, results)
+        if phase == "BI":
+            count = len(spec.grad_inputs)
+            device.carried[chunk.name] = tuple(results[count:])
+            check_specs(chunk.carried, results[count:])
 
     def _reads(self, device: Device, chunk: Chunk, spec: PhaseSpec) -> list[Tensor]:
         return [
@@ -230,6 +242,10 @@ def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
         grads[key] += grad
     else:
         grads[key] = grad
+
+
+def _memory(tensors: Sequence[object]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor) and t.numel()}
 
 
 def check_specs(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], storages: Sequence[int] = ()) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from piper import schedules
+from piper.api import Program, compile
 from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
@@ -94,6 +96,12 @@ def strategy(cell: Cell) -> list[Directive]:
 
 def batches(cell: Cell, count: int) -> list[dict[str, Tensor]]:
     return [case_of(cell).batch(cell.dp * cell.parts * cell.rows, seed) for seed in range(count)]
+
+
+@lru_cache
+def compiled(cell: Cell, precision: str = "fp64") -> Program:
+    """A cell's program, made once for all the tests that run it."""
+    return compile(job(cell, precision=precision))
 
 
 def job(cell: Cell, **changes: object) -> Job:

@@ -1,13 +1,13 @@
 """Communication as one device sees it: groups that reduce and exchange, and pipes from one device to another.
 
-Every implementation gives the same bits: a sum over a group is taken element by element from the first member to
-the last, whoever computes it and however it travels. Whoever adds an implementation gives `Group.swap` and a pipe,
-and the rest follows.
+Every implementation gives the same bits: a sum over a group is taken element by element from the first
+member to the last, whoever computes it and however it travels. Whoever adds an implementation gives
+`Group.swap` and a pipe, and the rest follows.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ class CommError(RuntimeError):
     """Communication that did not happen: a peer is late, or has failed."""
 
 
-class Stopped(CommError):
+class StoppedError(CommError):
     """Another worker has failed, so this one gives up waiting for it."""
 
 
@@ -34,18 +34,18 @@ class Group(ABC):
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Give part i to member i, and return what each member gave to this one.
 
-        Parts differ in their first axis only; `lengths[i]` of it comes from member i. Nobody may write to what it
-        gave or got.
+        Parts differ in their first axis only; `lengths[i]` of it comes from member i. Nobody may write to
+        what it gave or got.
         """
 
     def all_reduce(self, flat: Tensor) -> Tensor:
         """The sum of everybody's tensor, as a new one."""
         if flat.numel() <= SMALL:
             return summed(self.swap([flat] * self.size, [len(flat)] * self.size))
-        lengths = even(len(flat), self.size)
-        mine = lengths[self.rank]
-        part = summed(self.swap(flat.split(lengths), [mine] * self.size))
-        return torch.cat(self.swap([part] * self.size, lengths))
+        length = -(-len(flat) // self.size)
+        out = flat.new_empty(length * self.size)
+        self.all_gather(self.reduce_scatter(flat, length), out)
+        return out if len(out) == len(flat) else out[: len(flat)].clone()
 
     def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
         """This member's `length` elements of the sum; beyond the end of `flat` they are zero."""
@@ -82,13 +82,21 @@ class Group(ABC):
         return value if first else got[0].view(value.shape)
 
 
+@dataclass(slots=True)
+class Form:
+    """The shape and type of what one transfer moves: learnt in its first step, the same in every other."""
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None  # None: not learnt yet
+
+
 class Pipe(Protocol):
     """One end of a way from one device to another; what is sent first arrives first."""
 
-    def send(self, value: Tensor) -> None:
-        """Hand a value over. The sender may not write to it afterwards."""
+    def send(self, value: Tensor, form: Form) -> None:
+        """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
-    def recv(self) -> Tensor:
+    def recv(self, form: Form) -> Tensor:
         """The next value."""
 
 
@@ -106,7 +114,7 @@ class Comms(Protocol):
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors from left to right, as a new one; short types are added in float32 and rounded once."""
+    """The sum of tensors from left to right, as a new one; short types are added in float32."""
     first = parts[0]
     if first.dtype in (torch.bfloat16, torch.float16):
         total = first.float()
@@ -119,14 +127,3 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[2:]:
         total += part
     return total
-
-
-def even(length: int, parts: int) -> list[int]:
-    """A length cut into parts that differ by at most one."""
-    ends = [length * (i + 1) // parts for i in range(parts)]
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each of several neighbouring parts begins."""
-    return [0, *accumulate(lengths)][:-1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from piper.plan.plan import Comm, Plans
-from piper.runtime.comm.base import CommError, Group, Stopped
+from piper.runtime.comm.base import CommError, Form, Group, StoppedError
 
 Box = queue.SimpleQueue[Tensor | None]  # None: the world has stopped
 
@@ -44,7 +44,9 @@ class World:
             ) from None
         if value is None:
             self.boxes[name, sender, receiver].put(None)
-            raise Stopped(f"device {receiver} stops waiting on {name} for device {sender}: a worker has failed")
+            raise StoppedError(
+                f"device {receiver} stops waiting on {name} for device {sender}: a worker has failed"
+            )
         return value
 
 
@@ -66,10 +68,14 @@ class InlineComms:
         return InlineGroup(self.world, name, members, self.device)
 
     def outgoing(self, name: str) -> "InlinePipe":
-        return InlinePipe(self.world, name, *next(p for p in self.world.comms[name].groups if p[0] == self.device))
+        return InlinePipe(
+            self.world, name, *next(p for p in self.world.comms[name].groups if p[0] == self.device)
+        )
 
     def incoming(self, name: str) -> "InlinePipe":
-        return InlinePipe(self.world, name, *next(p for p in self.world.comms[name].groups if p[1] == self.device))
+        return InlinePipe(
+            self.world, name, *next(p for p in self.world.comms[name].groups if p[1] == self.device)
+        )
 
 
 class InlineGroup(Group):
@@ -85,9 +91,7 @@ class InlineGroup(Group):
             if put is not None:
                 put(part)
         world, name, me = self.world, self.name, self.device
-        return [
-            parts[self.rank] if other == me else world.take(name, other, me) for other in self.members
-        ]
+        return [parts[self.rank] if other == me else world.take(name, other, me) for other in self.members]
 
 
 class InlinePipe:
@@ -97,8 +101,8 @@ class InlinePipe:
         self.world, self.key = world, (name, sender, receiver)
         self.put = world.boxes[self.key].put
 
-    def send(self, value: Tensor) -> None:
+    def send(self, value: Tensor, form: Form) -> None:
         self.put(value)
 
-    def recv(self) -> Tensor:
+    def recv(self, form: Form) -> Tensor:
         return self.world.take(*self.key)

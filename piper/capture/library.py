@@ -1,0 +1,58 @@
+"""Keeps the code of every distinct chunk, so that equal chunks and other strategies need not trace it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piper.capture.code import Code, GraphCode
+from piper.capture.compose import Joints
+from piper.capture.eager import EagerCode
+from piper.capture.joint import UntraceableError
+from piper.capture.partition import partition
+from piper.capture.piece import Piece
+from piper.capture.structure import structural_key
+from piper.ir.chunk import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """The code of one distinct chunk."""
+
+    key: str
+    code: Code
+    fallback: str | None = None  # why it runs under eager autograd
+
+
+class Library:
+    """The code of one captured model's chunks, made when first asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.joints = Joints(device)
+        self.volumes: dict[str, Volume] = {}
+
+    def find(
+        self,
+        piece: Piece,
+        *,
+        trained: Sequence[bool],
+        tangents: Sequence[int],
+        ways: int,
+        params: Sequence[TensorSpec],
+    ) -> Volume:
+        """The code of a piece.
+
+        trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
+        ways: over how many devices its experts are divided. params: its parameters on one device.
+        """
+        assert piece.body is not None, "a marker has no code"
+        key = structural_key(piece.body, trained, tangents, ways, self.device)
+        if key not in self.volumes:
+            try:
+                joint = self.joints.of_piece(piece, trained, tangents, ways)
+                self.volumes[key] = Volume(key=key, code=GraphCode(partition(joint)))
+            except UntraceableError as error:
+                code = EagerCode(piece, trained, tangents, params)
+                self.volumes[key] = Volume(key=key, code=code, fallback=str(error))
+        return self.volumes[key]

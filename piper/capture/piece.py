@@ -1,0 +1,59 @@
+"""A chunk together with its captured code, before it is differentiated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from piper.ir.chunk import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """What sets an expert region's code apart: its experts, and its rows when routing is balanced."""
+
+    total: int
+    rows: int
+    counts: tuple[bool, ...]  # for each input, whether it is the counts; the others begin with the rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Code as captured: a graph whose placeholders are inputs, parameters and buffers, in this order."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
+    inputs: tuple[Tensor, ...]  # fakes of what the placeholders take
+    params: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A value that an earlier segment made."""
+
+    segment: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of a chunk. Its inputs are the chunk's, by position, or what earlier segments made."""
+
+    body: Body
+    inputs: tuple[int | Made, ...]
+    params: tuple[int, ...]  # positions among the chunk's
+    buffers: tuple[int, ...]
+    returns: Mapping[int, int]  # the chunk's outputs that are made here, and which of the body's they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A chunk and its code."""
+
+    chunk: Chunk
+    inputs: tuple[Tensor, ...]  # fakes
+    body: Body | None  # none: a marker
+    segments: tuple[Segment, ...] = ()  # the body in parts; empty: in one

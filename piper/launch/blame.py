@@ -1,0 +1,193 @@
+"""Who ended a step? From what is seen of every device when something is wrong, one error that names the cause.
+
+A worker that fails takes others with it: they wait for it in vain, and are often the first to complain. So those who
+waited are followed, from each to the one it waited for, until there is one who waits for nobody.
+"""
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from piper.errors import WorkerError
+from piper.launch.member import Failure
+from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.plan import Plans
+
+Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
+MOST = 4  # victims that are listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """What is seen of one device from outside."""
+
+    process: int
+    running: tuple[int, ...] = ()  # places in its plan, one for each stream that is at work
+    exit: int | None = None  # an exit code, or a signal below zero; None: it lives
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is seen of a job when a step does not end as it should."""
+
+    plans: Plans
+    origins: Origins
+    timeout: float
+    sightings: Mapping[int, Sighting]
+    failures: Sequence[Failure] = field(default=())
+
+    def instr(self, device: int, place: int) -> Instr:
+        """An instruction of a device's plan."""
+        return self.plans.of(device).instrs[place]
+
+    def place(self, device: int) -> int | None:
+        """The instruction that says most about what a device is doing: work before waiting, early before late."""
+        running = sorted(self.sightings[device].running)
+        busy = [place for place in running if self.instr(device, place).op not in COMMUNICATION]
+        return next(iter([*busy, *running]), None)
+
+
+def stopped(process: int) -> bool:
+    """Whether a process of this machine has been stopped by a signal; where that cannot be seen, no."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def running(cells: Sequence[int]) -> tuple[int, ...]:
+    """The instructions that a device's marks say are running."""
+    return tuple(number - 1 for number in cells if number)
+
+
+def blame(scene: Scene) -> WorkerError:
+    """The one error that says why a step did not end."""
+    for device, seen in scene.sightings.items():
+        if seen.exit is not None:
+            return told(scene, device, f"the process {how(seen.exit)}", scene.place(device), HINTS["dead"])
+    for failure in scene.failures:
+        if failure.kind == "error":
+            place = failure.place if failure.place is not None else scene.place(failure.device)
+            return told(scene, failure.device, failure.what, place, HINTS["error"], failure.trace)
+    for device, seen in scene.sightings.items():
+        if seen.stopped:
+            return told(
+                scene, device, "the process is stopped by a signal", scene.place(device), HINTS["stopped"]
+            )
+    return late(scene)
+
+
+def how(status: int) -> str:
+    """How a process ended."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    return f"was killed by {signal.Signals(-status).name}"
+
+
+def late(scene: Scene) -> WorkerError:
+    """The error of a step in which nothing moves, and nobody has failed."""
+    first = next(iter(scene.failures), None)
+    device = first.device if first is not None else slowest(scene)
+    device = follow(scene, device)
+    place = scene.place(device)
+    trace = first.trace if first is not None else None
+    if place is None:
+        what = f"nothing has run for {scene.timeout:g} s"
+    elif scene.instr(device, place).op in COMMUNICATION:
+        what = f"waited {scene.timeout:g} s in {scene.instr(device, place).node}, which never ended"
+    else:
+        what = f"{scene.instr(device, place).node} has not ended, and others waited {scene.timeout:g} s for it"
+    return told(scene, device, what, place, HINTS["late"], trace)
+
+
+def slowest(scene: Scene) -> int:
+    """A device that has not done its part of the step: one that works, else one that waits."""
+    at_work = [device for device, seen in scene.sightings.items() if seen.running]
+    busy = [
+        device
+        for device in at_work
+        if any(scene.instr(device, p).op not in COMMUNICATION for p in scene.sightings[device].running)
+    ]
+    return next(iter([*busy, *at_work, *scene.sightings]))
+
+
+def follow(scene: Scene, device: int) -> int:
+    """From a device that waits to the one that all wait for."""
+    seen = {device}
+    while True:
+        absent = [other for other in awaited(scene, device) if other not in seen]
+        if not absent:
+            return device
+        device = absent[0]
+        seen.add(device)
+
+
+def awaited(scene: Scene, device: int) -> list[int]:
+    """The devices that have not come to what a device waits in; nobody, if it is at work itself."""
+    waits = [scene.instr(device, place) for place in scene.sightings[device].running]
+    if any(ins.op not in COMMUNICATION for ins in waits):
+        return []
+    absent: list[int] = []
+    for ins in waits:
+        for other in partners(scene.plans, device, ins):
+            there = [scene.instr(other, place) for place in scene.sightings[other].running]
+            if not any(met.comm == ins.comm and met.node == ins.node for met in there):
+                absent.append(other)
+    return absent
+
+
+def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
+    """The other devices that take part in an instruction."""
+    if ins.comm is None:
+        return []
+    comm = plans.comms[ins.comm]
+    if comm.kind == "pairs":
+        mine, other = (0, 1) if ins.op == "send" else (1, 0)
+        return [pair[other] for pair in comm.groups if pair[mine] == device]
+    return [other for group in comm.groups if device in group for other in group if other != device]
+
+
+HINTS = {
+    "dead": "look for what ended it: the system's log names a process killed for want of memory",
+    "error": "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
+    "stopped": "let it go on with SIGCONT before the timeout, or start again",
+    "late": "if this instruction is only slow, give launch a larger timeout",
+}
+
+
+def told(
+    scene: Scene, device: int, what: str, place: int | None, hint: str, trace: str | None = None
+) -> WorkerError:
+    """The error that names a device and where it was."""
+    facts: dict[str, str] = {}
+    if place is None:
+        facts["at"] = "no instruction of its plan"
+    else:
+        ins = scene.instr(device, place)
+        facts["at"] = f"instruction {place}, {ins.op} on stream {ins.stream}: {ins.node}"
+        if origins := scene.origins(ins.node):
+            facts["made by"] = ", ".join(origins)
+        facts["around"] = scene.plans.of(device).around(place)
+    waiting = list(waiters(scene, device))
+    if waiting:
+        more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
+        facts["waiting"] = ", ".join(waiting[:MOST]) + more
+    error = WorkerError(
+        what, by=f"device {device} (process {scene.sightings[device].process})", facts=facts, hint=hint
+    )
+    if trace:
+        error.add_note(trace)
+    return error
+
+
+def waiters(scene: Scene, culprit: int) -> list[str]:
+    """The other devices that wait in some communication."""
+    found = []
+    for device in scene.sightings:
+        place = scene.place(device)
+        if device != culprit and place is not None and scene.instr(device, place).op in COMMUNICATION:
+            found.append(f"device {device} in {scene.instr(device, place).node}")
+    return found

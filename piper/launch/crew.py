@@ -1,0 +1,115 @@
+"""A running job as its driver sees it, whatever its workers are: what is asked of them, and what they answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from piper.errors import WorkerError
+from piper.launch.base import StepResult, result_of, state_by_name
+from piper.launch.excerpt import Cutter
+from piper.launch.member import Call
+from piper.plan.plan import Bucket, Plans
+from piper.runtime.assemble import whole_parameters
+from piper.runtime.setup import ProgramLike
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Sums
+
+
+class Crew(ABC):
+    """The workers of a job, one for each device."""
+
+    @abstractmethod
+    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        """Call workers, each with its argument; what each answers. One error ends them all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker. Again: nothing."""
+
+
+def devices_of(plans: Plans) -> list[int]:
+    """Every device of a job, in order."""
+    return sorted(device for plan in plans for device in plan.devices)
+
+
+def streams_of(plans: Plans) -> int:
+    """The most streams that any device has."""
+    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
+
+
+def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
+    """Which devices to ask for which buckets, so that together they have all of every bucket once."""
+    asked: dict[int, list[str]] = {}
+    for bucket in buckets:
+        for group in bucket.groups[: bucket.ways]:
+            for device in group if bucket.zero else group[:1]:
+                asked.setdefault(device, []).append(bucket.name)
+    return asked
+
+
+class CrewRun:
+    """A job whose devices are processes somewhere."""
+
+    def __init__(self, program: ProgramLike, crew: Crew, unread: Mapping[str, Tensor]) -> None:
+        """`unread`: the first values of parameters and buffers that no device holds, which stay as they are."""
+        self.program, self.plans, self.crew, self.unread = program, program.plans, crew, unread
+        self.devices = devices_of(program.plans)
+        self.cutter = Cutter(program.plans)
+        self.open = True
+
+    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        if not self.open:
+            raise WorkerError("the workers have ended", by="run", hint="launch the program again")
+        try:
+            return self.crew.ask(call, arguments)
+        except WorkerError:
+            self.close()
+            raise
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch."""
+        cut = {device: self.cutter.cut(batch, device) for device in self.devices}
+        answers = self._ask("step", cut)
+        return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer in full, by fully qualified name."""
+        outline, buckets = self.program.outline, list(self.plans.buckets.values())
+        parameters = whole_parameters(buckets, self._owned("owned", buckets).__getitem__)
+        names = [buffer.name for buffer in outline.buffers if buffer.persistent]
+        buffers: dict[str, Tensor] = {}
+        if names:
+            for found in self._ask("buffers", dict.fromkeys(self.devices, names)).values():
+                buffers = {**cast("dict[str, Tensor]", found), **buffers}  # the first device's win
+        found = state_by_name(outline, {**self.unread, **parameters}, {**self.unread, **buffers})
+        return {name: value.clone() for name, value in found.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        buckets = list(self.plans.buckets.values())
+        owned = self._owned("gradients", buckets)
+        given = [bucket for bucket in buckets if owned[bucket.name, bucket.groups[0][0]] is not None]
+        first = self.devices[0]
+        reached = cast("set[str]", self._ask("reached", {first: None})[first])
+        whole = whole_parameters(given, lambda bucket, device: cast(Tensor, owned[bucket, device]))
+        return {name: value for name, value in whole.items() if name in reached}
+
+    def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
+        answers = self._ask(call, holders(buckets))
+        return {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, Tensor]", found).items()
+        }
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """What every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        answers = self._ask("trail", dict.fromkeys(self.devices))
+        return cast("dict[int, dict[Mark, Tensor]]", answers)
+
+    def close(self) -> None:
+        """End every worker. Again: nothing."""
+        self.open = False
+        self.crew.close()

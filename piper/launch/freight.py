@@ -1,0 +1,163 @@
+"""Objects as bytes, on their way from one process to another: tensors, lambdas and captured code included."""
+
+import importlib.machinery
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import cast
+
+import cloudpickle
+import torch
+from torch import Tensor, fx, nn
+
+from piper.errors import LaunchError
+from piper.ir.chunk import Chunk, Phase
+from piper.runtime.compute import subject
+from piper.runtime.setup import Code, Setup
+
+Reduced = tuple[Callable[..., object], tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """The code that plans call, and nothing else of the capture it comes from."""
+
+    built: Mapping[tuple[str, Phase], Code]
+
+    def __call__(self, chunk: Chunk, phase: Phase) -> Code:
+        return self.built[chunk.key, phase]
+
+
+def slim(setup: Setup) -> Setup:
+    """A setup with only the code that its plans call: what captured it stays at home."""
+    chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
+    called = {ins.arg for plan in setup.plans for ins in plan.instrs if ins.op == "compute"}
+    built: dict[tuple[str, Phase], Code] = {}
+    for arg in sorted(called):
+        phase, chunk = subject(chunks, arg)
+        built[chunk.key, phase] = setup.code(chunk, phase)
+    return replace(setup, code=Codes(built=built))
+
+
+def pack_setup(setup: Setup) -> bytes:
+    """A setup as bytes that a worker can read, wherever the job's functions come from."""
+    try:
+        with by_value(stray_modules(setup)):
+            return pack(slim(setup))
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise LaunchError(
+            "the job cannot be sent to its workers",
+            by="launch",
+            facts={"why": f"{type(error).__name__}: {error}"},
+            hint="let optimizer and scheduler hold no files, locks or generators; or run it with on='inline'",
+        ) from error
+
+
+def stray_modules(setup: Setup) -> list[ModuleType]:
+    """The modules of a job's functions that a worker could not import, as they were found by a path."""
+    names = {getattr(made_by, "__module__", None) for made_by in (setup.optimizer, setup.scheduler)}
+    loaded = [(name, sys.modules.get(name)) for name in sorted(filter(None, names)) if name != "__main__"]
+    return [
+        module
+        for name, module in loaded
+        if module is not None and importlib.machinery.PathFinder.find_spec(name.partition(".")[0]) is None
+    ]
+
+
+@contextmanager
+def by_value(modules: list[ModuleType]) -> Iterator[None]:
+    """Let what these modules define travel whole, as what `__main__` defines does anyway."""
+    new = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def pack(value: object) -> bytes:
+    """A value as bytes."""
+    target = io.BytesIO()
+    Packer(target, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return target.getvalue()
+
+
+def unpack(data: bytes | bytearray) -> object:
+    """The value that bytes hold."""
+    return pickle.loads(data)
+
+
+class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
+    """Packs tensors as their own elements, not their whole storage, and captured code as its source."""
+
+    def reducer_override(self, obj: object) -> object:
+        if type(obj) is Tensor:
+            return reduce_tensor(obj)
+        if isinstance(obj, fx.GraphModule):
+            return reduce_module(obj)
+        return super().reducer_override(obj)
+
+
+def reduce_tensor(tensor: Tensor) -> Reduced:
+    """How to make a plain tensor again."""
+    here = tensor.detach().cpu().contiguous()
+    raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
+    return restore_tensor, (bytearray(raw), here.dtype, tuple(here.shape), tensor.requires_grad)
+
+
+def restore_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> Tensor:
+    """A tensor over the bytes that came."""
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(shape).requires_grad_(grad)
+
+
+def reduce_module(module: fx.GraphModule) -> Reduced:
+    """How to make captured code again: its source, what the source names, and what the module holds.
+
+    A module's own way to be pickled traces the code anew when it is read, which takes long and may change it.
+    """
+    code = module.graph.python_code("self")
+    held = {
+        str(node.target): attribute(module, str(node.target))
+        for node in module.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    return Source, (code.src, dict(code.globals), held)
+
+
+def attribute(module: nn.Module, path: str) -> object:
+    """What a dotted path leads to."""
+    found: object = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class Holder:
+    """What a dotted path may lead through."""
+
+
+class Source:
+    """Captured code, made from its source."""
+
+    def __init__(self, source: str, names: Mapping[str, object], held: Mapping[str, object]) -> None:
+        space: dict[str, object] = dict(names)
+        exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
+        root = Holder()
+        for path, value in held.items():
+            *way, last = path.split(".")
+            place = root
+            for name in way:
+                place = place.__dict__.setdefault(name, Holder())
+            setattr(place, last, value)
+        self.forward = cast(Callable[..., tuple[Tensor, ...]], space["forward"])
+        self.root = root
+
+    def __call__(self, *arguments: object) -> tuple[Tensor, ...]:
+        return self.forward(self.root, *arguments)

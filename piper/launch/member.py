@@ -1,0 +1,192 @@
+"""A worker's side of a launch: one device, which does what it is called for and says what went wrong."""
+
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+import piper.experts  # noqa: F401  captured code calls its operators
+from piper.launch.channel import Channel, ClosedError
+from piper.launch.freight import unpack
+from piper.launch.shared import Entry, Marks, SharedValues
+from piper.plan.instr import Instr
+from piper.runtime.comm.base import CommError, StoppedError
+from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.env import Bound, Rows
+from piper.runtime.setup import Initial, Setup
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Options, Sums, Worker
+
+PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
+Call = Literal["step", "owned", "gradients", "reached", "buffers", "trail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the workers of a job find each other."""
+
+    host: str  # of the store
+    port: int
+    address: str  # that this worker listens on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a worker is given at its start."""
+
+    device: int
+    local: int  # which of its machine's accelerators it uses, where the job uses any
+    meeting: Meeting
+    options: Options
+    setup: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong on a device."""
+
+    device: int
+    kind: Literal["error", "late"]  # late: it waited in vain for others, or gave up because of them
+    what: str
+    trace: str
+    place: int | None = None  # the instruction, if it was one
+
+
+def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
+    """An exception in words, because its own class may not be known elsewhere."""
+    return Failure(
+        device=device,
+        kind="late" if isinstance(error, CommError) else "error",
+        what=f"{type(error).__name__}: {error}",
+        trace="".join(traceback.format_exception(error)),
+        place=place,
+    )
+
+
+class Member:
+    """A worker that answers calls. Its first failure is its answer, though other streams may still wait."""
+
+    def __init__(self, order: Order, initial: Initial, cells: memoryview) -> None:
+        self.device = order.device
+        setup = cast(Setup, unpack(order.setup))
+        if setup.device.type == "cuda":
+            setup = replace(setup, device=torch.device("cuda", order.local))
+            torch.cuda.set_device(setup.device)
+        self.cells = cells
+        self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
+        self.failed = False
+        self.lock = threading.Lock()
+        self.streams: dict[str, int] = {}
+        meeting, wait = order.meeting, timedelta(seconds=max(order.options.timeout, PATIENCE))
+        self.store = TCPStore(
+            meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=wait
+        )
+        comms = GlooComms(
+            setup.plans, self.device, self.store, meeting.address, order.options.timeout, patience=wait
+        )
+        self.worker = Worker(setup, self.device, comms, initial, order.options, watch=self._watch)
+        self.thread = ThreadPoolExecutor(1, "step")
+
+    def _watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+        """An instruction that marks when it runs, and that reports at once when it fails."""
+        cells, cell, number = self.cells, self.streams.setdefault(ins.stream, len(self.streams)), place + 1
+
+        def marked() -> None:
+            cells[cell] = number
+            try:
+                run()
+            except Exception as error:
+                self._fail(error, place)
+                raise
+            cells[cell] = 0
+
+        return marked
+
+    def _fail(self, error: Exception, place: int | None) -> None:
+        with self.lock:
+            if self.failed or isinstance(error, StoppedError):
+                return
+            self.failed = True
+        self.answers.put(failure_of(self.device, error, place))
+
+    def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
+        """Train on this device's rows of a batch."""
+        self.thread.submit(self._step, batch)
+        return self.answers.get()
+
+    def _step(self, batch: Mapping[str, Rows]) -> None:
+        try:
+            self.answers.put(self.worker.step(batch))
+        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            self._fail(error, None)
+
+    def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
+        """What this device holds of some buckets."""
+        return {name: self.worker.owned(name) for name in buckets}
+
+    def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
+        """The last step's gradients of what this device holds of some buckets."""
+        return {name: self.worker.gradient(name) for name in buckets}
+
+    def reached(self, _: object) -> set[str]:
+        """The parameters that have gradients."""
+        return self.worker.env.state.reached
+
+    def buffers(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The buffers that this device uses, of those asked for."""
+        found = {name: self.worker.buffer(name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def trail(self, _: object) -> dict[Mark, Tensor]:
+        """What every chunk returned in the last step."""
+        return {} if self.worker.trail is None else self.worker.trail.kept
+
+    def answer(self, call: Call, argument: object) -> object:
+        """Do what is asked for; a failure is an answer too."""
+        try:
+            return getattr(self, call)(argument)
+        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            return failure_of(self.device, error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a worker of this machine finds what is shared."""
+
+    values: Mapping[str, Entry]
+    devices: tuple[int, ...]
+    width: int
+    path: tuple[str, ...]  # where modules are imported from
+
+
+def main(descriptors: Sequence[int]) -> int:
+    """Be a worker of this machine: begin with an order, answer calls until the driver is gone."""
+    end, marks, values = descriptors
+    channel = Channel(socket.socket(fileno=end))
+    try:
+        places, order = cast("tuple[Places, Order]", channel.recv())
+        sys.path[:] = places.path
+        cells = Marks(marks, places.devices, places.width).of(order.device)
+        try:
+            member = Member(order, SharedValues(values, places.values), cells)
+        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            channel.send(failure_of(order.device, error))
+            return 1
+        channel.send(None)
+        while True:
+            call, argument = cast("tuple[Call, object]", channel.recv())
+            channel.send(member.answer(call, argument))
+    except ClosedError:
+        return 0
+
+

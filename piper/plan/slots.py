@@ -1,0 +1,105 @@
+"""The proof that a plan uses its slots rightly: written before read, freed once, when nobody uses them."""
+
+from piper.plan.instr import Instr
+from piper.plan.plan import Plan
+
+Reach = dict[str, int]  # stream -> the last of its instructions that is known to be over
+
+
+class SlotProof:
+    """Walks a plan in issue order, with what each stream knows of the others by the events it waited for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.problems: list[str] = []
+        self._known: dict[str, Reach] = {}  # by stream
+        self._signalled: dict[int, tuple[str, int, Reach]] = {}  # event -> stream, place, what it knew then
+        self._written: dict[str, int] = {}
+        self._freed: dict[str, int] = {}
+        self._touched: dict[str, Reach] = {}  # slot or shared storage -> the last use by each stream
+        self._sharers: dict[str, int] = {}  # storage -> how many live slots share it
+
+    def run(self) -> list[str]:
+        """Everything that is wrong, in issue order."""
+        for place, ins in enumerate(self.plan.instrs):
+            mine = self._known.setdefault(ins.stream, {})
+            self._wait(place, ins, mine)
+            for slot in ins.reads:
+                self._read(place, ins, slot, mine)
+            for slot in ins.writes:
+                self._write(place, ins, slot, mine)
+            for slot in ins.frees:
+                self._free(place, ins, slot, mine)
+            mine[ins.stream] = place
+            if ins.signals is not None:
+                if ins.signals in self._signalled:
+                    self._complain(place, f"signals event {ins.signals}, which is signalled already")
+                self._signalled[ins.signals] = (ins.stream, place, dict(mine))
+        for slot, place in self._written.items():
+            if slot not in self._freed and slot not in self.plan.residents:
+                self._complain(place, f"writes {slot}, which is never freed")
+        return self.problems
+
+    def _complain(self, place: int, what: str) -> None:
+        self.problems.append(f"{self.plan.instrs[place].node} {what}\n{self.plan.around(place)}")
+
+    def _wait(self, place: int, ins: Instr, mine: Reach) -> None:
+        for event in ins.waits:
+            if event not in self._signalled:
+                self._complain(place, f"waits for event {event}, which nothing before it signals")
+                continue
+            stream, when, seen = self._signalled[event]
+            for other, reached in (*seen.items(), (stream, when)):
+                if mine.get(other, -1) < reached:
+                    mine[other] = reached
+
+    def _read(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
+        if slot in self._freed:
+            self._complain(place, f"reads {slot}, freed at {self._freed[slot]}")
+        elif slot in self._written:
+            writer = self._written[slot]
+            stream = self.plan.instrs[writer].stream
+            if stream != ins.stream and mine.get(stream, -1) < writer:
+                self._complain(place, f"reads {slot} without waiting for who writes it, at {writer}")
+        elif slot not in self.plan.residents:
+            self._complain(place, f"reads {slot}, which nothing has written")
+        self._touch(place, ins, slot)
+
+    def _write(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
+        if slot in self._freed:
+            self._complain(place, f"writes {slot}, freed at {self._freed[slot]}")
+        elif slot not in self.plan.slots and slot not in self.plan.residents:
+            self._complain(place, f"writes {slot}, which has no size")
+        self._check_done(place, ins, slot, mine, f"writes {slot}")
+        if slot not in self._written and slot in self.plan.slots:
+            for storage, _ in self.plan.slots[slot].shares:
+                self._sharers[storage] = self._sharers.get(storage, 0) + 1
+        self._written[slot] = place
+        self._touch(place, ins, slot)
+
+    def _free(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
+        if slot in self.plan.residents:
+            self._complain(place, f"frees {slot}, which outlives the step")
+        elif slot in self._freed:
+            self._complain(place, f"frees {slot}, freed at {self._freed[slot]}")
+        elif slot not in self._written:
+            self._complain(place, f"frees {slot}, which nothing has written")
+        else:
+            self._check_done(place, ins, slot, mine, f"frees {slot}")
+            for storage, _ in self.plan.slots[slot].shares if slot in self.plan.slots else ():
+                self._sharers[storage] -= 1
+                if not self._sharers[storage]:
+                    self._check_done(place, ins, storage, mine, f"frees {storage}")
+            self._freed[slot] = place
+
+    def _touch(self, place: int, ins: Instr, slot: str) -> None:
+        self._touched.setdefault(slot, {})[ins.stream] = place
+        if slot in self.plan.slots:
+            for storage, _ in self.plan.slots[slot].shares:
+                self._touched.setdefault(storage, {})[ins.stream] = place
+
+    def _check_done(self, place: int, ins: Instr, slot: str, mine: Reach, what: str) -> None:
+        """Every other stream that used a slot must be known to be done with it."""
+        for stream, when in self._touched.get(slot, {}).items():
+            if stream != ins.stream and mine.get(stream, -1) < when:
+                self._complain(place, f"{what} while {self.plan.instrs[when].node} may still use it")

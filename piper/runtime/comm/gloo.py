@@ -1,0 +1,152 @@
+"""Devices as processes: communication over gloo, with the same bits as among threads.
+
+Gloo's own reductions add in an order that depends on the number of members; here rows only travel, and every
+sum is taken by `Group`.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from piper.plan.plan import Comm, Plans
+from piper.runtime.comm.base import CommError, Form, Group
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+HEADER = 16  # numbers that describe a tensor: its type, how many axes, and their lengths
+
+
+class Wire(Protocol):
+    """What is used of a process group; torch's own annotations do not say."""
+
+    def alltoall_base(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> Work: ...
+    def _allgather_base(self, out: Tensor, shard: Tensor) -> Work: ...
+    def broadcast(self, value: Tensor, root: int) -> Work: ...
+    def send(self, values: list[Tensor], to: int, tag: int) -> Work: ...
+    def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
+
+
+class GlooComms:
+    """The communicators of one device of a job, met over a store that all its workers share.
+
+    Members of a group wait for each other here; every device makes its groups in the order of the plans, so
+    no two wait for each other in a circle.
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        device: int,
+        store: Store,
+        host: str,
+        timeout: float,
+        *,
+        patience: timedelta | None = None,
+    ) -> None:
+        """Meet the others. `patience`: how long to wait for them here, where some may start late."""
+        self.device, self.timeout = device, timedelta(seconds=timeout)
+        self.patience = patience or self.timeout
+        self.made: dict[tuple[str, tuple[int, ...]], Wire] = {}
+        self.comms = plans.comms
+        for comm in plans.comms.values():
+            for number, members in enumerate(comm.groups):
+                if device in members:
+                    prefix = PrefixStore(f"{comm.name}/{number}", store)
+                    self.made[comm.name, members] = self._make(prefix, members, host)
+
+    def _make(self, store: Store, members: tuple[int, ...], host: str) -> Wire:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+        options._timeout = self.patience
+        return cast(Wire, ProcessGroupGloo(store, members.index(self.device), len(members), options))
+
+    def group(self, name: str) -> "GlooGroup":
+        members = self._members(self.comms[name])
+        return GlooGroup(
+            self.made[name, members], name, members.index(self.device), len(members), self.timeout
+        )
+
+    def _members(self, comm: Comm) -> tuple[int, ...]:
+        return next(group for group in comm.groups if self.device in group)
+
+    def outgoing(self, name: str) -> "GlooPipe":
+        pair = next(pair for pair in self.comms[name].groups if pair[0] == self.device)
+        return GlooPipe(self.made[name, pair], name, self.timeout)
+
+    def incoming(self, name: str) -> "GlooPipe":
+        pair = next(pair for pair in self.comms[name].groups if pair[1] == self.device)
+        return GlooPipe(self.made[name, pair], name, self.timeout)
+
+
+def finish(work: Work, name: str, timeout: timedelta) -> None:
+    """Wait for one operation, but not for ever."""
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        raise CommError(f"on {name}: {error}") from error
+
+
+class GlooGroup(Group):
+    """A group of processes."""
+
+    def __init__(self, made: Wire, name: str, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(name, rank, size)
+        self.made, self.timeout = made, timeout
+
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        gives = [len(part) for part in parts]
+        rows = torch.cat(list(parts))
+        out = rows.new_empty((sum(lengths), *rows.shape[1:]))
+        finish(self.made.alltoall_base(out, rows, list(lengths), gives), self.name, self.timeout)
+        return list(out.split(list(lengths)))
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        # The shard may lie inside `out`, which gloo would write while it reads.
+        inside = shard.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        finish(self.made._allgather_base(out, shard.clone() if inside else shard), self.name, self.timeout)
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        mine = value if self.rank == 0 else torch.empty_like(value)
+        finish(self.made.broadcast(mine, 0), self.name, self.timeout)
+        return mine
+
+
+class GlooPipe:
+    """A way from one process to another. What a transfer moves is described in its first step only."""
+
+    def __init__(self, made: Wire, name: str, timeout: timedelta) -> None:
+        self.made, self.name, self.timeout = made, name, timeout
+
+    def send(self, value: Tensor, form: Form) -> None:
+        if form.dtype is None:
+            form.shape, form.dtype = tuple(value.shape), value.dtype
+            header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
+            described = torch.tensor(header + [0] * (HEADER - len(header)))
+            finish(self.made.send([described], 1, 0), self.name, self.timeout)
+        assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
+        finish(self.made.send([value.contiguous()], 1, 0), self.name, self.timeout)
+
+    def recv(self, form: Form) -> Tensor:
+        if form.dtype is None:
+            described = torch.zeros(HEADER, dtype=torch.int64)
+            finish(self.made.recv([described], 0, 0), self.name, self.timeout)
+            code, axes, *lengths = described.tolist()
+            form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]
+        value = torch.empty(form.shape, dtype=form.dtype)
+        finish(self.made.recv([value], 0, 0), self.name, self.timeout)
+        return value

@@ -1,0 +1,125 @@
+"""Regions are numbered in the order they are made, and cost nothing when nobody captures."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture.annotate import annotate, annotate_modules
+from piper.capture.trace import trace
+from piper.errors import ConfigError
+from piper.ir.chunk import Tags
+from tests import zoo
+
+
+class Loop(nn.Module):
+    """Three turns of a loop, each with a region inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with annotate("stage"):
+                x = layer(x)
+                with annotate("inner"):
+                    x = x.tanh()
+        result: Tensor = self.head(x)
+        return result
+
+
+class Plain(nn.Module):
+    """Nested modules without a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def tags_of(model: nn.Module) -> list[Tags]:
+    traced = trace(lambda: model, zoo.regression, zoo.vectors(2, 0), 2)
+    return [chunk.tags for chunk in traced.outline.chunks]
+
+
+def params_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    traced = trace(lambda: model, zoo.regression, zoo.vectors(2, 0), 2)
+    return {chunk.name: chunk.params for chunk in traced.outline.chunks}
+
+
+def test_regions_count_from_zero_in_the_order_entered() -> None:
+    stage = [(("stage", i), ("inner", i)) for i in range(3)]
+    assert tags_of(Loop()) == [tags for both in stage for tags in (both[:1], both)]
+
+
+def test_a_second_capture_counts_from_zero_again() -> None:
+    model = Loop()
+    assert tags_of(model) == tags_of(model)
+
+
+def test_annotate_does_nothing_outside_a_capture() -> None:
+    entered = []
+    with annotate("PP"), annotate("any name at all"):
+        entered.append(torch.fx.traceback.current_meta.get("custom"))
+    assert entered == [None]
+
+
+def test_annotate_passes_exceptions_on() -> None:
+    with pytest.raises(KeyError), annotate("PP"):
+        raise KeyError
+
+
+def test_annotate_modules_makes_an_entry_a_region() -> None:
+    model = annotate_modules(Plain(), {"PP": [["layers.0", "layers.1"], "layers.2", ["layers.3", "head"]]})
+    assert params_of(model) == {
+        "PP=0": ("layers.0.0.weight", "layers.0.0.bias", "layers.1.0.weight", "layers.1.0.bias"),
+        "PP=1": ("layers.2.0.weight", "layers.2.0.bias"),
+        "PP=2": ("layers.3.0.weight", "layers.3.0.bias", "head.weight", "head.bias"),
+    }
+
+
+def test_annotate_modules_makes_each_match_of_a_pattern_a_region() -> None:
+    model = annotate_modules(
+        Plain(), {"PP": [["layers.0", "layers.1"], ["layers.2", "layers.3"]], "T": ["layers.*.1"]}
+    )
+    assert [name for name in params_of(model) if "T" in name] == [
+        "PP=0 T=0",
+        "PP=0 T=1",
+        "PP=1 T=2",
+        "PP=1 T=3",
+    ]
+
+
+def test_annotate_modules_changes_no_result() -> None:
+    x = torch.randn(2, 16)
+    torch.manual_seed(0)
+    wanted = Plain()
+    torch.manual_seed(0)
+    marked = annotate_modules(Plain(), {"PP": ["layers.*"]})
+    assert torch.equal(marked(x), wanted(x))
+    assert marked.state_dict().keys() == wanted.state_dict().keys()
+
+
+def test_an_unknown_path_names_what_is_close() -> None:
+    with pytest.raises(ConfigError) as raised:
+        annotate_modules(Plain(), {"PP": [["layers.0"], ["layer.1"]]})
+    assert str(raised.value) == (
+        "annotate_modules, PP: the model has no module 'layer.1'\n"
+        "  close: layers.1, layers.3.1, layers.2.1\n"
+        "  hint:  name modules as model.named_modules() does; * stands for one part of a path"
+    )
+
+
+def test_a_bare_string_is_not_a_list_of_regions() -> None:
+    with pytest.raises(ConfigError) as raised:
+        annotate_modules(Plain(), {"PP": "layers.*"})
+    assert str(raised.value) == (
+        'annotate_modules: the regions of PP are a list, not one string\n  hint: write {"PP": ["layers.*"]}'
+    )

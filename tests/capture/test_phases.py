@@ -1,0 +1,270 @@
+"""What the outline says of each phase: what it reads, keeps, writes and costs."""
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.annotate import annotate
+from piper.capture.differentiate import differentiate
+from piper.capture.trace import trace
+from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
+from tests import zoo
+from tests.capture.capturing import captured, case, check, difference, traced
+
+WIDE = 8  # bytes of a float64
+
+
+def chunks_of(name: str, ways: int = 1) -> dict[str, Chunk]:
+    return {chunk.name: chunk for chunk in captured(name, ways).outline.chunks}
+
+
+class Linears(nn.Module):
+    """One linear layer in each stage."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(stages))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with annotate("PP"):
+                x = layer(x)
+        return x[:, :4]
+
+
+def test_phases_of_a_linear_layer() -> None:
+    code = check(lambda: Linears(3), zoo.regression, zoo.vectors(4, 0))
+    chunk = code.outline.chunks[1]
+    weight, bias = "layers.1.weight", "layers.1.bias"
+    product = 2 * 4 * 16 * 16
+    rows, square = 4 * 16 * WIDE, 16 * 16 * WIDE
+    assert (chunk.saved, chunk.carried, chunk.storages, chunk.kept_inputs) == ((), (), (), {})
+    assert chunk.phases == {
+        "F": PhaseSpec(
+            inputs=(0,), params=(weight, bias), flops=product, bytes_moved=2 * rows + square + 16 * WIDE
+        ),
+        "B": PhaseSpec(
+            inputs=(0,),
+            params=(weight,),
+            tangents=(0,),
+            grad_inputs=(0,),
+            grad_params=(weight, bias),
+            flops=2 * product,
+            bytes_moved=5 * rows + 2 * square + 16 * WIDE,
+        ),
+        "BI": PhaseSpec(
+            params=(weight,), tangents=(0,), grad_inputs=(0,), flops=product, bytes_moved=2 * rows + square
+        ),
+        "BW": PhaseSpec(
+            inputs=(0,),
+            tangents=(0,),  # read again rather than carried
+            grad_params=(weight, bias),
+            flops=product,
+            bytes_moved=3 * rows + square + 16 * WIDE,
+        ),
+    }
+
+
+def test_equal_stages_share_their_code() -> None:
+    code = differentiate(trace(lambda: Linears(5), zoo.regression, zoo.vectors(4, 0), 4))
+    first, *middle, last = (chunk.key for chunk in code.outline.chunks)
+    assert len(set(middle)) == 1
+    assert len({first, last, *middle}) == len(code.codes) == 3
+    assert code.phase(middle[0], "F") is code.phase(middle[1], "F")
+
+
+def test_a_first_stage_does_all_its_backward_in_bw() -> None:
+    phases = chunks_of("decoder")["PP=0"].phases
+    empty = PhaseSpec()
+    assert phases["BI"] == empty
+    assert phases["BW"] == phases["B"] != empty
+
+
+def test_split_backward_costs_what_the_whole_one_costs() -> None:
+    for name in ("decoder", "moe", "convnet"):
+        for chunk in chunks_of(name).values():
+            if chunk.kind in ("compute", "expert"):
+                parts = chunk.phases["BI"].flops + chunk.phases["BW"].flops
+                assert parts == chunk.phases["B"].flops
+
+
+def test_forward_flops_of_a_decoder() -> None:
+    rows, length, dim, hidden, heads = 2, zoo.LENGTH, 32, 64, 4 * 8
+    linear = 2 * rows * length * (dim * heads * 2 + dim * heads + 3 * dim * hidden)
+    attention = 2 * 2 * rows * length * length * heads
+    head = 2 * rows * length * dim * zoo.VOCAB
+    chunks = chunks_of("decoder")
+    assert chunks["PP=0"].phases["F"].flops == linear + attention
+    assert chunks["PP=1"].phases["F"].flops == linear + attention + head
+
+
+def test_tied_parameters_are_one_with_two_names() -> None:
+    outline = captured("decoder").outline
+    tied = next(parameter for parameter in outline.parameters if parameter.aliases)
+    assert (tied.name, tied.aliases) == ("embedding.weight", ("head.weight",))
+    assert [tied.name in chunk.params for chunk in outline.chunks] == [True, True]
+    assert [tied.name in chunk.phases["B"].grad_params for chunk in outline.chunks] == [True, True]
+    assert "head.weight" not in {parameter.name for parameter in outline.parameters}
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    outline = captured("frozen").outline
+    frozen = {parameter.name for parameter in outline.parameters if not parameter.trainable}
+    assert frozen
+    for chunk in outline.chunks:
+        assert set(chunk.phases["B"].grad_params) == set(chunk.params) - frozen
+
+
+def test_a_stage_without_anything_to_train_has_only_a_forward() -> None:
+    chunks = chunks_of("frozen_stage")
+    assert list(chunks["PP=0"].phases) == ["F"]
+    assert chunks["PP=0"].saved == ()
+    assert chunks["PP=1"].phases["B"].grad_inputs == ()
+
+
+def test_only_the_sum_of_a_weighted_loss_is_differentiated() -> None:
+    outline = captured("sum_weight").outline
+    assert outline.weight is not None
+    last = outline.chunks[-1]
+    assert len(last.outputs) == 2
+    assert last.phases["B"].tangents == (outline.loss.index,)
+
+
+class Undifferentiated(nn.Module):
+    """A stage with outputs that nobody differentiates: one is detached, of one only the order matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            h = self.a(x)
+            scale, score, shape = h * 2, h * 3, h * 4
+        with annotate("PP"):
+            order = score.argsort(-1)
+            result: Tensor = self.b(h.gather(-1, order) * scale.detach().mean() + torch.zeros_like(shape))
+        return result
+
+
+def test_outputs_that_nobody_differentiates_have_no_tangent() -> None:
+    chunks = check(Undifferentiated, zoo.regression, zoo.vectors(4, 0)).outline.chunks
+    assert len(chunks[0].outputs) == 3  # of `shape` only the shape is used
+    assert chunks[0].phases["B"].tangents == (0,)
+    assert chunks[1].phases["B"].grad_inputs == (1,)
+    assert chunks[0].saved == ()
+
+
+class Sharing(nn.Module):
+    """Outputs and saved values in one memory: a value, a view of it, and a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            h = self.a(x).sigmoid()
+            flat, first = h.view(-1), h[:2]
+        with annotate("PP"):
+            result: Tensor = self.b(flat.view(4, 32)[:, :16] + first.mean())
+        return result
+
+
+def test_values_in_one_memory_say_so() -> None:
+    chunk = check(Sharing, zoo.regression, zoo.vectors(4, 0)).outline.chunks[0]
+    size = 4 * 32 * WIDE
+    assert chunk.storages == (size,)
+    assert [(spec.shape, spec.storage) for spec in chunk.outputs] == [((128,), 0), ((2, 32), 0)]
+    assert [(spec.shape, spec.storage, spec.nbytes) for spec in chunk.saved] == [((4, 32), 0, size)]
+
+
+def test_workspace_is_what_lives_at_once_and_goes() -> None:
+    chunk = check(Sharing, zoo.regression, zoo.vectors(4, 0)).outline.chunks[0]
+    assert (
+        chunk.phases["F"].workspace == 4 * 32 * WIDE
+    )  # the linear layer's result, until the sigmoid is made
+
+
+class Weights(nn.Module):
+    """Weights that are cast before they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.b(self.a(x).tanh())
+        return x.float()
+
+
+def test_copies_of_weights_are_not_saved() -> None:
+    chunk = check(Weights, zoo.regression, zoo.vectors(4, 0), "fp32").outline.chunks[0]
+    assert all(spec.shape[0] == 4 for spec in chunk.saved)  # rows of activations, and no [16, 16]
+
+
+def test_mutated_buffers_are_results_of_the_forward() -> None:
+    chunk = chunks_of("convnet")["PP=0"]
+    names = ("num_batches_tracked", "running_mean", "running_var")
+    assert chunk.mutated == tuple(f"layers.0.1.{name}" for name in names)
+    assert traced("convnet").outline.chunks[0].mutated == chunk.mutated
+
+
+def test_experts_are_divided_by_the_asked_number_of_ways() -> None:
+    whole, divided = chunks_of("moe"), chunks_of("moe", 4)
+    experts = case("moe").experts
+    for chunks, count in ((whole, experts), (divided, experts // 4)):
+        assert chunks["PP=0 EP=0 route"].input_specs[1].shape == (experts,)
+        assert chunks["PP=0 EP=0 route"].outputs[1].shape == (count,)
+        assert chunks["PP=0 EP=0"].input_specs[1] == TensorSpec(
+            shape=(count,), dtype="int64", nbytes=8 * count
+        )
+        assert chunks["PP=0 EP=0 unroute"].input_specs[1].shape == (count,)
+    assert whole["PP=0 EP=0"].key != divided["PP=0 EP=0"].key
+    assert whole["PP=0"].key == divided["PP=0"].key
+    rows, dim, hidden = 2 * zoo.LENGTH * 2, 32, 16
+    assert whole["PP=0 EP=0"].phases["F"].flops == 2 * rows * (dim * 2 * hidden + hidden * dim)
+    marker = {"F": PhaseSpec(inputs=(0, 1)), "B": PhaseSpec(tangents=(0,), grad_inputs=(0,))}
+    assert whole["PP=0 EP=0 route"].phases == whole["PP=0 EP=0 unroute"].phases == marker
+
+
+class Deep(nn.Module):
+    """Many equal layers in one region."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(layers))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nn.functional.dropout(torch.tanh(norm(layer(x))) * 2 + 1, 0.1) * 0.5
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_equal_layers_of_one_chunk_are_traced_once() -> None:
+    layers = 9
+    found = trace(lambda: Deep(layers), zoo.regression, zoo.vectors(4, 0), 4, "fp64")
+    code = differentiate(found)
+    chunk = code.outline.chunks[0]
+    assert len(found.pieces[0].segments) > len(found.library.joints.traced) == 2
+    assert chunk.random
+    assert len(chunk.phases["B"].grad_params) == 2 * 2 * layers + 2
+    assert len(chunk.mutated) == 3 * layers
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Deep(layers).double())
+    assert difference(code, zoo.regression, *models, zoo.vectors(4, 1), "whole") == 0.0
+
+
+def test_bf16_halves_the_bytes() -> None:
+    found = case("mlp")
+    batch = found.batch(2, 0)
+    wide, narrow = (trace(found.model, found.loss, batch, 2, precision) for precision in ("fp32", "bf16"))
+    for a, b in zip(wide.outline.chunks, narrow.outline.chunks, strict=True):
+        assert [spec.nbytes for spec in a.outputs][:1] == [2 * spec.nbytes for spec in b.outputs][:1]
+    assert {parameter.dtype for parameter in narrow.outline.parameters} == {"bfloat16"}
+    assert narrow.outline.batch["x"].dtype == "bfloat16"

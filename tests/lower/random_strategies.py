@@ -1,0 +1,95 @@
+"""Strategies drawn at random, each directive from a number: a failing list shrinks to fewer directives."""
+
+import random
+from collections.abc import Sequence
+
+from piper.directives import Directive, order, place, replicate, shard, split
+from piper.ir.select import At, Index, at
+
+FAMILIAR = ((0,), (1,), (0, 1), (2, 3), (1, 2), (4, 5), (0, 1, 2, 3), (4, 5, 6, 7), (2, 3, 4, 5), (3, 1))
+STREAMS = (None, None, "pp", "compute")
+PASSES = (None, None, "F", "B", "BI", "BW")
+
+
+class Dice(random.Random):
+    """Draws the pieces of a directive."""
+
+    def devices(self) -> tuple[int, ...]:
+        """A set: alone or several, of many sizes, often overlapping others."""
+        return self.choice(FAMILIAR) if self.random() < 0.7 else tuple(self.sample(range(6), self.randint(1, 4)))
+
+    def index(self) -> Index:
+        return self.choice((0, 1, 2, 0, 1, 2, 3, "*", None))  # type: ignore[arg-type]
+
+    def stages(self) -> At:
+        """A filter by stage, or by nothing."""
+        return at(PP=self.randint(0, 2)) if self.random() < 0.8 else at()
+
+    def filter(self) -> At:
+        """A filter by a few tags, some of which the graph may not have."""
+        tags = self.sample(("PP", "PP", "EP", "MB", "K"), self.choice((0, 1, 1, 1, 2)))
+        return at(PASS=self.choice(PASSES), **{tag: self.index() for tag in tags})
+
+    def experts(self) -> At:
+        """A filter that finds expert regions, in graphs that have some."""
+        return at(EP=self.choice((0, 1, "*", "*"))) if self.random() < 0.8 else self.filter()
+
+    def row(self) -> Directive:
+        """An order of one stage's passes over two parts, such as a pipeline's row."""
+        stage = self.randint(0, 2)
+        backward = self.choice(("B", "B", "BI", "BW"))
+        steps = [("F", 0), ("F", 1), (backward, 0), (backward, 1)]
+        if self.random() < 0.4:
+            self.shuffle(steps)
+        return order([[at(PP=stage, MB=part, PASS=phase)] for phase, part in steps])
+
+    def groups(self) -> Directive:
+        """An order of anything."""
+        return order([[self.filter() for _ in range(self.randint(1, 2))] for _ in range(self.randint(1, 3))])
+
+    def directive(self) -> Directive:
+        """Any one directive."""
+        kind = self.choice(("place", "replicate", "replicate", "shard", "shard", "split", "row", "row", "order"))
+        match kind:
+            case "place":
+                where = self.stages() if self.random() < 0.7 else self.filter()
+                return place(where, self.devices(), stream=self.choice(STREAMS))
+            case "replicate":
+                return replicate(
+                    self.stages() if self.random() < 0.8 else self.filter(),
+                    self.devices(),
+                    zero=self.randint(0, 3),
+                    bucket_mb=self.choice((None, 1e-5, 1)),
+                    reduce_stream=self.choice(STREAMS),
+                    gather_stream=self.choice(STREAMS),
+                )
+            case "shard":
+                ways = self.choice((None, None, 1, 2, 2, 3, 4))
+                return shard(self.experts(), self.devices(), ways, self.choice(STREAMS))
+            case "split":
+                return split(at(PP=0) if self.random() < 0.1 else at(), self.choice("MK") + "B", self.randint(1, 3))
+            case "row":
+                return self.row()
+            case _:
+                return self.groups()
+
+    def scaffold(self) -> list[Directive]:
+        """Directives that place everything, mostly; and split, often."""
+        chosen: list[Directive] = []
+        if self.random() < 0.95:
+            chosen.append(replicate(at(), self.devices(), self.randint(0, 3)))
+        for stage in self.sample(range(3), self.randint(0, 2)):
+            chosen.append(replicate(at(PP=stage), self.devices(), self.randint(0, 3), self.choice((None, 1e-5))))
+        if self.random() < 0.3:
+            devices = self.devices()
+            chosen += [replicate(at(), devices, self.randint(0, 3)), shard(at(EP="*"), devices, self.choice((None, 2)))]
+        if self.random() < 0.6:
+            chosen.append(split(at(), parts=self.randint(1, 3)))
+        if self.random() < 0.1:
+            self.shuffle(chosen)
+        return chosen
+
+
+def strategy_of(scaffold: int, others: Sequence[int]) -> list[Directive]:
+    """A scaffold and some directives after it, each from its number."""
+    return [*Dice(scaffold).scaffold(), *(Dice(number).directive() for number in others)]

@@ -1,0 +1,52 @@
+"""Random strategies over small graphs: each one is proven and computes what one device would, or is refused."""
+
+from dataclasses import replace
+
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from piper.directives import apply
+from piper.errors import ScheduleError
+from piper.ir.chain import chain
+from piper.ir.chunk import Outline
+from piper.ir.graph import start
+from piper.lower.lower import lower
+from piper.lower.work import Settings
+from piper.plan.check import prove
+from piper.plan.memory import timeline
+from tests.lower.oracle import examine
+from tests.lower.outlines import ROWS, fitted, frozen, mixture, normed, skips
+from tests.lower.random_strategies import strategy_of
+
+OUTLINES: dict[str, Outline] = {
+    "chain": chain(3, width=6, rows=ROWS),
+    "tied chain": chain(3, width=6, rows=ROWS, tied=True, layers=2),
+    "expert chain": chain(2, width=6, rows=ROWS, experts=4),
+    "tied expert chain": chain(2, width=6, rows=ROWS, experts=4, tied=True),
+    "skips": skips(),
+    "skips, halves apart": skips("tangents"),
+    "normed": normed(),
+    "mixture": mixture(),
+    "mixture, halves apart": mixture(halves="tangents"),
+    "tied experts": mixture(tied=True),
+    "frozen": frozen(),
+}
+NUMBERS = st.integers(0, 2**24)
+
+
+@settings(max_examples=2400, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(list(OUTLINES)), NUMBERS, st.lists(NUMBERS, max_size=3), st.booleans())
+def test_every_strategy_is_right_or_refused(name: str, scaffold: int, others: list[int], clip: bool) -> None:
+    strategy = strategy_of(scaffold, others)
+    note("\n".join(map(str, strategy)))
+    outline = OUTLINES[name]
+    try:
+        graph = apply(start(outline), strategy)
+        plans, work = lower(graph, Settings(clip=clip), fitted(graph))
+    except ScheduleError as error:
+        assert "hint:" in str(error)
+        return
+    prove(plans)
+    examine(plans, replace(work.graph, outline=outline), seed=scaffold)
+    for plan in plans:
+        assert timeline(plan).peak >= timeline(plan).resident

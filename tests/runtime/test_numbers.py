@@ -1,0 +1,121 @@
+"""Every strategy gives the numbers of plain PyTorch on one device, in fp64 to 1e-9."""
+
+import itertools
+
+import pytest
+import torch
+
+from piper.api import compile
+from piper.directives import Directive, place, replicate, split
+from piper.ir.select import at
+from piper.launch.inline import launch_inline
+from piper.runtime.check import check
+from piper.runtime.reference import Reference
+from piper.runtime.worker import Options
+from tests import zoo
+from tests.runtime.grid import SHAPES, Cell, batches, case_of, job
+
+REPLICAS = [(2, 0), (2, 1), (4, 2), (3, 3)]  # (DP, zero)
+PARTS = {"none": 2, "dualpipe-v": 4}
+
+# Every model at least once, every schedule with a model that has attention, every way to divide experts.
+MODELS = [
+    Cell(case="decoder", schedule="zero-bubble", dp=2, zero=1, clip=0.3),
+    Cell(case="decoder_untied", schedule="none", dp=2, zero=3, bucket_mb=0.02),
+    Cell(case="moe", schedule="1f1b", dp=2, zero=0, ways=2),
+    Cell(case="moe", schedule="zero-bubble", dp=4, zero=2, ways=2, clip=0.3, rows=1),
+    Cell(case="moe", schedule="zbv", dp=2, zero=3, ways=2, rows=1),
+    Cell(case="moe", schedule="gpipe", dp=2, zero=1),
+    Cell(case="llama_hf", schedule="1f1b", dp=2, zero=2),
+    Cell(case="qwen3_hf", schedule="none", dp=2, zero=3),
+    Cell(case="qwen3_moe_hf", schedule="zero-bubble", dp=2, zero=3, ways=2),
+    Cell(case="frozen", schedule="zero-bubble", dp=2, zero=3),
+    Cell(case="frozen_stage", schedule="1f1b", dp=2, zero=1, clip=0.3),
+    Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3),
+    Cell(case="sum_weight", schedule="none", dp=1, parts=4, rows=1),
+    Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
+    Cell(case="convnet", schedule="zero-bubble", dp=2, zero=1),
+    Cell(case="convnet", schedule="gpipe", dp=2, zero=3),
+    Cell(case="dropout", schedule="zero-bubble", dp=2, zero=2),
+    Cell(case="dropout", schedule="interleaved-1f1b", dp=1),
+]
+
+
+# Sets of devices that differ, overlap or hold a tied parameter each.
+PLACES: dict[str, tuple[str, int, list[Directive]]] = {  # the model, its stages, its strategy
+    "sizes": (
+        "mlp",
+        3,
+        [replicate(at(PP=0), [0, 1, 2, 3], zero=1), place(at(PP=1), [4, 5]), place(at(PP=2), [5])],
+    ),
+    "axes": ("mlp", 2, [replicate(at(), [0, 1]), split(at(), axis="OUTER", parts=2)]),
+    "tied": ("decoder", 2, [replicate(at(PP=0), [0, 1], zero=3), place(at(PP=1), [2])]),
+    "overlap": (
+        "encoder_decoder",
+        3,
+        [
+            replicate(at(PP=0), [0, 1]),
+            replicate(at(PP=1), [0, 1, 2, 3], zero=2),
+            replicate(at(PP=2), [2, 3]),
+        ],
+    ),
+}
+
+
+def assert_same(cell: Cell, options: Options | None = None) -> None:
+    program = compile(job(cell))
+    report = check(program, launch_inline, batches(cell, 2), options=options)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+@pytest.mark.parametrize("schedule", SHAPES)
+def test_schedules_and_replicas(schedule: str, replicas: tuple[int, int]) -> None:
+    dp, zero = replicas
+    assert_same(Cell(case="mlp", schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4)))
+
+
+@pytest.mark.parametrize("cell", MODELS, ids=str)
+def test_models(cell: Cell) -> None:
+    assert_same(cell)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name: str) -> None:
+    model, stages, places = PLACES[name]
+    case = zoo.case(model, stages)
+    given = [case.batch(16, seed) for seed in range(2)]
+    strategy = [*places, split(at(), parts=2)]
+    made = job(Cell(case=model, clip=0.3), model=case.model, strategy=strategy, data=lambda: given)
+    report = check(compile(made), launch_inline, given)
+    assert report.ok, report
+
+
+def test_plain_pytorch_is_what_a_chunk_by_chunk_reference_is_equal_to() -> None:
+    """Dropout has no plain reference, because its numbers come from the plan: without it, both agree."""
+    cell = Cell(case="moe", dp=2, ways=2)
+    program = compile(job(cell))
+    plain, chunks = Reference(program), Reference(program)
+    chunks.keep_walks = True
+    for batch in batches(cell, 2):
+        assert plain.step(batch) == pytest.approx(chunks.step(batch), rel=1e-12)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, chunks.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+def compositions() -> list[Cell]:
+    """Every model under every schedule, with replicas and shards of each kind."""
+    found = []
+    for case, schedule, (dp, zero) in itertools.product(zoo.NAMES, SHAPES, [(1, 0), (2, 2), *REPLICAS]):
+        cell = Cell(case=case, schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4), rows=1)
+        found.append(cell)
+        if case_of(cell).experts and dp % 2 == 0:
+            found.append(Cell(**{**{f: getattr(cell, f) for f in cell.__slots__}, "ways": 2, "clip": 0.3}))
+    return found
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", compositions(), ids=str)
+def test_matrix(cell: Cell) -> None:
+    assert_same(cell)

@@ -1,0 +1,221 @@
+"""What else a run promises: the same bits however it runs, named failures, memory as planned, full state."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from inspect import cleandoc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from piper.api import Program, compile
+from piper.errors import ConfigError
+from piper.ir.chunk import Chunk, Phase
+from piper.launch.inline import launch_inline
+from piper.plan.memory import timeline
+from piper.runtime.check import check
+from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.setup import initial_values, setup_of
+from piper.runtime.worker import Options, Worker
+from tests import zoo
+from tests.runtime.grid import Cell, batches, compiled, job
+
+PIPELINE = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
+EXPERTS = Cell(case="moe", schedule="zero-bubble", dp=2, zero=3, ways=2)
+
+
+def trained(program: Program, cell: Cell, options: Options) -> tuple[list[float], dict[str, Tensor]]:
+    with launch_inline(program, options) as run:
+        losses = [run.step(batch).loss for batch in batches(cell, 3)]
+        return losses, run.state_dict()
+
+
+def assert_equal_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("cell", [PIPELINE, EXPERTS], ids=str)
+def test_two_runs_are_equal_bit_by_bit_with_and_without_streams(cell: Cell) -> None:
+    program = compiled(cell, "fp32")
+    losses, state = trained(program, cell, Options(streams=True))
+    for streams in (True, False):
+        again, other = trained(program, cell, Options(streams=streams))
+        assert again == losses
+        assert_equal_bits(other, state)
+
+
+@pytest.mark.parametrize("cell", [PIPELINE, EXPERTS], ids=str)
+def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
+    program = compiled(cell, "fp32")
+    _, state = trained(program, cell, Options())
+    setup, initial, store = setup_of(program), initial_values(program.job), HashStore()
+    devices = sorted(device for plan in program.plans for device in plan.devices)
+
+    def work(device: int) -> Worker:
+        comms = GlooComms(program.plans, device, store, "127.0.0.1", 20.0)
+        worker = Worker(setup, device, comms, initial, Options(timeout=20.0))
+        for batch in batches(cell, 3):
+            worker.step(batch)
+        return worker
+
+    with ThreadPoolExecutor(len(devices)) as threads, launch_inline(program) as run:
+        run.workers = dict(zip(devices, threads.map(work, devices), strict=True))
+        assert_equal_bits(run.state_dict(), state)
+
+
+MEMORY = [
+    Cell(case="decoder", schedule="1f1b", dp=2, zero=2),
+    Cell(case="frozen", schedule="zero-bubble", dp=2, zero=3, parts=4),
+    Cell(case="sum_weight", schedule="gpipe"),
+    Cell(case="convnet", schedule="1f1b", dp=2),
+]
+
+
+@pytest.mark.parametrize("cell", MEMORY, ids=str)
+def test_live_bytes_are_as_planned(cell: Cell) -> None:
+    program = compiled(cell)
+    with launch_inline(program, Options(measure=True)) as run:
+        for batch in batches(cell, 2):
+            run.step(batch)
+        for worker in run.workers.values():
+            plan = worker.env.plan
+            foreseen = timeline(plan)
+            pairs = zip(foreseen.live, plan.instrs, strict=True)
+            assert worker.meter is not None
+            assert worker.meter.live == [live - foreseen.resident - ins.workspace for live, ins in pairs]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_no_whole_gradient_or_parameter_outlives_its_run_of_uses(zero: int) -> None:
+    cell = Cell(case="mlp", schedule="interleaved-1f1b", dp=2, zero=zero, parts=4)
+    held: list[set[str]] = []
+    with launch_inline(compile(job(cell)), Options(measure=True)) as run:
+        worker = run.workers[0]
+        look_after_each(worker, held)
+        run.step(batches(cell, 1)[0])
+    plan, buckets = worker.env.plan, run.plans.buckets
+    wholes = {name for name in plan.slots if any(mark in name for mark in (".whole[", ".g[", ".grad["))}
+    assert any(".whole[" in name for name in wholes) == (zero == 3)
+    for slot in wholes:
+        live = [i for i, slots in enumerate(held) if slot in slots]
+        chunks = buckets[slot.partition(".")[0]].chunks
+        others = [
+            plan.instrs[i].node
+            for i in live
+            if plan.instrs[i].op == "compute" and plan.instrs[i].arg.partition(" ")[2] not in chunks
+        ]
+        assert len(others) <= 1, f"{slot} is live during {others}"  # gathered one computation ahead
+    assert max(sum(slot in slots for slots in held) for slot in wholes) < len(held) / 2
+
+
+def look_after_each(worker: Worker, held: list[set[str]]) -> None:
+    """Note which slots live once each instruction has run, before its frees."""
+    meter, names = worker.meter, {i: name for name, i in worker.env.index.items()}
+    assert meter is not None
+    lane = worker.executor.lanes[0]
+    for i, (number, kernel, waits, signal, frees) in enumerate(lane):
+
+        def look(kernel: Callable[[], None] = kernel, frees: tuple[int, ...] = frees) -> None:
+            kernel()
+            held.append({names[slot] for slot in (*meter.held, *frees)})
+
+        lane[i] = (number, look, waits, signal, frees)
+
+
+def test_a_schedule_of_learning_rates_and_a_clipped_gradient() -> None:
+    cell = Cell(case="mlp", dp=2, zero=1, clip=0.05)
+
+    def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def momentum(params: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+        return torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.1)
+
+    report = check(compile(job(cell, scheduler=halved, optimizer=momentum)), launch_inline, batches(cell, 4))
+    assert report.ok, report
+
+
+def test_bf16_trains_a_float32_copy() -> None:
+    cell = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=2)
+    # Not AdamW: it turns the rounding of a gradient near zero into a step of full length.
+    program = compile(job(cell, precision="bf16", optimizer=lambda params: torch.optim.SGD(params, lr=0.1)))
+    report = check(program, launch_inline, batches(cell, 3), tol=0.05)
+    assert report.ok, report
+    with launch_inline(program) as run:
+        run.step(batches(cell, 1)[0])
+        assert {value.dtype for value in run.state_dict().values()} == {torch.float32}
+
+
+def test_a_full_state_has_every_name_of_the_model() -> None:
+    model = zoo.build(zoo.case("decoder"))
+    with launch_inline(compiled(PIPELINE, "fp32")) as run:
+        assert_equal_bits(run.state_dict(), model.state_dict())
+
+
+class Wrong:
+    """A program whose code for one phase of one chunk is changed."""
+
+    def __init__(self, program: Program, chunk: str, phase: Phase, change: Callable[..., Any]) -> None:
+        self.program, self.target, self.change = program, (chunk, phase), change
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self.program, name)
+
+    def code(self, chunk: Chunk, phase: Phase) -> Callable[..., tuple[Tensor, ...]]:
+        code = self.program.code(chunk, phase)
+        return (lambda *args: self.change(code(*args))) if (chunk.name, phase) == self.target else code
+
+
+def test_a_wrong_backward_is_named() -> None:
+    cell = Cell(case="mlp", dp=2)
+    wrong = Wrong(compile(job(cell)), "PP=1", "B", lambda out: (out[0] * 1.001, *out[1:]))
+    report = check(wrong, launch_inline, batches(cell, 1))
+    assert not report.ok
+    assert report.first_bad == "step 0: B[PP=1 MB=0] on device 2: PP=1.din0 differs by 0.001"
+
+
+def test_a_failing_chunk_shows_the_plan_around_it_and_ends_the_others() -> None:
+    cell = Cell(case="mlp", dp=2)
+
+    def fail(out: object) -> None:
+        raise ZeroDivisionError("in a chunk")
+
+    wrong = Wrong(compile(job(cell)), "PP=1", "B", fail)
+    with launch_inline(wrong) as run, pytest.raises(ZeroDivisionError) as caught:
+        run.step(batches(cell, 1)[0])
+    (note,) = caught.value.__notes__
+    assert note.startswith(("on device 2, at the arrow:\n", "on device 3, at the arrow:\n"))
+    (arrow,) = [line for line in note.splitlines() if line.startswith("-->")]
+    assert arrow.endswith("compute        B[PP=1 MB=0]")
+
+
+def test_dropout_draws_anew_for_each_step_part_and_replica() -> None:
+    cell = Cell(case="dropout", dp=2, parts=2, rows=4)
+    one = batches(cell, 1)[0]
+    same = {name: value[:4].repeat(4, *[1] * (value.dim() - 1)) for name, value in one.items()}
+    program = compile(job(cell, optimizer=lambda params: torch.optim.SGD(params, lr=0.0)))
+    with launch_inline(program, Options(keep_outputs=True)) as run:
+        seen = []
+        for _ in range(2):
+            run.step(same)
+            trails = run.trails()
+            seen += [trails[d][f"F[PP=0 MB={m}]", "PP=0.out0"].clone() for d in (0, 1) for m in (0, 1)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+    kept = math.fsum((value != 0).double().mean().item() for value in seen) / len(seen)
+    assert 0.6 < kept < 0.9  # dropout of a quarter
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    cell = Cell(case="mlp", dp=2)
+    with launch_inline(compile(job(cell))) as run, pytest.raises(ConfigError) as caught:
+        run.step({name: value[:6] for name, value in batches(cell, 1)[0].items()})
+    assert str(caught.value) == cleandoc("""
+        step: the batch is not like the one that was compiled
+          wanted: x (8, 16)
+          got:    x (6, 16)
+          hint:   give every step a batch of the same shape: drop a smaller last one, or pad it
+    """)
