@@ -1,60 +1,73 @@
-"""How long the executor takes per instruction, when kernels do nothing: with a thread per stream and without.
+"""What the executor costs per instruction on CPU: real plans, with kernels that do nothing."""
 
-python benchmarks/overhead.py
-"""
-
+import os
 import statistics
 import time
 
-from piper.directives import Directive, apply, order, replicate, split
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from piper import at, place, replicate, schedules, split
+from piper.directives import Directive, apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
-from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.plan import Plan
 from piper.runtime.executor import Executor
 
-STAGES, PARTS, ROUNDS = 4, 32, 21
-
-
-def a_plan() -> Plan:
-    """The second stage of a pipeline with ZeRO-2: computes, transfers and reductions on several streams."""
-    strategy: list[Directive] = [replicate(at(PP=p), [2 * p, 2 * p + 1], zero=2) for p in range(STAGES)]
-    strategy.append(split(at(), parts=PARTS))
-    for stage in range(STAGES):
-        ahead = min(STAGES - stage, PARTS)
-        steps = [("F", i) for i in range(ahead)]
-        for i in range(PARTS):
-            steps.append(("B", i))
-            if ahead + i < PARTS:
-                steps.append(("F", ahead + i))
-        strategy.append(order([[at(PP=stage, MB=m, PASS=phase)] for phase, m in steps]))
-    plans, _ = lower(apply(start(chain(STAGES)), strategy))
-    return plans.of(2)
+ROUNDS = 15
+LIMIT = 30.0  # microseconds
 
 
 def nothing() -> None:
-    """Stand in for a kernel."""
+    """A kernel that does nothing."""
 
 
-def measure(plan: Plan, streams: bool) -> float:
-    """Microseconds per instruction, the median of several steps."""
-    index = {name: i for i, name in enumerate([*plan.residents, *plan.slots])}
+def seconds_per_instruction(plan: Plan, streams: bool) -> float:
+    """The median over rounds of a step's time, divided by its instructions."""
+    names = [*plan.residents, *plan.slots]
+    index = {name: i for i, name in enumerate(names)}
     executor = Executor(
-        plan, [nothing] * len(plan.instrs), [None] * len(index), index, device=2, streams=streams
+        plan,
+        [nothing] * len(plan.instrs),
+        [None] * len(names),
+        index,
+        device=plan.devices[0],
+        streams=streams,
     )
     times = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        begin = time.perf_counter()
         executor.run()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - begin)
     executor.close()
-    return statistics.median(times) / len(plan.instrs) * 1e6
+    return statistics.median(times) / len(plan.instrs)
+
+
+def main() -> None:
+    cases: dict[str, list[Directive]] = {
+        "one device": [split(at(), parts=32)],
+        "1f1b, 2 stages": [
+            place(at(PP=0), 0),
+            place(at(PP=1), 1),
+            split(at(), parts=32),
+            *schedules.one_f_one_b(2, 32),
+        ],
+        "zero bubble x zero=3": [
+            replicate(at(PP=0), [0, 1], zero=3),
+            replicate(at(PP=1), [2, 3], zero=3),
+            split(at(), parts=32),
+            *schedules.zero_bubble(2, 32),
+        ],
+    }
+    print(f"{'plan':22} {'instructions':>12} {'in order of issue':>18} {'streams as threads':>19}   bar")
+    for name, strategy in cases.items():
+        plans, _ = lower(apply(start(chain(2)), strategy))
+        plan = plans.plans[-1]
+        inline, threads = (seconds_per_instruction(plan, streams) * 1e6 for streams in (False, True))
+        print(
+            f"{name:22} {len(plan.instrs):12} {inline:15.2f} us {threads:16.2f} us   at most {LIMIT:.0f} us"
+        )
 
 
 if __name__ == "__main__":
-    plan = a_plan()
-    names = sorted({ins.stream for ins in plan.instrs})
-    print(f"{len(plan.instrs)} instructions on {len(names)} streams ({', '.join(names)})")
-    print(f"in the order of issue  {measure(plan, streams=False):6.2f} us per instruction")
-    print(f"a thread per stream    {measure(plan, streams=True):6.2f} us per instruction")
+    main()

@@ -66,8 +66,9 @@ class Assembler:
         result = value(node)
         if not isinstance(result, Tensor):
             raise CaptureError(
-                f"{cut.name} needs a number that is read off a tensor in another region",
+                "a number that is read off a tensor leaves its region",
                 by=f"{node.name}{node_line(node)}",
+                facts={"region": cut.name},
                 hint="keep .item(), nonzero() and whatever depends on their sizes within one region",
             )
         return self.sizes.spec(result)

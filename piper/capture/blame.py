@@ -12,7 +12,8 @@ import torch
 
 from piper.errors import CaptureError
 
-_OURS = (str(Path(__file__).parents[1] / "capture"), str(Path(torch.__file__).parent), "<")
+_PACKAGE = Path(__file__).parents[1]
+_OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
 _HINT = (
     "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
 )

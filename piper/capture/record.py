@@ -81,11 +81,10 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
     with quiet() as warned, settings:
         try:
             captured = dynamo_graph_capture_for_export(step)(batch)
-        except AssertionError as error:
-            if "backend_input" in str(error):  # torch's way to say that it saw no operation at all
-                raise _not_a_loss("it computes nothing") from error
-            raise refused("the model and its loss cannot be captured", error) from error
         except Exception as error:
+            # Torch's ways to say that there was no operation, or that no result of one is returned.
+            if "backend_input" in str(error) or isinstance(error, SyntaxError):
+                raise _not_a_loss("it returns no tensor") from error
             raise refused("the model and its loss cannot be captured", error) from error
         _check_side_effects(str(warning.message) for warning in warned)
         flat = captured.graph._codegen.process_inputs(batch)
@@ -204,7 +203,7 @@ class _Reader:
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
                 by="model",
-                facts={"tensor": str(node.target)},
+                facts={"tensor": _attribute_name(self.captured, tensor) or str(node.target)},
                 hint="make it known: self.register_buffer(name, tensor, persistent=False)",
             )
         self.constants[node.name] = tensor.detach().contiguous()
@@ -253,6 +252,15 @@ class _Reader:
         if isinstance(value, fx.Node):
             return self.copies[value]
         return self.inputs.get(id(value)) or self._input(fx.Graph().placeholder("result"), value)
+
+
+def _attribute_name(module: nn.Module, value: object) -> str | None:
+    """Under which name a module holds something that is not registered."""
+    for path, part in module.named_modules():
+        for name, held in vars(part).items():
+            if held is value:
+                return f"{path}.{name}".removeprefix("model.")
+    return None
 
 
 def _check_results(results: tuple[fx.Node, ...]) -> None:

@@ -41,7 +41,9 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     weights = _made_from(recording, nodes, (FromBuffer, Constant, FromParameter), tied) - copied
     areas = _expert_areas(recording, nodes, copied | weights)
     sunk = _only_for_experts(nodes, weights, areas)
-    placed = [node for node in nodes if node not in copied and node not in sunk]
+    routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
+    # A marker has no code to make a copy with, so what it reads is made somewhere.
+    placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
     return Regions(
         order=order,
         homes=_homes(recording, placed),

@@ -100,13 +100,14 @@ def check_tags(graph: Graph, at: At, by: str) -> None:
     for tag, _ in at.tags:
         if tag not in graph.index.tags:
             known = sorted(graph.index.tags)
-            close = difflib.get_close_matches(tag, known, n=1)
+            spelt = {name.lower(): name for name in known}
+            close = difflib.get_close_matches(tag.lower(), spelt, n=1)
             way_out = "annotate the model with it, or split along it first"
             raise ScheduleError(
                 f"there is no tag {tag!r}",
                 by=by,
                 facts={"asked": str(at), "tags": ", ".join(known) or "none: the model has no annotations"},
-                hint=f"did you mean {close[0]!r}?" if close else way_out,
+                hint=f"did you mean {spelt[close[0]]!r}?" if close else way_out,
             )
 
 

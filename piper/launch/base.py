@@ -32,6 +32,9 @@ class Run(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients in full, before clipping, where they are kept."""
 
+    def close(self) -> None:
+        """End every worker. Again: nothing."""
+
 
 def result_of(plans: Plans, sums: Sums) -> StepResult:
     """A step's result from the sums over all devices."""

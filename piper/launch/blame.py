@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from piper.errors import WorkerError
-from piper.launch.member import Failure
+from piper.launch.watch import Failure
 from piper.plan.instr import COMMUNICATION, Instr
 from piper.plan.plan import Plans
 
@@ -99,7 +99,9 @@ def late(scene: Scene) -> WorkerError:
     elif scene.instr(device, place).op in COMMUNICATION:
         what = f"waited {scene.timeout:g} s in {scene.instr(device, place).node}, which never ended"
     else:
-        what = f"{scene.instr(device, place).node} has not ended, and others waited {scene.timeout:g} s for it"
+        what = (
+            f"{scene.instr(device, place).node} has not ended, and others waited {scene.timeout:g} s for it"
+        )
     return told(scene, device, what, place, HINTS["late"], trace)
 
 

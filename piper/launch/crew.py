@@ -12,7 +12,8 @@ from piper.launch.excerpt import Cutter
 from piper.launch.member import Call
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.assemble import whole_parameters
-from piper.runtime.setup import ProgramLike
+from piper.runtime.batch import check_batch, wanted_shapes
+from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
@@ -49,13 +50,21 @@ def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
     return asked
 
 
+def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first values of parameters and buffers that no device holds: they stay as they are."""
+    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    held |= {slot.removeprefix("buffer.") for plan in program.plans for slot in plan.residents}
+    return {name: value.clone() for name, value in values.items() if name not in held}
+
+
 class CrewRun:
     """A job whose devices are processes somewhere."""
 
-    def __init__(self, program: ProgramLike, crew: Crew, unread: Mapping[str, Tensor]) -> None:
-        """`unread`: the first values of parameters and buffers that no device holds, which stay as they are."""
+    def __init__(self, program: ProgramLike, crew: Crew, unread: dict[str, Tensor]) -> None:
+        """`unread`: the first values of parameters and buffers that no device holds."""
         self.program, self.plans, self.crew, self.unread = program, program.plans, crew, unread
         self.devices = devices_of(program.plans)
+        self.shapes = wanted_shapes(setup_of(program))
         self.cutter = Cutter(program.plans)
         self.open = True
 
@@ -70,6 +79,7 @@ class CrewRun:
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
+        check_batch(batch, self.shapes)
         cut = {device: self.cutter.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
         return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
@@ -77,14 +87,15 @@ class CrewRun:
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, by fully qualified name."""
         outline, buckets = self.program.outline, list(self.plans.buckets.values())
-        parameters = whole_parameters(buckets, self._owned("owned", buckets).__getitem__)
+        owned = self._owned("owned", buckets)
+        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
         names = [buffer.name for buffer in outline.buffers if buffer.persistent]
         buffers: dict[str, Tensor] = {}
         if names:
             for found in self._ask("buffers", dict.fromkeys(self.devices, names)).values():
                 buffers = {**cast("dict[str, Tensor]", found), **buffers}  # the first device's win
-        found = state_by_name(outline, {**self.unread, **parameters}, {**self.unread, **buffers})
-        return {name: value.clone() for name, value in found.items()}
+        whole = state_by_name(outline, self.unread | parameters | buffers)
+        return {name: value.clone() for name, value in whole.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients in full, before clipping; `keep_gradients` must be on."""
@@ -93,7 +104,7 @@ class CrewRun:
         given = [bucket for bucket in buckets if owned[bucket.name, bucket.groups[0][0]] is not None]
         first = self.devices[0]
         reached = cast("set[str]", self._ask("reached", {first: None})[first])
-        whole = whole_parameters(given, lambda bucket, device: cast(Tensor, owned[bucket, device]))
+        whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
         return {name: value for name, value in whole.items() if name in reached}
 
     def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:

@@ -3,8 +3,6 @@
 import queue
 import socket
 import sys
-import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,10 +17,9 @@ import piper.experts  # noqa: F401  captured code calls its operators
 from piper.launch.channel import Channel, ClosedError
 from piper.launch.freight import unpack
 from piper.launch.shared import Entry, Marks, SharedValues
-from piper.plan.instr import Instr
-from piper.runtime.comm.base import CommError, StoppedError
+from piper.launch.watch import Failure, Watcher, failure_of
 from piper.runtime.comm.gloo import GlooComms
-from piper.runtime.env import Bound, Rows
+from piper.runtime.env import Rows
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums, Worker
@@ -51,28 +48,6 @@ class Order:
     setup: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What went wrong on a device."""
-
-    device: int
-    kind: Literal["error", "late"]  # late: it waited in vain for others, or gave up because of them
-    what: str
-    trace: str
-    place: int | None = None  # the instruction, if it was one
-
-
-def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
-    """An exception in words, because its own class may not be known elsewhere."""
-    return Failure(
-        device=device,
-        kind="late" if isinstance(error, CommError) else "error",
-        what=f"{type(error).__name__}: {error}",
-        trace="".join(traceback.format_exception(error)),
-        place=place,
-    )
-
-
 class Member:
     """A worker that answers calls. Its first failure is its answer, though other streams may still wait."""
 
@@ -82,11 +57,8 @@ class Member:
         if setup.device.type == "cuda":
             setup = replace(setup, device=torch.device("cuda", order.local))
             torch.cuda.set_device(setup.device)
-        self.cells = cells
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
-        self.failed = False
-        self.lock = threading.Lock()
-        self.streams: dict[str, int] = {}
+        self.watcher = Watcher(self.device, cells, self.answers.put)
         meeting, wait = order.meeting, timedelta(seconds=max(order.options.timeout, PATIENCE))
         self.store = TCPStore(
             meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=wait
@@ -94,30 +66,8 @@ class Member:
         comms = GlooComms(
             setup.plans, self.device, self.store, meeting.address, order.options.timeout, patience=wait
         )
-        self.worker = Worker(setup, self.device, comms, initial, order.options, watch=self._watch)
+        self.worker = Worker(setup, self.device, comms, initial, order.options, watch=self.watcher.watch)
         self.thread = ThreadPoolExecutor(1, "step")
-
-    def _watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """An instruction that marks when it runs, and that reports at once when it fails."""
-        cells, cell, number = self.cells, self.streams.setdefault(ins.stream, len(self.streams)), place + 1
-
-        def marked() -> None:
-            cells[cell] = number
-            try:
-                run()
-            except Exception as error:
-                self._fail(error, place)
-                raise
-            cells[cell] = 0
-
-        return marked
-
-    def _fail(self, error: Exception, place: int | None) -> None:
-        with self.lock:
-            if self.failed or isinstance(error, StoppedError):
-                return
-            self.failed = True
-        self.answers.put(failure_of(self.device, error, place))
 
     def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
         """Train on this device's rows of a batch."""
@@ -128,7 +78,7 @@ class Member:
         try:
             self.answers.put(self.worker.step(batch))
         except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
-            self._fail(error, None)
+            self.watcher.fail(error)
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
         """What this device holds of some buckets."""
@@ -188,5 +138,3 @@ def main(descriptors: Sequence[int]) -> int:
             channel.send(member.answer(call, argument))
     except ClosedError:
         return 0
-
-

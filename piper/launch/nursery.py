@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from piper.errors import LaunchError
 
-PRELOAD = ("torch", "torch.distributed", "piper.launch.member")
+PRELOAD = ("torch._dynamo", "piper.launch.member")  # torch imports the first when an optimizer is made
 PROGRAM = "import sys; from piper.launch.nursery import serve; serve(int(sys.argv[1]))"
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)

@@ -50,7 +50,9 @@ def share(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> int:
         for name, entry in index.items():
             if entry.nbytes:
                 raw = values[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
-                torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset).copy_(raw)
+                torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset).copy_(
+                    raw
+                )
     return descriptor
 
 

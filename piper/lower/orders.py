@@ -78,7 +78,8 @@ def chain_groups(
         yield from chain_on_device(by, present)
         return
     for device, *_ in classes_of(sets):  # sets may overlap: the rest of a class runs the same nodes
-        here = [[node for node in members if device in node.devices] for members in present]
+        mine = {devices for devices in sets if device in devices}
+        here = [[node for node in members if node.devices in mine] for members in present]
         yield from chain_on_device(by, [members for members in here if members])
 
 

@@ -68,15 +68,16 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
-    """What is live while one instruction runs, largest first."""
-    held: dict[str, int] = {}
-    for ins in plan.instrs[: place + 1]:
-        for slot in ins.writes:
-            if slot in plan.slots:
-                spec = plan.slots[slot]
-                held[slot] = spec.nbytes + sum(nbytes for _, nbytes in spec.shares)
-        if ins is not plan.instrs[place]:
-            for slot in ins.frees:
-                held.pop(slot, None)
-    everything = [*held.items(), *((name, slot.nbytes) for name, slot in plan.residents.items())]
-    return sorted(everything, key=lambda entry: (-entry[1], entry[0]))
+    """What is live while one instruction runs, largest first; a storage that slots share stands for itself."""
+    held: set[str] = set()
+    for ins in plan.instrs[:place]:
+        held.update(ins.writes)
+        held.difference_update(ins.frees)
+    held.update(plan.instrs[place].writes if plan.instrs else ())
+    sizes = {name: slot.nbytes for name, slot in plan.residents.items()}
+    for name in held & plan.slots.keys():
+        sizes[name] = plan.slots[name].nbytes
+        sizes.update(plan.slots[name].shares)
+    if plan.instrs and plan.instrs[place].workspace:
+        sizes["workspace"] = plan.instrs[place].workspace
+    return sorted(((name, size) for name, size in sizes.items() if size), key=lambda entry: (-entry[1], entry[0]))

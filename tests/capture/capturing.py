@@ -20,22 +20,34 @@ Batch = dict[str, Tensor]
 
 @cache
 def case(name: str) -> zoo.Case:
-    """A case of the zoo, with fewer layers where more would show nothing new."""
+    """A case of the zoo, smaller where size would show nothing new."""
     found = zoo.case(name)
-    small = decoder.Config.tiny(layers=2, stages=2, tied=found.tied)
     match name:
-        case "decoder" | "sum_weight":
+        case "decoder":
+            small = decoder.Config.tiny(layers=2, stages=2, tied=True)
             return replace(found, model=lambda: decoder.Decoder(small))
-        case "frozen":
-            return replace(
-                found, model=lambda: zoo.freeze(decoder.Decoder(small), "embedding", "layers.1.ffn")
-            )
-        case "frozen_stage":
-            return replace(found, model=lambda: zoo.freeze(decoder.Decoder(small), "embedding", "layers.0"))
         case "qwen3_hf":
             return replace(found, model=small_qwen3)
+        case "frozen":
+            return _linear(found, lambda: zoo.freeze(zoo.MLP(3), "layers.0.weight", "layers.2"))
+        case "frozen_stage":
+            return _linear(found, lambda: zoo.freeze(zoo.MLP(3), "layers.0"))
+        case "sum_weight":
+            return replace(_linear(found, lambda: zoo.MLP(2)), loss=weighted)
         case _:
             return found
+
+
+def _linear(found: zoo.Case, model: Callable[[], nn.Module]) -> zoo.Case:
+    return replace(found, model=model, loss=zoo.regression, batch=zoo.vectors)
+
+
+def weighted(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A sum over the entries that count, and their number."""
+    wanted = batch["y"].to(torch.float64)
+    counted = wanted > 0
+    error = (model(batch["x"].to(torch.float64)) - wanted) ** 2
+    return (error * counted).sum(), counted.sum()
 
 
 def small_qwen3() -> nn.Module:

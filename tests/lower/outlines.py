@@ -46,7 +46,9 @@ class Drawing:
     chunks: list[Chunk] = field(default_factory=list)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
-    unreached: set[tuple[str, str]] = field(default_factory=set)  # (chunk, parameter): used, without a gradient
+    unreached: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # (chunk, parameter): used, without a gradient
 
     def param(self, name: str, *lead: int, frozen: bool = False) -> str:
         """A parameter, once."""
@@ -126,7 +128,9 @@ def differentiated(drawing: Drawing, loss: Output, halves: str) -> list[Chunk]:
     """The chunks with phases: gradients flow from the loss to what trains, and nowhere else."""
     moving: set[tuple[str, int]] = set()  # the outputs that depend on something trained
     for chunk in drawing.chunks:
-        trains = any(drawing.parameters[p].trainable and (chunk.name, p) not in drawing.unreached for p in chunk.params)
+        trains = any(
+            drawing.parameters[p].trainable and (chunk.name, p) not in drawing.unreached for p in chunk.params
+        )
         if trains or any((s.chunk, s.index) in moving for s in chunk.inputs if isinstance(s, Output)):
             moving |= {(chunk.name, i) for i, spec in enumerate(chunk.outputs) if spec.dtype == "float32"}
     wanted = {(loss.chunk, loss.index)} & moving
@@ -157,11 +161,15 @@ def with_phases(
             phases["B"] = PhaseSpec(tangents=(0,), grad_inputs=(0,))
         return replace(chunk, phases=phases)
     trained = tuple(
-        p for p in chunk.params if drawing.parameters[p].trainable and (chunk.name, p) not in drawing.unreached
+        p
+        for p in chunk.params
+        if drawing.parameters[p].trainable and (chunk.name, p) not in drawing.unreached
     )
     if not tangents or not (grads or trained):
         return replace(chunk, phases=phases)
-    common = PhaseSpec(params=chunk.params, buffers=chunk.buffers, saved=(0,), tangents=tangents, flops=10**12)
+    common = PhaseSpec(
+        params=chunk.params, buffers=chunk.buffers, saved=(0,), tangents=tangents, flops=10**12
+    )
     phases["B"] = replace(common, inputs=read, saved=(0, 1), grad_inputs=grads, grad_params=trained)
     if halves == "carried":  # BI does the work and hands it on
         phases["BI"] = replace(common, grad_inputs=grads)
@@ -205,7 +213,9 @@ def pp(stage: int) -> Tags:
 def skips(halves: str = "carried") -> Outline:
     """Three stages: a skip edge, a value with readers on every stage, tied and frozen parameters, labels."""
     d = Drawing()
-    first = d.chunk("PP=0", pp(0), [X], [d.param("a"), d.param("tied"), d.param("cold", frozen=True)], [HIDDEN, TABLE])
+    first = d.chunk(
+        "PP=0", pp(0), [X], [d.param("a"), d.param("tied"), d.param("cold", frozen=True)], [HIDDEN, TABLE]
+    )
     table = Output(chunk="PP=0", index=1)
     aside = d.chunk("PP=0 #1", pp(0), [first, first], [d.param("b")])
     second = d.chunk("PP=1", pp(1), [first, aside], [d.param("c"), d.param("idle")])
@@ -235,7 +245,10 @@ def mixture(tied: bool = False, halves: str = "carried") -> Outline:
     for stage in range(2):
         d.chunk(f"PP={stage}", pp(stage), [source], [d.param(f"pre.{stage}")], [HIDDEN, COUNTS])
         owner = Output(chunk=f"PP={stage}", index=0)
-        experts = [d.param("experts" if tied else f"experts.{stage}", EXPERTS, WIDTH), d.param(f"bias.{stage}", EXPERTS)]
+        experts = [
+            d.param("experts" if tied else f"experts.{stage}", EXPERTS, WIDTH),
+            d.param(f"bias.{stage}", EXPERTS),
+        ]
         out = d.region(owner, (*pp(stage), ("EP", stage)), experts)
         outputs = [HIDDEN] if stage == 0 else [SCALAR]
         source = d.chunk(f"PP={stage} #1", pp(stage), [out, owner], [d.param(f"post.{stage}")], outputs)

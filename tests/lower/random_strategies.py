@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 from piper.directives import Directive, order, place, replicate, shard, split
+from piper.ir.chunk import Outline
 from piper.ir.select import At, Index, at
 
 FAMILIAR = ((0,), (1,), (0, 1), (2, 3), (1, 2), (4, 5), (0, 1, 2, 3), (4, 5, 6, 7), (2, 3, 4, 5), (3, 1))
@@ -12,22 +13,33 @@ PASSES = (None, None, "F", "B", "BI", "BW")
 
 
 class Dice(random.Random):
-    """Draws the pieces of a directive."""
+    """Draws the pieces of a directive, mostly such that a graph has what they name."""
+
+    def __init__(self, number: int, outline: Outline) -> None:
+        super().__init__(number)
+        tags = [dict(chunk.tags) for chunk in outline.chunks]
+        self.last = max(tag["PP"] for tag in tags)
+        self.routed = any("EP" in tag for tag in tags)
+
+    def stage(self) -> int:
+        return self.randint(0, self.last if self.random() < 0.97 else 3)
 
     def devices(self) -> tuple[int, ...]:
         """A set: alone or several, of many sizes, often overlapping others."""
-        return self.choice(FAMILIAR) if self.random() < 0.7 else tuple(self.sample(range(6), self.randint(1, 4)))
+        return (
+            self.choice(FAMILIAR) if self.random() < 0.7 else tuple(self.sample(range(6), self.randint(1, 4)))
+        )
 
     def index(self) -> Index:
-        return self.choice((0, 1, 2, 0, 1, 2, 3, "*", None))  # type: ignore[arg-type]
+        return self.choice((0, 1, 0, 1, 2, "*", None))
 
     def stages(self) -> At:
         """A filter by stage, or by nothing."""
-        return at(PP=self.randint(0, 2)) if self.random() < 0.8 else at()
+        return at(PP=self.stage()) if self.random() < 0.8 else at()
 
     def filter(self) -> At:
         """A filter by a few tags, some of which the graph may not have."""
-        tags = self.sample(("PP", "PP", "EP", "MB", "K"), self.choice((0, 1, 1, 1, 2)))
+        tags = self.sample(("PP", "PP", "MB", "EP" if self.routed else "PP"), self.choice((0, 1, 1, 2)))
         return at(PASS=self.choice(PASSES), **{tag: self.index() for tag in tags})
 
     def experts(self) -> At:
@@ -36,10 +48,10 @@ class Dice(random.Random):
 
     def row(self) -> Directive:
         """An order of one stage's passes over two parts, such as a pipeline's row."""
-        stage = self.randint(0, 2)
-        backward = self.choice(("B", "B", "BI", "BW"))
-        steps = [("F", 0), ("F", 1), (backward, 0), (backward, 1)]
-        if self.random() < 0.4:
+        stage = self.stage()
+        halves = self.choice((("B",), ("B",), ("BI", "BW"), ("BW",)))
+        steps = [(phase, part) for phase in ("F", *halves) for part in range(2)]
+        if self.random() < 0.3:
             self.shuffle(steps)
         return order([[at(PP=stage, MB=part, PASS=phase)] for phase, part in steps])
 
@@ -49,8 +61,8 @@ class Dice(random.Random):
 
     def directive(self) -> Directive:
         """Any one directive."""
-        kind = self.choice(("place", "replicate", "replicate", "shard", "shard", "split", "row", "row", "order"))
-        match kind:
+        kinds = ["place", "replicate", "replicate", "split", "row", "row", "row", "order", "order"]
+        match self.choice(kinds + ["shard"] * (4 if self.routed else 0)):
             case "place":
                 where = self.stages() if self.random() < 0.7 else self.filter()
                 return place(where, self.devices(), stream=self.choice(STREAMS))
@@ -64,10 +76,12 @@ class Dice(random.Random):
                     gather_stream=self.choice(STREAMS),
                 )
             case "shard":
-                ways = self.choice((None, None, 1, 2, 2, 3, 4))
-                return shard(self.experts(), self.devices(), ways, self.choice(STREAMS))
+                devices = self.devices()
+                ways = self.choice((None, None, 1, len(devices), 2, 3))
+                return shard(self.experts(), devices, ways, self.choice(STREAMS))
             case "split":
-                return split(at(PP=0) if self.random() < 0.1 else at(), self.choice("MK") + "B", self.randint(1, 3))
+                where = at(PP=0) if self.random() < 0.1 else at()
+                return split(where, self.choice(("MB", "K")), self.randint(1, 3))
             case "row":
                 return self.row()
             case _:
@@ -78,18 +92,25 @@ class Dice(random.Random):
         chosen: list[Directive] = []
         if self.random() < 0.95:
             chosen.append(replicate(at(), self.devices(), self.randint(0, 3)))
-        for stage in self.sample(range(3), self.randint(0, 2)):
-            chosen.append(replicate(at(PP=stage), self.devices(), self.randint(0, 3), self.choice((None, 1e-5))))
-        if self.random() < 0.3:
-            devices = self.devices()
-            chosen += [replicate(at(), devices, self.randint(0, 3)), shard(at(EP="*"), devices, self.choice((None, 2)))]
-        if self.random() < 0.6:
+        for stage in self.sample(range(self.last + 1), self.randint(0, 2)):
+            chosen.append(
+                replicate(at(PP=stage), self.devices(), self.randint(0, 3), self.choice((None, 1e-5)))
+            )
+        if self.routed and self.random() < 0.5:
+            for stage in range(self.last + 1):
+                devices = self.devices()
+                ways = len(devices) if len(devices) % 2 or self.random() < 0.5 else 2
+                chosen += [
+                    replicate(at(PP=stage), devices, self.randint(0, 3)),
+                    shard(at(EP=stage), devices, ways),
+                ]
+        if self.random() < 0.7:
             chosen.append(split(at(), parts=self.randint(1, 3)))
         if self.random() < 0.1:
             self.shuffle(chosen)
         return chosen
 
 
-def strategy_of(scaffold: int, others: Sequence[int]) -> list[Directive]:
+def strategy_of(outline: Outline, scaffold: int, others: Sequence[int]) -> list[Directive]:
     """A scaffold and some directives after it, each from its number."""
-    return [*Dice(scaffold).scaffold(), *(Dice(number).directive() for number in others)]
+    return [*Dice(scaffold, outline).scaffold(), *(Dice(number, outline).directive() for number in others)]

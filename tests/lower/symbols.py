@@ -1,21 +1,20 @@
-"""What slots hold when plans are run on symbols instead of numbers, and what each phase should see and give."""
+"""What slots hold when plans are run on symbols instead of numbers, and how rows of it move."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Source, Tags
-from piper.ir.graph import Graph
+from piper.ir.chunk import Tags
 
 Row = tuple[int, Tags]  # a cell of the samples and a part: the smallest piece that is never cut
 Share = tuple[int, int]  # of the experts: which part, of how many
+Terms = Counter[tuple[str, Row, Share]]  # how often a chunk's gradient of a row, for a share, is in a sum
 WHOLE: Share = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some samples' rows of a value; after an exchange, those of a whole group that belong to a share of experts."""
+    """Rows of a value; after an exchange, those of a whole group that belong to a share of the experts."""
 
     name: str
     rows: tuple[Row, ...]
@@ -32,19 +31,14 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Gradients of parameters: for each, how often each chunk's gradient of each row is in the sum."""
+    """Gradients of parameters: for each, what is in the sum."""
 
-    terms: Mapping[str, "Counter[tuple[str, Row, Share]]"]
+    terms: Mapping[str, Terms]
     shard: Share | None = None  # of the flat bucket; none: all of it
 
-    def plus(self, other: "Weights") -> "Weights":
-        assert self.shard == other.shard, "shards of different elements are summed"
-        names = dict.fromkeys((*self.terms, *other.terms))
-        none: Counter[tuple[str, Row, Share]] = Counter()
-        return replace(self, terms={n: self.terms.get(n, none) + other.terms.get(n, none) for n in names})
-
-    def frozen(self) -> str:
-        return repr(sorted((name, sorted(terms.items())) for name, terms in self.terms.items()))
+    def __str__(self) -> str:
+        """The sum, whatever the order in which it came about."""
+        return str(sorted((name, sorted(terms.items())) for name, terms in self.terms.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,112 +60,67 @@ class Note:
 Value = Rows | Slope | Weights | Held | Note | Counter[Row]
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What every phase of every chunk should see and give, told from the outline and the places alone."""
+def rows_of(value: Value) -> Rows:
+    """The rows that a value or a gradient is of."""
+    if isinstance(value, Slope):
+        return value.of
+    assert isinstance(value, Rows)
+    return value
 
-    graph: Graph
-    cells: int
 
-    @property
-    def outline(self) -> Outline:
-        return self.graph.outline
+def with_rows(value: Value, rows: Rows) -> Value:
+    """A value or a gradient, of other rows."""
+    return replace(value, of=rows) if isinstance(value, Slope) else rows
 
-    @cached_property
-    def chunks(self) -> dict[str, Chunk]:
-        return self.graph.chunks
 
-    @cached_property
-    def homes(self) -> dict[str, tuple[int, ...]]:
-        return {node.chunk: node.devices for node in self.graph.nodes.values()}
+def cut(value: Value, arg: str) -> Value:
+    """The rows that a send or a copy takes: `start:stop/of`."""
+    if not arg:
+        return value
+    span, _, of = arg.partition("/")
+    start, stop = (int(number) for number in span.split(":"))
+    rows = rows_of(value)
+    each, left = divmod(len(rows.rows), int(of))
+    assert not left and rows.rows, f"{arg} of {len(rows.rows)} rows"
+    return with_rows(value, replace(rows, rows=rows.rows[start * each : stop * each]))
 
-    @cached_property
-    def parts(self) -> dict[str, list[Tags]]:
-        found: dict[str, list[Tags]] = {}
-        for cell in self.graph.index.cells:
-            found.setdefault(cell.chunk, []).append(cell.part)
-        return found
 
-    @cached_property
-    def readers(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Of each value: the inputs through which it gets a gradient."""
-        found: dict[str, list[tuple[str, int]]] = {}
-        for chunk in self.outline.chunks:
-            if chunk.kind in ("compute", "expert") and "B" in chunk.phases:
-                for position in chunk.phases["B"].grad_inputs:
-                    found.setdefault(self.name(chunk.inputs[position]), []).append((chunk.name, position))
-        return {name: tuple(sorted(terms)) for name, terms in found.items()}
+def joined(pieces: list[Value]) -> Value:
+    """Pieces of one value, their rows one after another."""
+    rows = [rows_of(piece) for piece in pieces]
+    whole = replace(rows[0], rows=tuple(row for one in rows for row in one.rows))
+    results = [with_rows(piece, whole) for piece in pieces]
+    names = {one.name for one in rows}
+    assert len(names) == 1 and results == [results[0]] * len(results), f"pieces of {names} are joined"
+    return results[0]
 
-    def name(self, source: Source) -> str:
-        """What a source is called: routing only moves rows, so it does not rename them."""
-        match source:
-            case Batch(field=field):
-                return f"batch.{field}"
-            case Constant(name=name):
-                return f"constant.{name}"
-            case Output(chunk=owner, index=index):
-                if self.chunks[owner].kind in ("route", "unroute"):
-                    return self.name(self.chunks[owner].inputs[index])
-                return f"{owner}.out{index}"
 
-    def ways(self, chunk: str) -> int:
-        return self.graph.policy(chunk).ways if self.chunks[chunk].kind != "compute" else 1
+def dispersed(values: list[Value]) -> list[Value]:
+    """An all-to-all outward: each member gets all rows, for its own share of the experts."""
+    rows = [rows_of(value) for value in values]
+    assert len({one.name for one in rows}) == 1 and all(one.share == WHOLE for one in rows), rows
+    every = tuple(row for one in rows for row in one.rows)
+    moved = [replace(one, rows=every, share=(i, len(rows))) for i, one in enumerate(rows)]
+    return [with_rows(value, one) for value, one in zip(values, moved, strict=True)]
 
-    def slice(self, devices: tuple[int, ...], device: int, part: Tags) -> tuple[Row, ...]:
-        """The rows that a device of a set holds of a part."""
-        position, each = devices.index(device), self.cells // len(devices)
-        return tuple((cell, part) for cell in range(position * each, (position + 1) * each))
 
-    def rows(self, chunk: str, device: int, part: Tags) -> tuple[tuple[Row, ...], Share]:
-        """The rows that a chunk works on: its own slice; in a divided region its group's, for a share of experts."""
-        home, ways = self.homes[chunk], self.ways(chunk)
-        if self.chunks[chunk].kind != "expert" or ways == 1:
-            return self.slice(home, device, part), WHOLE
-        position = home.index(device)
-        group = home[position // ways * ways :][:ways]
-        rows = tuple(row for member in group for row in self.slice(home, member, part))
-        return rows, (position % ways, ways)
+def returned(values: list[Value], owned: list[tuple[Row, ...]]) -> list[Value]:
+    """An all-to-all back: each member gets its own rows from every share of the experts."""
+    every = tuple(row for rows in owned for row in rows)
+    for i, value in enumerate(values):
+        expected = Rows(rows_of(values[0]).name, every, (i, len(values)))
+        assert rows_of(value) == expected, f"{value} comes back, not {expected}"
+    return [with_rows(v, Rows(rows_of(v).name, rows)) for v, rows in zip(values, owned, strict=True)]
 
-    def value(self, source: Source, chunk: str, device: int, part: Tags) -> Value:
-        """What a chunk should find at one of its inputs."""
-        rows, share = self.rows(chunk, device, part)
-        match source:
-            case Constant():
-                return Note(self.name(source))
-            case Output() if self.is_alike(self.name(source)):
-                return Rows(self.name(source), ())
-        return Rows(self.name(source), rows, share)
 
-    def is_alike(self, name: str) -> bool:
-        """Whether a value is the same for all samples: it has axes, and none of them counts samples or experts."""
-        owner, _, index = name.rpartition(".out")
-        spec = self.chunks[owner].outputs[int(index)]
-        return spec.dtype == "int64" and len(spec.shape) > 1
-
-    def output(self, chunk: str, index: int, device: int, part: Tags) -> Rows:
-        name = f"{chunk}.out{index}"
-        rows, share = self.rows(chunk, device, part)
-        return Rows(name, ()) if self.is_alike(name) else Rows(name, rows, share)
-
-    def slope(self, name: str, chunk: str, device: int, part: Tags) -> Slope:
-        """The whole gradient of a chunk's output."""
-        rows, share = self.rows(chunk, device, part)
-        return Slope(Rows(name, rows, share), self.readers[name])
-
-    def gradient(self, param: str, share: Share) -> "Counter[tuple[str, Row, Share]]":
-        """The gradient of a parameter over the whole step: every row of every chunk that trains it, once."""
-        found: Counter[tuple[str, Row, Share]] = Counter()
-        for chunk in self.outline.chunks:
-            if "B" not in chunk.phases or param not in chunk.phases["B"].grad_params:
-                continue
-            ways = self.ways(chunk.name)
-            shares = [share] if share[1] == ways else [(part, ways) for part in range(ways)]
-            for part in self.parts[chunk.name]:
-                for cell in range(self.cells):
-                    for one in shares:
-                        found[chunk.name, (cell, part), one] += 1
-        return found
-
-    def losses(self, source: Output) -> "Counter[Row]":
-        """Every slice of a loss, once."""
-        return Counter((cell, part) for part in self.parts[source.chunk] for cell in range(self.cells))
+def plus(*values: Value) -> Weights:
+    """The sum of gradients, element by element."""
+    terms: dict[str, Terms] = {}
+    shards: set[Share | None] = set()
+    for value in values:
+        assert isinstance(value, Weights)
+        shards.add(value.shard)
+        for name, found in value.terms.items():
+            terms[name] = terms.get(name, Counter()) + found
+    assert len(shards) == 1, f"shards of different elements are summed: {shards}"
+    return Weights(terms, shards.pop())

@@ -37,9 +37,9 @@ NUMBERS = st.integers(0, 2**24)
 @settings(max_examples=2400, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(list(OUTLINES)), NUMBERS, st.lists(NUMBERS, max_size=3), st.booleans())
 def test_every_strategy_is_right_or_refused(name: str, scaffold: int, others: list[int], clip: bool) -> None:
-    strategy = strategy_of(scaffold, others)
-    note("\n".join(map(str, strategy)))
     outline = OUTLINES[name]
+    strategy = strategy_of(outline, scaffold, others)
+    note("\n".join(map(str, strategy)))
     try:
         graph = apply(start(outline), strategy)
         plans, work = lower(graph, Settings(clip=clip), fitted(graph))

@@ -31,13 +31,10 @@ MODELS = [
     Cell(case="qwen3_moe_hf", schedule="zero-bubble", dp=2, zero=3, ways=2),
     Cell(case="frozen", schedule="zero-bubble", dp=2, zero=3),
     Cell(case="frozen_stage", schedule="1f1b", dp=2, zero=1, clip=0.3),
-    Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3),
-    Cell(case="sum_weight", schedule="none", dp=1, parts=4, rows=1),
+    Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3, rows=1),
     Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
-    Cell(case="convnet", schedule="zero-bubble", dp=2, zero=1),
-    Cell(case="convnet", schedule="gpipe", dp=2, zero=3),
+    Cell(case="convnet", schedule="zero-bubble", dp=2, zero=3),
     Cell(case="dropout", schedule="zero-bubble", dp=2, zero=2),
-    Cell(case="dropout", schedule="interleaved-1f1b", dp=1),
 ]
 
 

@@ -1,0 +1,361 @@
+"""What cannot be captured is refused with one message: where, what, why, and a way out."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture.annotate import annotate
+from piper.capture.differentiate import differentiate
+from piper.capture.trace import trace
+from piper.errors import CaptureError
+from piper.experts import grouped_mm, route, unroute
+from tests import zoo
+
+HERE = Path(__file__).name
+TRACED = (
+    "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
+)
+A_LOSS = "return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors"
+
+
+class Small(nn.Module):
+    """Two layers, and whatever a test does with them."""
+
+    n: Tensor
+
+    def __init__(self, body: "Forward | None" = None) -> None:
+        super().__init__()
+        self.body = (body,)  # in a tuple: a function on a class would become a method
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.w = nn.Parameter(torch.randn(4, 16, 16))
+        self.register_buffer("n", torch.zeros(()))
+
+    def a(self, x: Tensor) -> Tensor:
+        result: Tensor = self.first(x)
+        return result
+
+    def b(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(x)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        body = self.body[0]
+        return body(self, x) if body else self.b(self.a(x))
+
+
+Forward = Callable[[Small, Tensor], Tensor]
+
+
+def refusal(
+    forward: Forward | None = None,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    loss: Callable[..., object] = zoo.regression,
+    batch: object = None,
+    rows: int = 4,
+) -> str:
+    """The message of the error that capturing raises, with line numbers as `:N`."""
+    given = zoo.vectors(4, 0) if batch is None else batch
+    with pytest.raises(CaptureError) as raised:
+        trace(model or (lambda: Small(forward)), loss, given, rows)  # type: ignore[arg-type]
+    return re.sub(r"(\w+\.py):\d+", r"\1:N", str(raised.value))
+
+
+def lines(*text: str) -> str:
+    return "\n".join(text)
+
+
+def test_a_branch_on_a_value() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        return self.b(x) if x.sum() > 0 else self.b(self.a(x))
+
+    assert refusal(forward) == lines(
+        f"capture ({HERE}:N): the model and its loss cannot be captured",
+        "  why:  Detected data-dependent branching (e.g. `if my_tensor.sum() > 0:`). Dynamo does not support "
+        "tracing dynamic control flow.",
+        f"  hint: {TRACED}",
+    )
+
+
+def test_an_error_of_the_model_itself() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+    assert refusal(forward) == lines(
+        f"capture ({HERE}:N): the model and its loss cannot be captured",
+        "  why:  ValueError('not today')",
+        f"  hint: {TRACED}",
+    )
+
+
+def test_shapes_that_do_not_fit() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        return self.b(x.view(3, 3))
+
+    assert refusal(forward) == lines(
+        f"capture ({HERE}:N): the model and its loss cannot be captured",
+        "  why:  RuntimeError(\"shape '[3, 3]' is invalid for input of size 64\")",
+        f"  hint: {TRACED}",
+    )
+
+
+def test_a_constructor_that_fails() -> None:
+    def model() -> nn.Module:
+        return nn.Linear(int(torch.randn(3).sum()), 4)
+
+    message = refusal(model=model)
+    assert message.startswith(f"capture ({HERE}:N): the model cannot be built\n  why:  ")
+    assert message.endswith(
+        "\n  hint: the model is built without memory: its constructor may not read a tensor's values"
+    )
+
+
+def test_a_model_that_is_no_module() -> None:
+    assert refusal(model=lambda: torch.relu) == lines(  # type: ignore[arg-type,return-value]
+        "model: the model is not a module",
+        "  got:  builtin_function_or_method",
+        "  hint: model is a function that returns an nn.Module: model=lambda: Decoder(config)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [
+        (lambda loss: loss.expand(4), "its loss has shape [4]"),
+        (lambda loss: (loss, loss.expand(2)), "its weight has shape [2]"),
+        (lambda loss: {"loss": loss}, "it returns dict"),
+        (lambda loss: (loss, 4), "it returns (a tensor, int)"),
+        (lambda loss: (loss, loss, loss), "it returns (a tensor, a tensor, a tensor)"),
+        (lambda loss: loss.item(), "it returns a Python number"),
+        (lambda loss: None, "it returns no tensor"),
+    ],
+)
+def test_a_loss_that_is_no_loss(result: Callable[[Tensor], object], got: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> object:
+        return result(zoo.regression(model, batch))
+
+    assert refusal(loss=loss) == lines("loss: the loss is not a loss", f"  got:  {got}", f"  hint: {A_LOSS}")
+
+
+def test_a_loss_that_trains_nothing() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        return self.b(x).detach()
+
+    assert refusal(forward) == lines(
+        "loss (zoo.py:N): the loss does not depend on any trainable parameter",
+        "  hint: check for detach(), no_grad() and requires_grad=False between the parameters and the loss",
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        ([torch.zeros(4)], "list"),
+        ({}, "an empty dict"),
+        ({"x": torch.zeros(4), "n": 3}, "a dict of 'x': Tensor, 'n': int"),
+    ],
+)
+def test_a_batch_that_is_no_dict_of_tensors(batch: object, got: str) -> None:
+    assert refusal(batch=batch) == lines(
+        "batch: a batch is a dict of tensors",
+        f"  got:  {got}",
+        '  hint: yield {"tokens": tokens, "labels": labels}, each with one row for each sample',
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "what", "samples"),
+    [
+        ({"x": (4, 16), "y": (4, 4)}, "'x' has too few samples", "x 4, y 4"),
+        ({"x": (8, 16), "y": (9, 4)}, "the fields of a batch differ in samples", "x 8, y 9"),
+        ({"x": (8, 16), "y": ()}, "'y' has too few samples", "x 8, y 0"),
+    ],
+)
+def test_a_batch_without_the_samples(fields: dict[str, tuple[int, ...]], what: str, samples: str) -> None:
+    batch = {name: torch.zeros(shape) for name, shape in fields.items()}
+    assert refusal(batch=batch, rows=8) == lines(
+        f"batch: {what}",
+        f"  samples: {samples}",
+        "  needed:  8 in each slice",
+        "  hint:    give every field the samples on its first axis, enough for each device and part",
+    )
+
+
+def test_a_tag_that_at_could_not_take() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        with annotate("PASS"):
+            return self.b(x)
+
+    assert refusal(forward) == lines(
+        "annotate: 'PASS' cannot name a region",
+        "  hint: a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
+    )
+
+
+def test_a_tensor_that_is_no_buffer() -> None:
+    class Hidden(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 4)
+            self.scale = torch.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    assert refusal(model=Hidden) == lines(
+        "model: the model uses a tensor that is neither a parameter nor a buffer",
+        "  tensor: scale",
+        "  hint:   make it known: self.register_buffer(name, tensor, persistent=False)",
+    )
+
+
+def test_a_buffer_that_is_replaced() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        self.n = self.n + 1
+        return self.b(x)
+
+    assert refusal(forward) == lines(
+        "model: the forward replaces a buffer or parameter",
+        "  module: the model itself",
+        "  hint:   change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
+    )
+
+
+def test_a_buffer_that_two_regions_share() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            self.n.add_(1)
+            x = self.a(x)
+        with annotate("PP"):
+            return self.b(x) * self.n
+
+    assert refusal(forward) == lines(
+        "model: n is changed by one region and read by another",
+        "  changed: PP=0",
+        "  read:    PP=1",
+        "  hint:    give each region a module of its own, or put both uses into one region",
+    )
+
+
+def test_a_parameter_that_the_forward_changes() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.9)
+        return self.b(self.a(x))
+
+    assert refusal(forward) == lines(
+        f"mul_ ({HERE}:N): the forward changes the parameter first.weight",
+        "  hint: compute a new tensor instead, or keep what changes in a buffer",
+    )
+
+
+def test_a_view_that_another_region_changes() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.a(x)
+            first = x[0]
+        with annotate("PP"):
+            first.mul_(3)
+        with annotate("PP"):
+            return self.b(x)
+
+    assert refusal(forward) == lines(
+        f"mul_ ({HERE}:N): a tensor is changed in place while another region sees it under another name",
+        "  hint: write x = x + y instead of x += y there, or clone the view first",
+    )
+
+
+def test_a_number_that_leaves_its_region() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.a(x)
+            scale = x.sum().item()
+        with annotate("PP"):
+            return self.b(x * scale)
+
+    assert refusal(forward) == lines(
+        f"item ({HERE}:N): a number that is read off a tensor leaves its region",
+        "  region: PP=0",
+        "  hint:   keep .item(), nonzero() and whatever depends on their sizes within one region",
+    )
+
+
+def routed(self: Small, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    counts = torch.ones(4, dtype=torch.int64)
+    rows, received = route(self.a(x), counts)
+    return rows, received, counts
+
+
+def test_rows_that_meet_what_was_not_routed() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        rows, received, _ = routed(self, x)
+        y = grouped_mm(rows, self.w, received) * x.mean()
+        return self.b(unroute(y, received, 4))
+
+    assert refusal(forward) == lines(
+        f"y ({HERE}:N): what lies between route and unroute must come from the rows, the counts and the weights",
+        f"  uses: mean ({HERE}:N), which was not routed",
+        "  hint: route it with the rows, or use it after unroute: the rows may be on another device",
+    )
+
+
+def test_rows_that_are_never_unrouted() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        rows, received, _ = routed(self, x)
+        return grouped_mm(rows, self.w, received).sum()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        result: Tensor = model(batch["x"])
+        return result
+
+    assert refusal(forward, loss=loss) == lines(
+        f"result_2 ({HERE}:N): what lies between route and unroute must come from the rows, the counts and the weights",
+        "  uses: rows of a route that has not been unrouted",
+        "  hint: call unroute before anything else uses what route returned",
+    )
+
+
+def test_counts_that_are_not_those_of_the_route() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        rows, received, counts = routed(self, x)
+        return self.b(unroute(grouped_mm(rows, self.w, received), counts, 4))
+
+    assert refusal(forward) == lines(
+        f"unroute ({HERE}:N): these rows and counts do not come from one route",
+        "  hint: write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+    )
+
+
+class SharedBias(nn.Module):
+    """An expert region that uses a weight which is not one for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.bias, self.head = (
+            nn.Parameter(torch.randn(4, 16, 16)),
+            nn.Parameter(torch.zeros(16)),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("EP"):
+            rows, received = route(x, torch.ones(4, dtype=torch.int64))
+            y = unroute(grouped_mm(rows, self.w, received) + self.bias, received, 4)
+        result: Tensor = self.head(y)
+        return result
+
+
+def test_a_weight_that_cannot_be_divided_by_expert() -> None:
+    traced = trace(SharedBias, zoo.regression, zoo.vectors(4, 0), 4)
+    differentiate(traced)  # on one device it may stay
+    with pytest.raises(CaptureError) as raised:
+        differentiate(traced, {"EP=0 #1": 2})
+    assert str(raised.value) == lines(
+        "EP=0 #1: bias cannot be divided by expert",
+        "  shape:   [16]",
+        "  experts: 4",
+        "  hint:    between route and unroute use weights of shape [experts, ...]; use others outside",
+    )

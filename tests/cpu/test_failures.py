@@ -1,0 +1,225 @@
+"""Whatever goes wrong in a worker, the driver gets one error that names the cause, and nothing is left running."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from piper.api import Program, compile
+from piper.errors import LaunchError, WorkerError
+from piper.launch.crew import CrewRun
+from piper.launch.local import LocalCrew, launch_local
+from piper.launch.nursery import Nursery, nursery
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from tests.launch import sabotage
+from tests.launch.sabotage import Sabotaged
+from tests.runtime.grid import Cell, batches, job
+
+CELL = Cell(case="mlp", schedule="1f1b", dp=1, parts=2)  # stage 0 on device 0, stage 1 on device 1
+BATCHES = batches(CELL, 3)
+SHORT = Options(timeout=3.0)
+LONG = Options(timeout=50.0)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Nursery]:
+    with nursery() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return compile(job(CELL))
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def failing(program: ProgramLike, options: Options, forks: Nursery) -> tuple[WorkerError, float]:
+    """The error of a run that goes wrong in its second part, and how long it took; nobody may survive it."""
+    with launch_local(program, options, forks) as run:
+        pids = pids_of(run)
+        begun = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            for batch in BATCHES:
+                run.step(batch)
+        took = time.monotonic() - begun
+        assert not any(map(alive, pids)), "the others end with the run, before the block does"
+        with pytest.raises(WorkerError, match="the workers have ended"):
+            run.step(BATCHES[0])
+    return caught.value, took
+
+
+def pids_of(run: CrewRun) -> list[int]:
+    assert isinstance(run.crew, LocalCrew)
+    return list(run.crew.pids.values())
+
+
+def text(error: WorkerError) -> str:
+    """What an error says, without what differs from run to run."""
+    shown = re.sub(r"process \d+", "process N", str(error))
+    shown = re.sub(r"grid\.py:\d+", "grid.py", shown)
+    return re.sub(r"(waiting: device 0 in transfer\[PP=1\.din0\[MB=)\d", r"\1?", shown)
+
+
+AT_F = """
+      at:      instruction 8, compute on stream compute: F[PP=1 MB=1]
+      made by: replicate #1 (grid.py), split #2 (grid.py), order #4 (grid.py)
+      around:          5  compute        B[PP=1 MB=0]
+                       6  accumulate     accumulate[B[PP=1 MB=0] into PP=1/0.grad]
+                       7  load           load[y MB=1 @1]
+               -->     8  compute        F[PP=1 MB=1]
+                       9  accumulate     accumulate[F[PP=1 MB=1] into loss]
+                      10  send           transfer[PP=1.din0[MB=0] @1 -> @0]
+                      11  compute        B[PP=1 MB=1]
+      waiting: device 0 in transfer[PP=1.din0[MB=?] @1 -> @0]"""
+
+
+def told(first: str, where: str, hint: str) -> str:
+    return cleandoc(f"""
+    {first}{where}
+      hint:    {hint}
+    """)
+
+
+def test_an_exception(program: Program, forks: Nursery) -> None:
+    error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail), LONG, forks)
+    assert text(error) == told(
+        "device 1 (process N): BrokenError: the glass is broken",
+        AT_F,
+        "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
+    )
+    assert 'raise BrokenError("the glass is broken")' in "".join(error.__notes__)
+    assert took < 20, "nobody waits for the timeout"
+
+
+def test_a_killed_worker(program: Program, forks: Nursery) -> None:
+    error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.die), LONG, forks)
+    assert text(error) == told(
+        "device 1 (process N): the process was killed by SIGKILL",
+        AT_F,
+        "look for what ended it: the system's log names a process killed for want of memory",
+    )
+    assert took < 20, "nobody waits for the timeout"
+
+
+def test_a_stopped_worker(program: Program, forks: Nursery) -> None:
+    error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), SHORT, forks)
+    assert text(error) == told(
+        "device 1 (process N): the process is stopped by a signal",
+        AT_F,
+        "let it go on with SIGCONT before the timeout, or start again",
+    )
+    assert took < 3 * SHORT.timeout
+
+
+def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: Nursery) -> None:
+    error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.sleep), SHORT, forks)
+    assert text(error) == told(
+        "device 1 (process N): F[PP=1 MB=1] has not ended, and others waited 3 s for it",
+        AT_F,
+        "if this instruction is only slow, give launch a larger timeout",
+    )
+    assert took < 3 * SHORT.timeout
+
+
+def test_a_stuck_communication(program: Program, forks: Nursery) -> None:
+    error, took = failing(Sabotaged(program=program, arg="F PP=0", act=sabotage.mute), SHORT, forks)
+    assert re.match(
+        r"device \d \(process N\): waited 3 s in transfer\[.*\], which never ended\n"
+        r"  at:      instruction \d+, recv on stream recv: transfer\[.*\]\n",
+        text(error),
+    )
+    assert took < 3 * SHORT.timeout
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_between_steps(program: Program, forks: Nursery, how: signal.Signals) -> None:
+    with launch_local(program, SHORT, forks) as run:
+        run.step(BATCHES[0])
+        pids = pids_of(run)
+        os.kill(pids[0], how)
+        with pytest.raises(WorkerError) as caught:
+            run.step(BATCHES[1])
+    done = "was killed by SIGKILL" if how == signal.SIGKILL else "is stopped by a signal"
+    assert text(caught.value).startswith(
+        f"device 0 (process N): the process {done}\n  at:      no instruction of its plan\n"
+    )
+    assert not any(map(alive, pids))
+
+
+def test_a_worker_that_cannot_start(forks: Nursery) -> None:
+    home = os.getpid()
+    made = compile(job(CELL, optimizer=lambda params: start_at(home, params)))
+    with pytest.raises(WorkerError) as caught, launch_local(made, LONG, forks):
+        pass
+    assert re.fullmatch(
+        cleandoc(r"""
+        device \d \(process N\): BrokenError: not in a worker
+          at:   no instruction of its plan
+          hint: the worker's own traceback is below; on='inline' runs the same plan under a debugger
+        """),
+        text(caught.value),
+    )
+
+
+def start_at(home: int, params: Iterable[Tensor]) -> Optimizer:
+    if os.getpid() != home:
+        raise sabotage.BrokenError("not in a worker")
+    return SGD(params, lr=0.1)
+
+
+def test_a_job_that_cannot_be_sent(forks: Nursery) -> None:
+    lock = threading.Lock()
+    made = compile(job(CELL, optimizer=lambda params: SGD(params, lr=0.1 + lock.locked())))
+    with pytest.raises(LaunchError) as caught, launch_local(made, LONG, forks):
+        pass
+    assert str(caught.value) == cleandoc("""
+        launch: the job cannot be sent to its workers
+          why:  TypeError: cannot pickle '_thread.lock' object
+          hint: let optimizer and scheduler hold no files, locks or generators; or run it with on='inline'
+    """)
+
+
+SCRIPT = """
+import os, signal, socket
+from piper.launch.nursery import Nursery
+made = Nursery()
+ends = [socket.socketpair() for _ in range(3)]
+pids = [made.fork([there.fileno()] * 3) for _, there in ends]
+print(made.process.pid, *pids, flush=True)
+os.kill(pids[0], signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_driver_that_is_killed() -> None:
+    """Even those that are stopped."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, timeout=50, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 4
+    until = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def test_nothing_shared_has_a_name(program: Program, forks: Nursery) -> None:
+    memory = Path("/dev/shm")
+    before = set(memory.iterdir())
+    with launch_local(program, LONG, forks) as run:
+        run.step(BATCHES[0])
+        assert set(memory.iterdir()) <= before

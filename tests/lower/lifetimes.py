@@ -1,0 +1,44 @@
+"""How long plans hold what ZeRO shards, and how often they reduce."""
+
+from collections import Counter
+
+from piper.plan.plan import Bucket, Plan, Plans
+
+
+def check_lifetimes(plans: Plans) -> None:
+    """Assert that no whole gradient outlives its reduction, nor a gathered parameter its run of uses."""
+    for plan in plans:
+        mine = [bucket for bucket in plans.buckets.values() if plan.devices[0] in bucket.devices]
+        for bucket in mine:
+            if bucket.zero >= 2:
+                check_span(plan, bucket, slots_of(plan, bucket, "g", "grad"))
+            if bucket.zero == 3:
+                check_span(plan, bucket, slots_of(plan, bucket, "whole"))
+        reduced = Counter(ins.arg for ins in plan.instrs if ins.op in ("all_reduce", "reduce_scatter"))
+        for bucket in mine:
+            trained = any(ins.op == "update" and f"{bucket.name}.param" in ins.writes for ins in plan.instrs)
+            if trained and bucket.zero < 2 and not bucket.siblings:
+                assert reduced[bucket.name] == int(bucket.group_size > 1), f"{bucket.name}: {reduced}"
+
+
+def slots_of(plan: Plan, bucket: Bucket, *kinds: str) -> list[str]:
+    """A bucket's slots of some kinds: `PP=0/0.whole[F[PP=0 MB=0]]`."""
+    written = dict.fromkeys(slot for ins in plan.instrs for slot in ins.writes)
+    names = [f"{bucket.name}.{kind}" for kind in kinds]
+    starts = tuple(name + bracket for name in names for bracket in "[<")
+    return [slot for slot in written if slot in names or slot.startswith(starts)]
+
+
+def check_span(plan: Plan, bucket: Bucket, slots: list[str]) -> None:
+    """Between its first use and its end, a slot sees nothing computed but its own chunks."""
+    for slot in slots:
+        uses = [
+            i
+            for i, ins in enumerate(plan.instrs)
+            if ins.op == "compute" and slot in (*ins.reads, *ins.writes)
+        ]
+        first = uses[0] if uses else next(i for i, ins in enumerate(plan.instrs) if slot in ins.writes)
+        end = next(i for i, ins in enumerate(plan.instrs) if slot in ins.frees)
+        for ins in plan.instrs[first:end]:
+            inside = ins.op != "compute" or ins.arg.partition(" ")[2] in bucket.chunks
+            assert inside, f"{slot} is still there when {ins.node} runs"

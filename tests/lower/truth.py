@@ -1,0 +1,122 @@
+"""What every phase of every chunk should see and give, told from the outline and the places alone."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Source, Tags
+from piper.ir.graph import Graph
+from tests.lower.symbols import WHOLE, Note, Row, Rows, Share, Slope, Terms, Value
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What every phase of every chunk should see and give, told from the outline and the places alone."""
+
+    graph: Graph
+    cells: int
+
+    @property
+    def outline(self) -> Outline:
+        return self.graph.outline
+
+    @cached_property
+    def chunks(self) -> dict[str, Chunk]:
+        return self.graph.chunks
+
+    @cached_property
+    def homes(self) -> dict[str, tuple[int, ...]]:
+        return {node.chunk: node.devices for node in self.graph.nodes.values()}
+
+    @cached_property
+    def parts(self) -> dict[str, list[Tags]]:
+        found: dict[str, list[Tags]] = {}
+        for cell in self.graph.index.cells:
+            found.setdefault(cell.chunk, []).append(cell.part)
+        return found
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Of each value: the inputs through which it gets a gradient."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for chunk in self.outline.chunks:
+            if chunk.kind in ("compute", "expert") and "B" in chunk.phases:
+                for position in chunk.phases["B"].grad_inputs:
+                    found.setdefault(self.name(chunk.inputs[position]), []).append((chunk.name, position))
+        return {name: tuple(sorted(terms)) for name, terms in found.items()}
+
+    def name(self, source: Source) -> str:
+        """What a source is called: routing only moves rows, so it does not rename them."""
+        match source:
+            case Batch(field=field):
+                return f"batch.{field}"
+            case Constant(name=name):
+                return f"constant.{name}"
+            case Output(chunk=owner, index=index):
+                if self.chunks[owner].kind in ("route", "unroute"):
+                    return self.name(self.chunks[owner].inputs[index])
+                return f"{owner}.out{index}"
+
+    def ways(self, chunk: str) -> int:
+        return self.graph.policy(chunk).ways if self.chunks[chunk].kind != "compute" else 1
+
+    def slice(self, devices: tuple[int, ...], device: int, part: Tags) -> tuple[Row, ...]:
+        """The rows that a device of a set holds of a part."""
+        position, each = devices.index(device), self.cells // len(devices)
+        return tuple((cell, part) for cell in range(position * each, (position + 1) * each))
+
+    def rows(self, chunk: str, device: int, part: Tags) -> tuple[tuple[Row, ...], Share]:
+        """The rows that a chunk works on: its own slice; in a divided region its group's, for a share of experts."""
+        home, ways = self.homes[chunk], self.ways(chunk)
+        if self.chunks[chunk].kind != "expert" or ways == 1:
+            return self.slice(home, device, part), WHOLE
+        position = home.index(device)
+        group = home[position // ways * ways :][:ways]
+        rows = tuple(row for member in group for row in self.slice(home, member, part))
+        return rows, (position % ways, ways)
+
+    def value(self, source: Source, chunk: str, device: int, part: Tags) -> Value:
+        """What a chunk should find at one of its inputs."""
+        rows, share = self.rows(chunk, device, part)
+        match source:
+            case Constant():
+                return Note(self.name(source))
+            case Output() if self.is_alike(self.name(source)):
+                return Rows(self.name(source), ())
+        return Rows(self.name(source), rows, share)
+
+    def is_alike(self, name: str) -> bool:
+        """Whether a value is the same for all samples: it has axes, and none of them counts samples or experts."""
+        owner, _, index = name.rpartition(".out")
+        spec = self.chunks[owner].outputs[int(index)]
+        return spec.dtype == "int64" and len(spec.shape) > 1
+
+    def output(self, chunk: str, index: int, device: int, part: Tags) -> Rows:
+        """What a chunk's forward gives."""
+        name = f"{chunk}.out{index}"
+        rows, share = self.rows(chunk, device, part)
+        return Rows(name, ()) if self.is_alike(name) else Rows(name, rows, share)
+
+    def slope(self, index: int, chunk: str, device: int, part: Tags) -> Slope:
+        """The whole gradient of a chunk's output."""
+        name = f"{chunk}.out{index}"
+        rows, share = self.rows(chunk, device, part)
+        return Slope(Rows(name, rows, share), self.readers[name])
+
+    def gradient(self, param: str, share: Share) -> Terms:
+        """The gradient of a parameter over the whole step: every row of every chunk that trains it, once."""
+        found: Terms = Counter()
+        for chunk in self.outline.chunks:
+            if "B" not in chunk.phases or param not in chunk.phases["B"].grad_params:
+                continue
+            ways = self.ways(chunk.name)
+            shares = [share] if share[1] == ways else [(part, ways) for part in range(ways)]
+            for part in self.parts[chunk.name]:
+                for cell in range(self.cells):
+                    for one in shares:
+                        found[chunk.name, (cell, part), one] += 1
+        return found
+
+    def losses(self, source: Output) -> Counter[Row]:
+        """Every slice of a loss, once."""
+        return Counter((cell, part) for part in self.parts[source.chunk] for cell in range(self.cells))
