@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from piper import schedules
 from piper.directives import Directive, order, place, replicate, shard, split
-from piper.errors import CaptureError, ConfigError, LaunchError, PiperError, ScheduleError
+from piper.errors import CaptureError, ConfigError, LaunchError, PiperError, ScheduleError, WorkerError
 from piper.ir.select import at
 from piper.job import Checkpoint, Job
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from piper.api import compile
     from piper.capture.annotate import annotate, annotate_modules
     from piper.experts import grouped_mm, route, unroute
+    from piper.launch.base import Run
+    from piper.launch.start import launch
 
 __all__ = [
     "CaptureError",
@@ -25,12 +27,15 @@ __all__ = [
     "Job",
     "LaunchError",
     "PiperError",
+    "Run",
     "ScheduleError",
+    "WorkerError",
     "annotate",
     "annotate_modules",
     "at",
     "compile",
     "grouped_mm",
+    "launch",
     "order",
     "place",
     "replicate",
@@ -45,7 +50,9 @@ NEEDS_TORCH = {
     "annotate": "piper.capture.annotate",
     "annotate_modules": "piper.capture.annotate",
     "compile": "piper.api",
+    "Run": "piper.launch.base",
     "grouped_mm": "piper.experts",
+    "launch": "piper.launch.start",
     "route": "piper.experts",
     "unroute": "piper.experts",
 }

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -71,6 +73,32 @@ def plan(
         sys.stdout.write(json.dumps(plan_report(program)) + "\n")
         return
     print_plan(program, Console(highlight=False, soft_wrap=True), device=device, why=why)
+
+
+@app.command()
+def check(
+    recipe: Recipe,
+    on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
+    tol: Annotated[float, typer.Option(help="The largest relative difference that passes.")] = 1e-9,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
+    from piper.api import compile
+    from piper.launch.start import launcher
+    from piper.recipe import load_recipe
+    from piper.report import check_text
+    from piper.runtime.check import check as compare
+
+    job = replace(load_recipe(recipe), precision="fp64")
+    program = compile(job)
+    batches = list(islice(job.data(), steps))
+    report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+    else:
+        sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
+    sys.exit(SUCCESS if report.ok else NO)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from piper.plan.instr import Instr
 from piper.plan.memory import timeline
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
+from piper.runtime.check import Report
 from piper.view.grid import grid
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -152,3 +153,12 @@ def write_text(program: Program, path: Path) -> None:
             facts={"why": str(error)},
             hint="name a file in a folder you own",
         ) from None
+
+
+def check_text(report: Report, what: str) -> str:
+    """What `piper check` says: the verdict, then how far the numbers are apart."""
+    verdict = "The same numbers as one device." if report.ok else f"Not the same numbers: {report.first_bad}"
+    apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
+    return (
+        f"{verdict}\n{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}\n"
+    )

@@ -19,12 +19,15 @@ def test_public_names() -> None:
         "Job",
         "LaunchError",
         "PiperError",
+        "Run",
         "ScheduleError",
+        "WorkerError",
         "annotate",
         "annotate_modules",
         "at",
         "compile",
         "grouped_mm",
+        "launch",
         "order",
         "place",
         "replicate",
@@ -74,6 +77,7 @@ def test_verbs_and_flags() -> None:
         for name, verb in command.commands.items()  # type: ignore[attr-defined]
     }
     assert verbs == {
+        "check": ["--json", "--on", "--steps", "--tol", "recipe"],
         "plan": ["--device", "--json", "--text", "--why", "recipe"],
         "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "name"],
     }

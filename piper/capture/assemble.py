@@ -6,12 +6,12 @@ from torch import Tensor, fx
 
 from piper.capture.blame import node_line
 from piper.capture.cut import Cut
-from piper.capture.effects import draws, marker, writes
+from piper.capture.effects import draws, marker
 from piper.capture.emit import emit
 from piper.capture.piece import Body, Experts, Made, Piece, Segment
-from piper.capture.record import FromBuffer, FromParameter, Recording
+from piper.capture.recording import FromBuffer, FromParameter, Recording
 from piper.capture.regions import Regions
-from piper.capture.rewrite import value
+from piper.capture.rewrite import memory_of, value, written_memory
 from piper.capture.segments import split_nodes
 from piper.capture.sizes import Sizes
 from piper.errors import CaptureError
@@ -95,7 +95,7 @@ class Assembler:
         reads = self._reads(nodes)
         inputs, params, buffers = reads
         results = self.results[cut.name]
-        written = {target for node in nodes for target in writes(node)}
+        written = written_memory(nodes)
         chunk = Chunk(
             name=cut.name,
             tags=cut.tags,
@@ -104,7 +104,7 @@ class Assembler:
             input_specs=tuple(self._spec(cut, node) for node in inputs),
             params=tuple(self._name(node) for node in params),
             buffers=tuple(self._name(node) for node in buffers),
-            mutated=tuple(self._name(node) for node in buffers if node in written),
+            mutated=tuple(self._name(node) for node in buffers if memory_of(node) in written),
             outputs=tuple(self._spec(cut, node) for node in results),
             random=any(draws(node) for node in nodes),
             experts=self.experts.get(cut.name, 0),

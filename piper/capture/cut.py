@@ -9,7 +9,7 @@ from torch import fx
 
 from piper.capture.blame import node_line
 from piper.capture.effects import marker
-from piper.capture.record import Recording
+from piper.capture.recording import Recording
 from piper.capture.regions import Regions
 from piper.capture.rewrite import Entangled
 from piper.errors import CaptureError

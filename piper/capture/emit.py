@@ -7,7 +7,7 @@ from torch import fx
 from torch.amp import autocast_mode
 
 from piper.capture.effects import writes
-from piper.capture.record import Mode
+from piper.capture.recording import Mode
 
 
 def emit(

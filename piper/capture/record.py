@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx, nn
@@ -10,52 +9,12 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 
-from piper.capture.annotate import PREFIX, Mark
 from piper.capture.blame import node_line, quiet, refused
-from piper.capture.effects import writes
+from piper.capture.recording import FromBuffer, FromParameter, Mode, Origin, Recording, number_regions
 from piper.errors import CaptureError
-from piper.ir.chunk import Batch, Constant, Tags
+from piper.ir.chunk import Batch, Constant
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromParameter:
-    """A graph input that is a parameter of the model."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromBuffer:
-    """A graph input that is a buffer of the model."""
-
-    name: str
-
-
-Origin = Batch | Constant | FromParameter | FromBuffer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
-    """How an operation runs: whether autograd sees it, and inside which autocasts."""
-
-    grad: bool = True
-    autocast: tuple[tuple[fx.node.Argument, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """The captured graph. Calls that only change a mode are gone from it; `modes` says what they did."""
-
-    graph: fx.Graph
-    root: nn.Module  # holds the graph's attributes
-    origins: Mapping[fx.Node, Origin]  # of each placeholder
-    results: tuple[fx.Node, ...]  # the loss, or its sum and its weight
-    tags: Mapping[fx.Node, Tags]
-    modes: Mapping[fx.Node, Mode]
-    bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
-    constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Step(nn.Module):
@@ -189,14 +148,14 @@ class _Reader:
         )
 
     def _input(self, node: fx.Node, tensor: object) -> fx.Node:
-        """Make a placeholder for a tensor that comes from outside."""
-        origin = self.sources.get(id(tensor))
-        if origin is None:
-            origin = self._constant(node, tensor)
-        copy = self.graph.placeholder(node.name)
-        copy.meta["example_value"] = node.meta.get("example_value", tensor)
-        self.copies[node], self.origins[copy], self.inputs[id(tensor)] = copy, origin, copy
-        return copy
+        """Make a placeholder for a tensor that comes from outside, one whatever its names."""
+        if id(tensor) not in self.inputs:
+            origin = self.sources.get(id(tensor)) or self._constant(node, tensor)
+            copy = self.graph.placeholder(node.name)
+            copy.meta["example_value"] = node.meta.get("example_value", tensor)
+            self.origins[copy], self.inputs[id(tensor)] = origin, copy
+        self.copies[node] = self.inputs[id(tensor)]
+        return self.copies[node]
 
     def _constant(self, node: fx.Node, tensor: object) -> Constant:
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
@@ -251,7 +210,7 @@ class _Reader:
         """The node of one thing the loss returned, even if it only passes through."""
         if isinstance(value, fx.Node):
             return self.copies[value]
-        return self.inputs.get(id(value)) or self._input(fx.Graph().placeholder("result"), value)
+        return self._input(fx.Graph().placeholder("result"), value)
 
 
 def _attribute_name(module: nn.Module, value: object) -> str | None:
@@ -274,42 +233,3 @@ def _check_results(results: tuple[fx.Node, ...]) -> None:
             by="loss" + node_line(results[0]),
             hint="check for detach(), no_grad() and requires_grad=False between the parameters and the loss",
         )
-
-
-def number_regions(marks: Mapping[fx.Node, Mapping[str, Mark]]) -> dict[fx.Node, Tags]:
-    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made."""
-    seen: dict[str, set[Mark]] = {}
-    for custom in marks.values():
-        for key, mark in custom.items():
-            if key.startswith(PREFIX):
-                seen.setdefault(key, set()).add(mark)
-    indices = {key: {mark: index for index, mark in enumerate(sorted(found))} for key, found in seen.items()}
-    for key in seen:
-        _check_tag(key.removeprefix(PREFIX))
-    return {
-        node: tuple(
-            (key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices
-        )
-        for node, custom in marks.items()
-    }
-
-
-def _check_tag(tag: str) -> None:
-    if not tag.isidentifier() or tag == "PASS":
-        raise CaptureError(
-            f"{tag!r} cannot name a region",
-            by="annotate",
-            hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
-        )
-
-
-def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the results, or what is written in place, depend on."""
-    stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
-    reached: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack += node.all_input_nodes
-    return reached

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from piper.capture.blame import node_line
-from piper.capture.effects import draws, marker, writes
-from piper.capture.record import FromBuffer, FromParameter, Recording, live
-from piper.capture.rewrite import Entangled, value
+from piper.capture.effects import draws, marker
+from piper.capture.recording import FromBuffer, FromParameter, Recording, live
+from piper.capture.rewrite import Entangled, memory_of, value, written_memory
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant, Tags
 
@@ -57,11 +57,11 @@ def _made_from(
     recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], tied: frozenset[fx.Node]
 ) -> frozenset[fx.Node]:
     """The nodes that depend on inputs of these kinds alone, and give the same result wherever they run."""
-    written = {target for node in nodes for target in writes(node)}
+    written = written_memory(nodes)
     made = {
         node
         for node, origin in recording.origins.items()
-        if isinstance(origin, kinds) and node not in written
+        if isinstance(origin, kinds) and memory_of(node) not in written
     }
     trains = FromParameter in kinds
     found = set()

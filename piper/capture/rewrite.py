@@ -1,7 +1,7 @@
 """Makes a recorded graph fit to be cut: what an operation depends on is exactly what its arguments say."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor, fx
 
 from piper.capture.blame import node_line
 from piper.capture.effects import marker, name_of, store, writes
-from piper.capture.record import FromBuffer, FromParameter, Recording
+from piper.capture.recording import FromBuffer, FromParameter, Origin, Recording
 from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant
 
 _FILLS = {
     "new_zeros": torch.zeros,
@@ -84,22 +85,19 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
     y = x.add_(1); z = y * 2
     """
     order = {node: position for position, node in enumerate(recording.graph.nodes)}
+    owners = {memory_of(node): node for node in recording.origins}
     entangled = []
     for node in list(recording.graph.nodes):
         for written in writes(node):
-            origin = recording.origins.get(written)
-            if isinstance(origin, FromBuffer):
+            owner = owners.get(memory_of(written))
+            _check_owner(node, written, owner, recording.origins.get(owner) if owner else None)
+            if written is owner and isinstance(recording.origins[owner], FromBuffer):
                 continue  # comes out of the chunk as a new value of the buffer
-            if isinstance(origin, FromParameter):
-                raise CaptureError(
-                    f"the forward changes the parameter {origin.name}",
-                    by=f"{node.name}{node_line(node)}",
-                    hint="compute a new tensor instead, or keep what changes in a buffer",
-                )
             if node.target is operator.setitem:
                 node.target = store
                 node.meta["example_value"] = value(written)
-            _replace_later(written, node, order)
+            if isinstance(value(node), Tensor):
+                _replace_later(written, node, order)
             # A name made after the write was made from what was written.
             aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
             seen = [user for other in aliases for user in other.users if order[user] > order[node]]
@@ -108,15 +106,41 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
     return entangled
 
 
+def _check_owner(node: fx.Node, written: fx.Node, owner: fx.Node | None, origin: Origin | None) -> None:
+    """Refuse a write to what is not the forward's to change."""
+    match origin:
+        case FromParameter(name=name):
+            raise CaptureError(
+                f"the forward changes the parameter {name}",
+                by=f"{node.name}{node_line(node)}",
+                hint="compute a new tensor instead, or keep what changes in a buffer",
+            )
+        case Batch() | Constant() if written is not owner:
+            raise CaptureError(
+                "the forward changes a part of an input in place",
+                by=f"{node.name}{node_line(node)}",
+                hint="clone the input first: x = x.clone()",
+            )
+
+
 def _replace_later(node: fx.Node, by: fx.Node, order: Mapping[fx.Node, int]) -> None:
     node.replace_all_uses_with(by, delete_user_cb=lambda user: order[user] > order[by])
 
 
-def _storage_of(fake: object) -> int | None:
-    """The identity of a fake tensor's memory."""
-    return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
+def memory_of(node: fx.Node) -> int | None:
+    """The identity of the memory that a node's value lives in, if it is a tensor."""
+    made = value(node)
+    if not isinstance(made, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(made):
+        return None  # inside vmap a tensor has no memory of its own to ask for
+    memory: int = made.untyped_storage()._cdata
+    return memory
+
+
+def written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """All memory that the nodes write in place, through whatever view."""
+    return {memory_of(target) for node in nodes for target in writes(node)}
 
 
 def _aliases(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    storage = _storage_of(value(node))
-    return [other for other in graph.nodes if storage is not None and _storage_of(value(other)) == storage]
+    memory = memory_of(node)
+    return [other for other in graph.nodes if memory is not None and memory_of(other) == memory]

@@ -9,8 +9,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor, fx
 
-from piper.capture.effects import writes
-from piper.capture.rewrite import value
+from piper.capture.rewrite import memory_of, value, written_memory
 
 LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
 
@@ -38,12 +37,12 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
                 source, position if source in state else -1
             )  # inputs are there from the beginning
             last[source] = position
-    written = {target for node in nodes for target in writes(node)}
+    written = written_memory(nodes)
     trained = _Count(len(nodes))  # values that need a gradient and go on past a position
     blocked = _Count(len(nodes))  # reasons not to end before it
     for node, end in last.items():
         made = value(node)
-        if node in written or not isinstance(made, Tensor) or not _plain(made):
+        if not isinstance(made, Tensor) or not _plain(made) or memory_of(node) in written:
             blocked.add(first[node] + 1, end)
         elif node not in state and made.requires_grad:
             trained.add(first[node] + 1, end)

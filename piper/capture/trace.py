@@ -14,7 +14,8 @@ from piper.capture.blame import quiet, refused
 from piper.capture.cut import cut
 from piper.capture.library import Library
 from piper.capture.piece import Piece
-from piper.capture.record import LossFn, Recording, record
+from piper.capture.record import LossFn, record
+from piper.capture.recording import Recording
 from piper.capture.regions import Regions, find_regions
 from piper.capture.rewrite import simplify, value
 from piper.capture.sizes import Sizes, dtype_name

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from piper.errors import WorkerError
 from piper.ir.chunk import Outline
 from piper.plan.plan import Plans
 from piper.runtime.worker import Sums
@@ -34,6 +35,16 @@ class Run(Protocol):
 
     def close(self) -> None:
         """End every worker. Again: nothing."""
+
+
+def streams_of(plans: Plans) -> int:
+    """The most streams that any device has."""
+    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
+
+
+def ended() -> WorkerError:
+    """The error of a run that is used after its end."""
+    return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
 def result_of(plans: Plans, sums: Sums) -> StepResult:

@@ -1,13 +1,11 @@
-"""Who ended a step? From what is seen of every device when something is wrong, one error that names the cause.
+"""Who ended a step? From what is seen of every device, one error that names the cause.
 
-A worker that fails takes others with it: they wait for it in vain, and are often the first to complain. So those who
-waited are followed, from each to the one it waited for, until there is one who waits for nobody.
+A worker that fails takes others with it: they wait for it in vain, and are often the first to complain. So
+those who waited are followed, from each to the one it waited for, until there is one who waits for nobody.
 """
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from piper.errors import WorkerError
 from piper.launch.watch import Failure
@@ -24,7 +22,7 @@ class Sighting:
 
     process: int
     running: tuple[int, ...] = ()  # places in its plan, one for each stream that is at work
-    exit: int | None = None  # an exit code, or a signal below zero; None: it lives
+    ended: str | None = None  # how its process ended; None: it lives
     stopped: bool = False
 
 
@@ -43,31 +41,17 @@ class Scene:
         return self.plans.of(device).instrs[place]
 
     def place(self, device: int) -> int | None:
-        """The instruction that says most about what a device is doing: work before waiting, early before late."""
+        """The instruction that says most about what a device does: work before waiting, early before late."""
         running = sorted(self.sightings[device].running)
         busy = [place for place in running if self.instr(device, place).op not in COMMUNICATION]
         return next(iter([*busy, *running]), None)
 
 
-def stopped(process: int) -> bool:
-    """Whether a process of this machine has been stopped by a signal; where that cannot be seen, no."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")
-
-
-def running(cells: Sequence[int]) -> tuple[int, ...]:
-    """The instructions that a device's marks say are running."""
-    return tuple(number - 1 for number in cells if number)
-
-
 def blame(scene: Scene) -> WorkerError:
     """The one error that says why a step did not end."""
     for device, seen in scene.sightings.items():
-        if seen.exit is not None:
-            return told(scene, device, f"the process {how(seen.exit)}", scene.place(device), HINTS["dead"])
+        if seen.ended is not None:
+            return told(scene, device, seen.ended, scene.place(device), HINTS["dead"])
     for failure in scene.failures:
         if failure.kind == "error":
             place = failure.place if failure.place is not None else scene.place(failure.device)
@@ -80,13 +64,6 @@ def blame(scene: Scene) -> WorkerError:
     return late(scene)
 
 
-def how(status: int) -> str:
-    """How a process ended."""
-    if status >= 0:
-        return f"ended with exit code {status}"
-    return f"was killed by {signal.Signals(-status).name}"
-
-
 def late(scene: Scene) -> WorkerError:
     """The error of a step in which nothing moves, and nobody has failed."""
     first = next(iter(scene.failures), None)
@@ -94,14 +71,13 @@ def late(scene: Scene) -> WorkerError:
     device = follow(scene, device)
     place = scene.place(device)
     trace = first.trace if first is not None else None
-    if place is None:
+    ins = None if place is None else scene.instr(device, place)
+    if ins is None:
         what = f"nothing has run for {scene.timeout:g} s"
-    elif scene.instr(device, place).op in COMMUNICATION:
-        what = f"waited {scene.timeout:g} s in {scene.instr(device, place).node}, which never ended"
+    elif ins.op in COMMUNICATION:
+        what = f"waited {scene.timeout:g} s in {ins.node}, which never ended"
     else:
-        what = (
-            f"{scene.instr(device, place).node} has not ended, and others waited {scene.timeout:g} s for it"
-        )
+        what = f"{ins.node} has not ended, and others waited {scene.timeout:g} s for it"
     return told(scene, device, what, place, HINTS["late"], trace)
 
 

@@ -1,4 +1,4 @@
-"""A running job as its driver sees it, whatever its workers are: what is asked of them, and what they answer."""
+"""A running job as its driver sees it, whatever its workers are: what it asks, and what they answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launch.base import StepResult, result_of, state_by_name
+from piper.launch.base import StepResult, ended, result_of, state_by_name
 from piper.launch.excerpt import Cutter
 from piper.launch.member import Call
 from piper.plan.plan import Bucket, Plans
@@ -33,11 +33,6 @@ class Crew(ABC):
 def devices_of(plans: Plans) -> list[int]:
     """Every device of a job, in order."""
     return sorted(device for plan in plans for device in plan.devices)
-
-
-def streams_of(plans: Plans) -> int:
-    """The most streams that any device has."""
-    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
 
 
 def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
@@ -70,7 +65,7 @@ class CrewRun:
 
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:
-            raise WorkerError("the workers have ended", by="run", hint="launch the program again")
+            raise ended()
         try:
             return self.crew.ask(call, arguments)
         except WorkerError:

@@ -1,17 +1,21 @@
 """`inline`: every device is a thread of this process."""
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from piper.launch.base import StepResult, result_of, state_by_name
+from piper.errors import WorkerError
+from piper.launch.base import StepResult, ended, result_of, state_by_name, streams_of
+from piper.launch.blame import Scene, Sighting, blame
+from piper.launch.look import running
+from piper.launch.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.inline import World
 from piper.runtime.env import Dice
-from piper.runtime.executor import raise_first
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
@@ -21,17 +25,32 @@ class InlineRun:
     """A job whose devices are threads."""
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
-        self.program, self.plans = program, program.plans
+        self.program, self.plans, self.options = program, program.plans, options
         self.world = World(program.plans, options.timeout)
         setup, initial, dice = setup_of(program), initial_values(program.job), Dice()
         self.shapes = wanted_shapes(setup)
-        self.workers = {
-            device: Worker(setup, device, self.world.member(device), initial, options, dice, self.world.stop)
+        self.failures: list[Failure] = []
+        self.watchers = {
+            device: Watcher(device, new_cells(streams_of(self.plans)), self.failures.append)
             for plan in program.plans
             for device in plan.devices
         }
+        self.workers = {
+            device: Worker(
+                setup,
+                device,
+                self.world.member(device),
+                initial,
+                options,
+                dice,
+                self.world.stop,
+                watcher.watch,
+            )
+            for device, watcher in self.watchers.items()
+        }
         self.unread = self._unread(initial)
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
+        self.open = True
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
         """What no chunk reads, and so no worker holds: it stays as it began."""
@@ -44,10 +63,32 @@ class InlineRun:
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
         check_batch(batch, self.shapes)
-        futures = [self.threads.submit(worker.step, batch) for worker in self.workers.values()]
-        wait(futures)
-        raise_first([error for future in futures if (error := future.exception()) is not None])
-        return result_of(self.plans, futures[0].result())
+        if not self.open:
+            raise ended()
+        futures = {device: self.threads.submit(w.step, batch) for device, w in self.workers.items()}
+        wait(futures.values())
+        for device, future in futures.items():
+            if isinstance(error := future.exception(), Exception):
+                self.watchers[device].fail(error)
+        if self.failures:
+            self.close()
+            raise self._blame() from next(w.first for w in self.watchers.values() if w.first is not None)
+        return result_of(self.plans, next(iter(futures.values())).result())
+
+    def _blame(self) -> WorkerError:
+        """The error that names the cause."""
+        sightings = {
+            device: Sighting(process=os.getpid(), running=running(watcher.cells))
+            for device, watcher in self.watchers.items()
+        }
+        scene = Scene(
+            plans=self.plans,
+            origins=self.program.origins,
+            timeout=self.options.timeout,
+            sightings=sightings,
+            failures=self.failures,
+        )
+        return blame(scene)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, by fully qualified name."""
@@ -84,7 +125,8 @@ class InlineRun:
         return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
 
     def close(self) -> None:
-        """End every thread."""
+        """End every thread. Again: nothing."""
+        self.open = False
         self.world.stop()
         self.threads.shutdown()
         for worker in self.workers.values():

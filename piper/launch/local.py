@@ -5,28 +5,26 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from time import monotonic
-from typing import cast
-
-from torch.distributed import TCPStore
 
 from piper.errors import WorkerError
-from piper.launch.blame import Scene, Sighting, blame, running, stopped
+from piper.launch.base import streams_of
+from piper.launch.blame import Scene, Sighting, blame
 from piper.launch.channel import Channel, ClosedError
-from piper.launch.crew import Crew, CrewRun, devices_of, streams_of, unread_values
+from piper.launch.crew import Crew, CrewRun, devices_of, unread_values
 from piper.launch.freight import pack_setup
+from piper.launch.look import running, stopped
 from piper.launch.member import PATIENCE, Call, Meeting, Order, Places
 from piper.launch.nursery import Nursery
 from piper.launch.nursery import nursery as started_nursery
 from piper.launch.shared import Marks, layout, nameless_file, share
+from piper.launch.store import LOOPBACK, store_on
 from piper.launch.watch import Failure
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 
-LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between looks at whether anything moves
 GRACE = 0.5  # seconds that the cause of a failure may come after its first victim
 END = 10.0  # seconds that a killed process may take to end
@@ -48,7 +46,7 @@ class LocalCrew(Crew):
         width = streams_of(program.plans)
         values = initial_tensors(program.job)
         index = layout(values)
-        store = loopback_store(self.options.timeout)
+        store = store_on(LOOPBACK)
         meeting = Meeting(host=LOOPBACK, port=store.port, address=LOOPBACK)
         setup = pack_setup(setup_of(program))
         places = Places(values=index, devices=tuple(devices), width=width, path=tuple(sys.path))
@@ -86,12 +84,11 @@ class LocalCrew(Crew):
         seen, moved = b"", monotonic()
         while waiting:
             channels = {self.channels[device]: device for device in waiting}
-            ready, _, _ = select.select([*channels, self.nursery], [], [], POLL)
+            ready = self._ready([*channels])
             for channel in ready:
-                if channel is not self.nursery:
-                    device = channels[cast(Channel, channel)]
-                    answers[device] = self._answer(device)
-                    waiting.discard(device)
+                device = channels[channel]
+                answers[device] = self._answer(device)
+                waiting.discard(device)
             if self.failures or self._dead():
                 raise self._blame()
             now = bytes(self.marks.cells)
@@ -100,6 +97,11 @@ class LocalCrew(Crew):
             elif monotonic() - moved > timeout + POLL:
                 raise self._blame()
         return answers
+
+    def _ready(self, channels: Sequence[Channel]) -> list[Channel]:
+        """The channels that have something to say, after a wait that ends early when a worker does."""
+        watched: list[Channel | Nursery] = [*channels, self.nursery]
+        return [end for end in select.select(watched, [], [], POLL)[0] if isinstance(end, Channel)]
 
     def _answer(self, device: int) -> object:
         try:
@@ -122,15 +124,14 @@ class LocalCrew(Crew):
             if any(failure.kind == "error" for failure in self.failures):
                 break
             left = [self.channels[d] for d in self.devices if d not in {f.device for f in self.failures}]
-            for channel in select.select([*left, self.nursery], [], [], POLL)[0]:
-                if channel is not self.nursery:
-                    self._overhear(cast(Channel, channel))
+            for channel in self._ready(left):
+                self._overhear(channel)
         dead = self._dead()
         sightings = {
             device: Sighting(
                 process=pid,
                 running=running(self.marks.of(device)),
-                exit=dead.get(device),
+                ended=f"the process {how(dead[device])}" if device in dead else None,
                 stopped=device not in dead and stopped(pid),
             )
             for device, pid in self.pids.items()
@@ -165,20 +166,11 @@ class LocalCrew(Crew):
         self.pids.clear()
 
 
-def loopback_store(timeout: float) -> TCPStore:
-    """A store that only this machine can reach."""
-    with socket.socket() as listening:
-        listening.bind((LOOPBACK, 0))
-        listening.listen(128)
-        port = listening.getsockname()[1]
-        return TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(timeout, PATIENCE)),
-            master_listen_fd=listening.detach(),
-        )
+def how(status: int) -> str:
+    """How a process ended."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    return f"was killed by {signal.Signals(-status).name}"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.launch.channel import Channel, ClosedError

@@ -1,7 +1,7 @@
 """A process that has imported torch and does nothing but fork workers.
 
-Workers start in milliseconds instead of seconds each. The nursery is their parent: it tells how they end, and when
-the process that started it is gone, however it went, the nursery kills its workers and ends too.
+Workers start in milliseconds instead of seconds each. The nursery is their parent: it tells how they end, and
+when the process that started it is gone, however it went, the nursery kills its workers and ends too.
 """
 
 import importlib
@@ -139,13 +139,13 @@ def serve(descriptor: int) -> NoReturn:
     children: set[int] = set()
     end.sendall(NOTICE.pack(READY, os.getpid(), 0))
     while True:
-        ready, _, _ = select.select([end, awake], [], [])
+        ready, _, _ = select.select([end.fileno(), awake], [], [])
         if awake in ready:
             os.read(awake, 4096)
             for pid, status in reap():
                 children.discard(pid)
                 tell(end, pid, status)
-        if end in ready:
+        if end.fileno() in ready:
             asked, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
             if not asked:
                 end_all(children)

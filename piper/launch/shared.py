@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 MEMORY = Path("/dev/shm")  # a file here lies in memory; elsewhere the system keeps what it can there
 ALIGNMENT = 64
+Bytes = npt.NDArray[np.uint8]
 
 
 def nameless_file(size: int) -> int:
-    """The descriptor of a new file that is in no folder, so that no death of a process can leave it behind."""
+    """The descriptor of a new file that is in no folder, so that no process can die and leave it behind."""
     with tempfile.TemporaryFile(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as file:
         file.truncate(max(size, 1))
         return os.dup(file.fileno())
@@ -42,17 +45,35 @@ def layout(values: Mapping[str, Tensor]) -> dict[str, Entry]:
     return index
 
 
+def extent(index: Mapping[str, Entry]) -> int:
+    """The bytes that tensors take together."""
+    return max((entry.offset + entry.nbytes for entry in index.values()), default=0)
+
+
+def raw_bytes(value: Tensor) -> Tensor:
+    """A tensor's elements as bytes."""
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def joined(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> Tensor:
+    """Tensors as bytes, each in its place."""
+    memory = torch.zeros(extent(index), dtype=torch.uint8)
+    for name, entry in index.items():
+        if entry.nbytes:
+            memory[entry.offset : entry.offset + entry.nbytes] = raw_bytes(values[name])
+    return memory
+
+
 def share(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> int:
     """Write tensors into a nameless file; its descriptor."""
-    size = max((entry.offset + entry.nbytes for entry in index.values()), default=0)
+    size = extent(index)
     descriptor = nameless_file(size)
     with mmap.mmap(descriptor, max(size, 1)) as memory:
         for name, entry in index.items():
             if entry.nbytes:
-                raw = values[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
-                torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset).copy_(
-                    raw
-                )
+                place = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
+                place.copy_(raw_bytes(values[name]))
+                del place  # before the memory closes under it
     return descriptor
 
 
@@ -70,6 +91,18 @@ class SharedValues:
         count = entry.nbytes // entry.dtype.itemsize
         flat = torch.frombuffer(self.memory, dtype=entry.dtype, count=count, offset=entry.offset)
         return flat.view(entry.shape)
+
+
+class HeldValues:
+    """Tensors that lie one after another in memory that nobody may write to, by name."""
+
+    def __init__(self, memory: Bytes, index: Mapping[str, Entry]) -> None:
+        self.memory, self.index = memory, index
+
+    def __call__(self, name: str) -> Tensor:
+        entry = self.index[name]
+        raw = torch.from_numpy(self.memory[entry.offset : entry.offset + entry.nbytes].copy())
+        return raw.view(entry.dtype).view(entry.shape)
 
 
 class Marks:

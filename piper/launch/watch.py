@@ -33,11 +33,16 @@ def failure_of(device: int, error: BaseException, place: int | None = None) -> F
     )
 
 
+def new_cells(width: int) -> memoryview:
+    """Cells to mark that nobody else shares."""
+    return memoryview(bytearray(8 * width)).cast("q")
+
+
 class Watcher:
     """Watches the instructions of one device."""
 
     def __init__(self, device: int, cells: memoryview, report: Callable[[Failure], None]) -> None:
-        """`cells`: one for each stream, to be marked. `report` is called with the first failure, in its thread."""
+        """`cells`: one for each stream, to be marked. `report` is called with the first failure, at once."""
         self.device, self.cells, self.report = device, cells, report
         self.streams: dict[str, int] = {}
         self.first: Exception | None = None

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from piper.errors import ScheduleError
-from piper.ir.node import Compute, Node, Transfer
+from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
 from piper.lower.work import Work
 
 SEARCHED = 256  # orders looked at for the shortest circle; one is enough to mend the strategy
+SHOWN = 6  # nodes of a circle that an error names at each end
 URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
 
 
@@ -112,10 +113,13 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
         path = shortest_path(web, then, first, stuck, len(best) or len(web.nodes))
         if path and (not best or len(path) < len(best)):
             best = path
+    best = closed_by_latest(web, best)
     then, first = best[0], best[-1]
-    arrows = [f"{web.nodes[best[0]].name}"]
+    arrows = [web.nodes[then].name]
     for a, b in pairwise(best):
         arrows.append(f"{'..>' if (a, b) in web.said_by else '-->'} {web.nodes[b].name}")
+    if (more := len(arrows) - 2 * SHOWN) > 0:
+        arrows[SHOWN:-SHOWN] = [f"--> ... {more} more ..."]
     others = sorted({web.said_by[pair] for pair in pairwise(best) if pair in web.said_by})
     by = web.said_by[first, then]
     directives = work.graph.directives
@@ -128,6 +132,12 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
         facts=facts,
         hint=f"put {web.nodes[then].name} first, or order only one of them",
     )
+
+
+def closed_by_latest(web: Web, circle: list[int]) -> list[int]:
+    """A circle, turned so that the latest directive's order closes it: the earlier ones were there first."""
+    turns = [circle[i:] + circle[:i] for i in range(len(circle))]
+    return max(turns, key=lambda turn: web.said_by.get((turn[-1], turn[0]), -1))
 
 
 def on_circles(web: Web, stuck: set[int]) -> set[int]:
@@ -204,6 +214,7 @@ def simulate(
     """The nodes in the order they would start if each stream always took its most urgent ready node."""
     lanes: dict[tuple[int, str], int] = {}
     lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in web.nodes]
+    turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in lanes.items()]  # sends go early
     ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in lanes]
     busy = [False] * len(lanes)
     waiting = list(web.waiting)
@@ -216,7 +227,7 @@ def simulate(
             touched.add(lane[i])
     now = 0.0
     while True:
-        for at in sorted(touched):
+        for at in sorted(touched, key=turn.__getitem__):
             if not busy[at] and ready[at]:
                 _, i = heapq.heappop(ready[at])
                 busy[at] = True

@@ -250,6 +250,30 @@ def test_a_value_that_another_region_changes_is_copied_first() -> None:
     """)
 
 
+class Counting(Three):
+    """A buffer that is changed through a view of it, and read by nobody."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.a(x)
+        with annotate("PP"):
+            self.seen[0].add_(1)
+            self.seen[1] = x.detach().mean(0)
+            result: Tensor = self.head(x)
+        return result
+
+
+def test_a_buffer_may_be_changed_through_a_view() -> None:
+    outline = check(Counting, zoo.regression, zoo.vectors(4, 0)).outline
+    assert [chunk.mutated for chunk in outline.chunks] == [(), ("seen",)]
+
+
 class Modes(Three):
     """vmap, autocast, no_grad and a checkpoint, each across or next to a border."""
 

@@ -252,6 +252,21 @@ def test_a_parameter_that_the_forward_changes() -> None:
     )
 
 
+def test_an_input_that_the_forward_changes_in_part() -> None:
+    def forward(self: Small, x: Tensor) -> Tensor:
+        x[0].mul_(2)
+        return self.b(x)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        total: Tensor = model(batch["x"]).sum()
+        return total
+
+    assert refusal(forward, loss=loss) == lines(
+        f"mul_ ({HERE}:N): the forward changes a part of an input in place",
+        "  hint: clone the input first: x = x.clone()",
+    )
+
+
 def test_a_view_that_another_region_changes() -> None:
     def forward(self: Small, x: Tensor) -> Tensor:
         with annotate("PP"):

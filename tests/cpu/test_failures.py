@@ -74,31 +74,28 @@ def text(error: WorkerError) -> str:
     return re.sub(r"(waiting: device 0 in transfer\[PP=1\.din0\[MB=)\d", r"\1?", shown)
 
 
-AT_F = """
-      at:      instruction 8, compute on stream compute: F[PP=1 MB=1]
-      made by: replicate #1 (grid.py), split #2 (grid.py), order #4 (grid.py)
-      around:          5  compute        B[PP=1 MB=0]
-                       6  accumulate     accumulate[B[PP=1 MB=0] into PP=1/0.grad]
-                       7  load           load[y MB=1 @1]
-               -->     8  compute        F[PP=1 MB=1]
-                       9  accumulate     accumulate[F[PP=1 MB=1] into loss]
-                      10  send           transfer[PP=1.din0[MB=0] @1 -> @0]
-                      11  compute        B[PP=1 MB=1]
-      waiting: device 0 in transfer[PP=1.din0[MB=?] @1 -> @0]"""
-
-
-def told(first: str, where: str, hint: str) -> str:
-    return cleandoc(f"""
-    {first}{where}
-      hint:    {hint}
-    """)
+def told(program: Program, first: str, hint: str) -> str:
+    """The whole text of an error about F[PP=1 MB=1], which waits for nobody."""
+    plan = program.plans.of(1)
+    place = next(i for i, ins in enumerate(plan.instrs) if ins.node == "F[PP=1 MB=1]")
+    around = plan.around(place).replace("\n", "\n" + " " * 11)
+    return "\n".join(
+        [
+            first,
+            f"  at:      instruction {place}, compute on stream compute: F[PP=1 MB=1]",
+            "  made by: replicate #1 (grid.py), split #2 (grid.py), order #4 (grid.py)",
+            f"  around:  {around}",
+            "  waiting: device 0 in transfer[PP=1.din0[MB=?] @1 -> @0]",
+            f"  hint:    {hint}",
+        ]
+    )
 
 
 def test_an_exception(program: Program, forks: Nursery) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail), LONG, forks)
     assert text(error) == told(
+        program,
         "device 1 (process N): BrokenError: the glass is broken",
-        AT_F,
         "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
     )
     assert 'raise BrokenError("the glass is broken")' in "".join(error.__notes__)
@@ -108,8 +105,8 @@ def test_an_exception(program: Program, forks: Nursery) -> None:
 def test_a_killed_worker(program: Program, forks: Nursery) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.die), LONG, forks)
     assert text(error) == told(
+        program,
         "device 1 (process N): the process was killed by SIGKILL",
-        AT_F,
         "look for what ended it: the system's log names a process killed for want of memory",
     )
     assert took < 20, "nobody waits for the timeout"
@@ -118,8 +115,8 @@ def test_a_killed_worker(program: Program, forks: Nursery) -> None:
 def test_a_stopped_worker(program: Program, forks: Nursery) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), SHORT, forks)
     assert text(error) == told(
+        program,
         "device 1 (process N): the process is stopped by a signal",
-        AT_F,
         "let it go on with SIGCONT before the timeout, or start again",
     )
     assert took < 3 * SHORT.timeout
@@ -128,8 +125,8 @@ def test_a_stopped_worker(program: Program, forks: Nursery) -> None:
 def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: Nursery) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.sleep), SHORT, forks)
     assert text(error) == told(
+        program,
         "device 1 (process N): F[PP=1 MB=1] has not ended, and others waited 3 s for it",
-        AT_F,
         "if this instruction is only slow, give launch a larger timeout",
     )
     assert took < 3 * SHORT.timeout

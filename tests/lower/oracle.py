@@ -242,8 +242,8 @@ class Oracle:
                     assert all((version != "old") == trains for version in seen), f"{piece.name} on {number}"
                     versions.setdefault((piece.name, share), set()).update(seen)
                     assert self.measured.get(piece.name, 0) == int(trains), f"{piece.name}: {self.measured}"
-        for (name, _), seen in versions.items():
-            assert len(seen) == 1, f"the copies of {name} differ"
+        for (name, _), copies in versions.items():
+            assert len(copies) == 1, f"the copies of {name} differ"
         outline = self.truth.outline
         assert self.sums["loss"] == self.truth.losses(outline.loss)
         assert self.sums["weight"] == (self.truth.losses(outline.weight) if outline.weight else Counter())

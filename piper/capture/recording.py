@@ -1,0 +1,89 @@
+"""The captured graph of one forward and loss, and what is known of its nodes."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from piper.capture.annotate import PREFIX, Mark
+from piper.capture.effects import writes
+from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant, Tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromParameter:
+    """A graph input that is a parameter of the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromBuffer:
+    """A graph input that is a buffer of the model."""
+
+    name: str
+
+
+Origin = Batch | Constant | FromParameter | FromBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How an operation runs: whether autograd sees it, and inside which autocasts."""
+
+    grad: bool = True
+    autocast: tuple[tuple[fx.node.Argument, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The captured graph. Calls that only change a mode are gone from it; `modes` says what they did."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
+    origins: Mapping[fx.Node, Origin]  # of each placeholder
+    results: tuple[fx.Node, ...]  # the loss, or its sum and its weight
+    tags: Mapping[fx.Node, Tags]
+    modes: Mapping[fx.Node, Mode]
+    bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def number_regions(marks: Mapping[fx.Node, Mapping[str, Mark]]) -> dict[fx.Node, Tags]:
+    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made."""
+    seen: dict[str, set[Mark]] = {}
+    for custom in marks.values():
+        for key, mark in custom.items():
+            if key.startswith(PREFIX):
+                seen.setdefault(key, set()).add(mark)
+    indices = {key: {mark: index for index, mark in enumerate(sorted(found))} for key, found in seen.items()}
+    for key in seen:
+        _check_tag(key.removeprefix(PREFIX))
+    return {
+        node: tuple(
+            (key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices
+        )
+        for node, custom in marks.items()
+    }
+
+
+def _check_tag(tag: str) -> None:
+    if not tag.isidentifier() or tag == "PASS":
+        raise CaptureError(
+            f"{tag!r} cannot name a region",
+            by="annotate",
+            hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
+        )
+
+
+def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that the results, or what is written in place, depend on."""
+    stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
+    reached: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack += node.all_input_nodes
+    return reached

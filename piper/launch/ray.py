@@ -1,0 +1,340 @@
+"""`ray`: every device is an actor of a Ray cluster, on one node or many."""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, cast
+
+import ray
+import torch
+from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from piper.errors import LaunchError, WorkerError
+from piper.launch.base import streams_of
+from piper.launch.blame import Scene, Sighting, blame
+from piper.launch.crew import Crew, CrewRun, devices_of, unread_values
+from piper.launch.freight import pack, pack_setup, unpack
+from piper.launch.look import Look, look_at, sweep
+from piper.launch.member import PATIENCE, Call, Meeting, Member, Order
+from piper.launch.shared import Bytes, Entry, HeldValues, Marks, joined, layout
+from piper.launch.store import LOOPBACK, store_on
+from piper.launch.watch import Failure, failure_of
+from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
+from piper.runtime.worker import Options
+
+POLL = 1.0  # seconds between looks at whether an actor has died
+GRACE = 3.0  # seconds that the cause of a failure may come after its first victim
+GROUP = 60.0  # seconds that a cluster may take to find room for all actors
+LEAVE = 1.0  # seconds that an actor may take to say goodbye; one that is at work is killed
+END = 10.0  # seconds that cleaning up after a failure may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where an actor runs."""
+
+    node: str
+    address: str
+    process: int
+    marks: str  # the file that holds where it is in its plan
+
+
+class Actor:
+    """A worker as Ray runs it."""
+
+    def __init__(self, width: int) -> None:
+        torch.set_num_threads(1)
+        descriptor, self.path = tempfile.mkstemp(prefix="piper-marks-")
+        os.truncate(descriptor, Marks.size(1, width))
+        self.cells = Marks(descriptor, [0], width).of(0)
+        os.close(descriptor)
+
+    def home(self) -> Home:
+        """Where this actor runs."""
+        return Home(
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            process=os.getpid(),
+            marks=self.path,
+        )
+
+    def host(self, address: str) -> int:
+        """Keep the store at which all workers meet; its port."""
+        self.store = store_on(address)
+        return self.store.port
+
+    def begin(self, order: bytes, index: Mapping[str, Entry], memory: Bytes) -> bytes:
+        """Become the worker of a device."""
+        given = cast(Order, unpack(order))
+        try:
+            self.member = Member(given, HeldValues(memory, index), self.cells)
+        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            return pack(failure_of(given.device, error))
+        return pack(None)
+
+    def ask(self, call: Call, argument: bytes) -> bytes:
+        """Do what is asked for; a failure is an answer too."""
+        return pack(self.member.answer(call, unpack(argument)))
+
+    def leave(self) -> None:
+        """Remove what would outlive this actor."""
+        os.unlink(self.path)
+
+
+class RayCrew(Crew):
+    """Workers that are actors."""
+
+    def __init__(self, program: ProgramLike, options: Options) -> None:
+        self.program, self.options = program, options
+        self.devices = devices_of(program.plans)
+        self.actors: dict[int, Any] = {}
+        self.homes: dict[int, Home] = {}
+        self.lost: dict[int, str] = {}  # devices whose actor is gone, and how
+        self.failures: list[Failure] = []
+
+    def start(self, group: PlacementGroup, gpus: int) -> CrewRun:
+        """Start every actor and wait until all have met."""
+        program, devices = self.program, self.devices
+        width = streams_of(program.plans)
+        remote = ray.remote(Actor)
+        for i, device in enumerate(devices):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            self.actors[device] = remote.options(
+                num_cpus=1, num_gpus=gpus, scheduling_strategy=place, max_restarts=0
+            ).remote(width)
+        values = initial_tensors(program.job)
+        index = layout(values)
+        memory = ray.put(joined(values, index).numpy())
+        setup = pack_setup(setup_of(program))
+        self.homes = self._homes()
+        addresses = {home.address for home in self.homes.values()}
+        own = {d: LOOPBACK if len(addresses) == 1 else home.address for d, home in self.homes.items()}
+        first = devices[0]
+        port = ray.get(self.actors[first].host.remote(own[first]), timeout=PATIENCE)
+        refs = {}
+        for device in devices:
+            meeting = Meeting(host=own[first], port=port, address=own[device])
+            order = Order(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
+            refs[self.actors[device].begin.remote(pack(order), index, memory)] = device
+        self._gather(refs, max(PATIENCE, self.options.timeout))
+        return CrewRun(program, self, unread_values(program, values))
+
+    def _homes(self) -> dict[int, Home]:
+        asked = [actor.home.remote() for actor in self.actors.values()]
+        try:
+            return dict(zip(self.actors, ray.get(asked, timeout=PATIENCE), strict=True))
+        except (RayError, GetTimeoutError) as error:
+            raise LaunchError(
+                "an actor did not start",
+                by="launch",
+                facts={"why": str(error).splitlines()[0]},
+                hint="every node needs the same Python, torch and piper",
+            ) from error
+
+    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        refs = {
+            self.actors[device].ask.remote(call, pack(argument)): device
+            for device, argument in arguments.items()
+        }
+        return self._gather(refs, self.options.timeout)
+
+    def _gather(self, refs: dict[Any, int], timeout: float) -> dict[int, object]:
+        """The answers to these calls, as long as any actor moves."""
+        answers: dict[int, object] = {}
+        seen: object = None
+        moved = monotonic()
+        while refs:
+            ready = self._collect(refs, answers, POLL)
+            if self.failures or self.lost:
+                self._collect_late(refs, answers)
+                raise self._blame()
+            if ready:
+                moved = monotonic()
+            elif monotonic() - moved > timeout:
+                now = self._sightings()
+                if now == seen:
+                    raise self._blame()
+                seen, moved = now, monotonic()
+        return answers
+
+    def _collect(self, refs: dict[Any, int], answers: dict[int, object], wait: float) -> int:
+        """Take the answers that have come; how many."""
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=wait)
+        for ref in ready:
+            device = refs.pop(ref)
+            try:
+                answer = unpack(ray.get(ref))
+            except RayActorError as error:
+                self.lost[device] = f"the actor is gone: {reason(error)}"
+                continue
+            if isinstance(answer, Failure):
+                self.failures.append(answer)
+            answers[device] = answer
+        return len(ready)
+
+    def _collect_late(self, refs: dict[Any, int], answers: dict[int, object]) -> None:
+        """Give the cause of a failure a moment to come to light."""
+        until = monotonic() + GRACE
+        while refs and monotonic() < until and not self.lost:
+            if any(failure.kind == "error" for failure in self.failures):
+                return
+            self._collect(refs, answers, POLL / 4)
+
+    def _sightings(self) -> dict[int, Sighting]:
+        """What is seen of every device, from a task on its own node: an actor may be past answering."""
+        asked = {
+            node: look_on(node).remote({d: (h.process, h.marks) for d, h in homes.items()})
+            for node, homes in self._by_node().items()
+        }
+        found: dict[int, Sighting] = {}
+        for node, ref in asked.items():
+            try:
+                looks = ray.get(ref, timeout=END)
+            except (RayError, GetTimeoutError):
+                looks = {}  # the node is gone too
+            for device, home in self._by_node()[node].items():
+                look = looks.get(device, Look())
+                found[device] = Sighting(
+                    process=home.process,
+                    running=look.running,
+                    ended=self.lost.get(device),
+                    stopped=look.stopped,
+                )
+        return {device: found[device] for device in self.devices}
+
+    def _by_node(self) -> dict[str, dict[int, Home]]:
+        nodes: dict[str, dict[int, Home]] = {}
+        for device, home in self.homes.items():
+            nodes.setdefault(home.node, {})[device] = home
+        return nodes
+
+    def _blame(self) -> WorkerError:
+        scene = Scene(
+            plans=self.program.plans,
+            origins=self.program.origins,
+            timeout=self.options.timeout,
+            sightings=self._sightings(),
+            failures=self.failures,
+        )
+        return blame(scene)
+
+    def close(self) -> None:
+        leaving = {actor.leave.remote(): device for device, actor in self.actors.items()}
+        left, _ = ray.wait(list(leaving), num_returns=len(leaving), timeout=LEAVE) if leaving else ([], [])
+        gone = {leaving[ref] for ref in left} - set(self.lost)
+        for actor in self.actors.values():
+            ray.kill(actor)
+        rest = {
+            node: [(home.process, home.marks) for device, home in homes.items() if device not in gone]
+            for node, homes in self._by_node().items()
+        }
+        swept = [sweep_on(node).remote(workers) for node, workers in rest.items() if workers]
+        if swept:
+            ray.wait(swept, num_returns=len(swept), timeout=END)
+        self.actors.clear()
+        self.homes.clear()
+
+
+def look_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
+    """A task that looks at workers of its node."""
+    return ray.remote(look_at).options(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)
+
+
+def sweep_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
+    """A task that ends what is left of workers of its node."""
+    return ray.remote(sweep).options(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)
+
+
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """On this node or nowhere."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def reason(error: RayActorError) -> str:
+    """Why Ray thinks that an actor is gone, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "exit" in line.lower()), lines[0])
+
+
+@contextmanager
+def cluster(devices: int) -> Iterator[None]:
+    """A Ray that is there already, or one of our own on this machine that ends with the block."""
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    with ExitStack() as held:
+        if address:
+            ray.init(address=address, logging_level=logging.ERROR)
+        else:
+            folder = tempfile.mkdtemp(prefix="piper-ray-")
+            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            with loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=max(devices, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=folder,
+                )
+        held.callback(ray.shutdown)
+        yield
+
+
+@contextmanager
+def loopback() -> Iterator[None]:
+    """Let a Ray that is started inside listen on this machine only.
+
+    Ray does so by itself where it supports no clusters; given a loopback address it takes another instead.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def room(devices: int, gpus: int) -> Iterator[PlacementGroup]:
+    """Room for an actor for each device."""
+    bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
+    group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
+    try:
+        if not group.wait(GROUP):
+            has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            raise LaunchError(
+                "the cluster has no room for all workers",
+                by="launch",
+                facts={
+                    "needs": ", ".join(f"{devices * amount:g} {name}" for name, amount in bundle.items()),
+                    "has": ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle),
+                },
+                hint="wait until other jobs have ended, add nodes, or place the job on fewer devices",
+            )
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+@contextmanager
+def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[CrewRun]:
+    """Start a program on actors of Ray, and end them with the block.
+
+    A Ray that is initialised already is used, with all its nodes; otherwise one is started, which listens on
+    this machine only, and is stopped again.
+    """
+    devices = len(devices_of(program.plans))
+    gpus = int(setup_of(program).device.type == "cuda")
+    with cluster(devices), room(devices, gpus) as group, ExitStack() as held:
+        crew = RayCrew(program, options or Options())
+        held.callback(crew.close)
+        yield crew.start(group, gpus)

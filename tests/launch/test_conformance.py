@@ -1,0 +1,128 @@
+"""One suite that every launcher passes: the same bits, the same errors, and an end that can be asked for twice."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from inspect import cleandoc
+
+import pytest
+import torch
+from torch import Tensor
+
+from piper.api import Program, compile
+from piper.errors import ConfigError, WorkerError
+from piper.launch.base import Run, StepResult
+from piper.launch.inline import launch_inline
+from piper.launch.local import launch_local
+from piper.launch.nursery import nursery
+from piper.launch.start import launch
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from tests.launch import sabotage
+from tests.launch.sabotage import Sabotaged
+from tests.runtime.grid import Cell, batches, job
+
+COMPOSED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)  # pipeline, replicas, shards, ties
+EXPERTS = Cell(case="moe", schedule="none", dp=2, zero=3, ways=2, rows=1)
+BUFFERS = Cell(case="convnet", schedule="none", dp=2, zero=1)
+CELLS = {str(cell): cell for cell in (COMPOSED, EXPERTS, BUFFERS)}
+STEPS = 2
+Launcher = Callable[[ProgramLike, Options], AbstractContextManager[Run]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a run leaves."""
+
+    results: list[StepResult]
+    state: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module", params=["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    """A launcher; what it can share between launches is started once."""
+    match request.param:
+        case "inline":
+            yield launch_inline
+        case "local":
+            with nursery() as forks:
+                yield lambda program, options: launch_local(program, options, forks)
+        case "ray":
+            pytest.importorskip("ray")
+            from piper.launch.ray import cluster, launch_ray
+
+            with cluster(4):
+                yield launch_ray
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    return {name: compile(job(cell)) for name, cell in CELLS.items()}
+
+
+def train(launcher: Launcher, program: ProgramLike, cell: Cell) -> Trained:
+    with launcher(program, Options(keep_gradients=True)) as run:
+        results = [run.step(batch) for batch in batches(cell, STEPS)]
+        return Trained(results=results, state=run.state_dict(), gradients=run.gradients())
+
+
+def assert_same_bits(left: Trained, right: Trained) -> None:
+    assert left.results == right.results
+    for these, those in ((left.state, right.state), (left.gradients, right.gradients)):
+        assert these.keys() == those.keys()
+        assert all(torch.equal(value, those[name]) for name, value in these.items())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", CELLS)
+def test_every_launcher_gives_the_same_bits_every_time(
+    launcher: Launcher, programs: dict[str, Program], name: str
+) -> None:
+    wanted = train(launch_inline, programs[name], CELLS[name])
+    for _ in range(2 if name == str(COMPOSED) else 1):
+        assert_same_bits(train(launcher, programs[name], CELLS[name]), wanted)
+
+
+@pytest.mark.timeout(180)
+def test_an_exception_is_one_error_and_the_end(launcher: Launcher, programs: dict[str, Program]) -> None:
+    broken = Sabotaged(program=programs[str(BUFFERS)], arg="F PP=1", act=sabotage.fail)
+    with launcher(broken, Options()) as run:
+        with pytest.raises(WorkerError) as caught:
+            for batch in batches(BUFFERS, 2):
+                run.step(batch)
+        with pytest.raises(WorkerError) as after:
+            run.step(batches(BUFFERS, 1)[0])
+    shown = re.sub(r"process \d+", "process N", str(caught.value))
+    assert re.match(r"device [23] \(process N\): BrokenError: the glass is broken\n  at: ", shown)
+    assert "compute on stream compute: F[PP=1" in shown
+    assert str(after.value) == "run: the workers have ended\n  hint: launch the program again"
+
+
+@pytest.mark.timeout(180)
+def test_a_batch_of_another_shape_is_refused_and_the_run_goes_on(
+    launcher: Launcher, programs: dict[str, Program]
+) -> None:
+    batch = batches(BUFFERS, 1)[0]
+    with launcher(programs[str(BUFFERS)], Options()) as run:
+        with pytest.raises(ConfigError, match="the batch is not like the one that was compiled"):
+            run.step({name: value[:-1] for name, value in batch.items()})
+        assert run.step(batch).loss > 0
+        run.close()
+        run.close()
+
+
+@pytest.mark.parametrize("on", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_launch_by_name(programs: dict[str, Program], on: str) -> None:
+    with launch(programs[str(BUFFERS)], on) as run:  # type: ignore[arg-type]
+        assert run.step(batches(BUFFERS, 1)[0]).loss > 0
+
+
+def test_an_unknown_launcher(programs: dict[str, Program]) -> None:
+    with ExitStack() as held, pytest.raises(ConfigError) as caught:
+        held.enter_context(launch(programs[str(BUFFERS)], "moon"))  # type: ignore[arg-type]
+    assert str(caught.value) == cleandoc("""
+        launch: there is no launcher 'moon'
+          hint: on is one of inline, local, ray
+    """)

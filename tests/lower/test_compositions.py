@@ -1,0 +1,25 @@
+"""Every schedule with every kind of parallelism: proven, and the same mathematics as one device."""
+
+import pytest
+
+from piper.plan.check import prove
+from tests.lower.compositions import Composition, every, pairwise
+from tests.lower.oracle import examine
+
+
+def check(cell: Composition) -> None:
+    plans, graph = cell.plans()
+    prove(plans)
+    for seed in range(2):
+        examine(plans, graph, seed)
+
+
+@pytest.mark.parametrize("cell", pairwise(), ids=str)
+def test_a_composition_is_right(cell: Composition) -> None:
+    check(cell)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", every(), ids=str)
+def test_every_composition_is_right(cell: Composition) -> None:
+    check(cell)
