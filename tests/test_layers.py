@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "experts", "capture", "torch"},
     "job": {"errors", "ir", "directives", "torch"},
     "runtime": {"errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
-    "launch": {"errors", "ir", "plan", "runtime", "torch"},
+    "launch": {"errors", "experts", "ir", "plan", "runtime", "torch", "ray"},  # experts: code calls its operators
     "explain": {"errors", "devices", "ir", "lower", "plan"},
     "probe": {"torch"},
     "recipe": {"errors", "job"},

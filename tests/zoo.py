@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.capture.annotate import annotate, annotate_modules
-from piper.models import causal, decoder, huggingface, moe
+from piper.models import causal, decoder, deepseek, huggingface, moe
 
 VOCAB, LENGTH = 64, 12
 Batch = dict[str, Tensor]
@@ -34,7 +34,7 @@ class Case:
     experts: int = 0  # per region EP; 0: no such region
     tied: bool = False
     random: bool = False  # the forward draws random numbers
-    mixes_samples: bool = False  # a slice of the batch is not the batch: BatchNorm
+    mixes_samples: bool = False  # a slice of the batch is not the batch: BatchNorm, a balanced router
 
 
 def build(case: Case, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -235,6 +235,10 @@ def sparse(stages: int) -> Callable[[], nn.Module]:
     return lambda: moe.MoEDecoder(moe.Config.tiny(layers=stages, stages=stages))
 
 
+def latent(stages: int) -> Callable[[], nn.Module]:
+    return lambda: deepseek.DeepSeekDecoder(deepseek.Config.tiny(layers=2 * stages, stages=stages))
+
+
 def partly_frozen(stages: int) -> nn.Module:
     return freeze(dense(stages)(), "embedding", "layers.0", f"layers.{2 * stages - 1}.ffn")
 
@@ -264,6 +268,7 @@ _CASES: Mapping[str, Callable[[int], Case]] = MappingProxyType(
         "decoder": lambda n: _words(dense(n, tied=True), n, tied=True),
         "decoder_untied": lambda n: _words(dense(n), n),
         "moe": lambda n: _words(sparse(n), n, experts=8),
+        "deepseek": lambda n: replace(_words(latent(n), n, experts=8), mixes_samples=True),
         "llama_hf": lambda n: _hf(llama, n),
         "qwen3_hf": lambda n: _hf(qwen3, n, tied=True),
         "qwen3_moe_hf": lambda n: _hf(qwen3_moe, n, experts=8),

@@ -85,7 +85,7 @@ class GraphCode:
                 )
             results.append(result)
         graph.output(tuple(results))
-        return fx.GraphModule(self.partition.joint.module, graph)
+        return fx.GraphModule(self.partition.joint.root, graph)
 
 
 def _shape_of(partition: Partition) -> Shape:

@@ -5,7 +5,7 @@ where several segments give a gradient for one value these are added in the orde
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -55,6 +55,8 @@ class Joints:
 
 
 class _Composer:
+    """Writes the joint graph of a chunk, segment by segment."""
+
     def __init__(self, piece: Piece, joints: Sequence[Joint], tangents: Sequence[int]) -> None:
         self.piece, self.joints = piece, joints
         self.graph = fx.Graph()
@@ -85,11 +87,12 @@ class _Composer:
                 self._backward(number, segment, joint, backward[number])
         self.graph.output(())
         return Joint(
-            module=fx.GraphModule(self.root, self.graph),
-            inputs=self.inputs,
-            params=self.params,
-            buffers=self.buffers,
-            tangents=self.tangents,
+            graph=self.graph,
+            root=self.root,
+            inputs=_bound(self.inputs),
+            params=_bound(self.params),
+            buffers=_bound(self.buffers),
+            tangents=_bound(self.tangents),
             outputs=[self.outputs[index] for index in range(len(self.outputs))],
             mutated=self.mutated,
             grad_inputs=dict(sorted(self.grad_inputs.items())),
@@ -113,7 +116,7 @@ class _Composer:
         copy = self.graph.node_copy(node, copies.__getitem__)
         if node.op == "get_attr":
             copy.target = f"{node.target}_{number}"
-            setattr(self.root, copy.target, getattr(self.joints[number].module, str(node.target)))
+            setattr(self.root, copy.target, getattr(self.joints[number].root, str(node.target)))
         copy.meta = {key: node.meta[key] for key in ("val", "partitioner_tag") if key in node.meta}
         for memory in memories(node):
             if memory not in moves:
@@ -129,7 +132,7 @@ class _Composer:
             self._bind(number, node, self.params[segment.params[position]])
         for position, node in joint.buffers.items():
             self._bind(number, node, self.buffers[segment.buffers[position]])
-        for node in joint.module.graph.nodes:
+        for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in backward:
                 self._copy(number, node)
         for index, node in enumerate(joint.outputs):
@@ -152,7 +155,7 @@ class _Composer:
                     if later is not None:
                         self._add(self.grads, made, later)
             self._bind(number, node, self.grads[made])
-        for node in joint.module.graph.nodes:
+        for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node in backward:
                 self._copy(number, node)
         for position, node in joint.grad_inputs.items():
@@ -184,6 +187,11 @@ class _Composer:
         node.meta = {"val": like.meta["val"], "partitioner_tag": "is_backward"}
         move_to(node, (next(self.fresh),))
         return node
+
+
+def _bound(placeholders: Mapping[int, fx.Node]) -> dict[int, fx.Node]:
+    """The placeholders that some segment uses."""
+    return {position: node for position, node in placeholders.items() if "val" in node.meta}
 
 
 def _without_copy(node: fx.Node) -> fx.Node:

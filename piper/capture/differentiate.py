@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from piper.capture.code import Code, PhaseCode, Shape
+from piper.capture.collector import no_collection
 from piper.capture.piece import Piece
 from piper.capture.trace import Traced
 from piper.errors import CaptureError
@@ -30,6 +31,7 @@ class Captured:
         return self.built[key, phase]
 
 
+@no_collection()
 def differentiate(traced: Traced, ways: Mapping[str, int] | None = None) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
@@ -39,6 +41,8 @@ def differentiate(traced: Traced, ways: Mapping[str, int] | None = None) -> Capt
 
 
 class _Differentiator:
+    """Goes through the chunks of a traced model once, from the last to the first."""
+
     def __init__(self, traced: Traced, ways: Mapping[str, int]) -> None:
         self.traced = traced
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}

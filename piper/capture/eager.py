@@ -79,28 +79,36 @@ class EagerCode:
             case "F":
                 return _Forward(self, fx.GraphModule(self.body.root, self.body.graph))
             case "B" | "BI":
-                return self._backward
+                return _backward
             case "BW":
                 return lambda *carried: carried
 
-    def _backward(self, tape: Tape, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            tape.outputs, tape.leaves, tangents, allow_unused=True, materialize_grads=True
-        )
+
+def _backward(tape: Tape, *tangents: Tensor) -> tuple[Tensor, ...]:
+    grads = torch.autograd.grad(
+        tape.outputs, tape.leaves, tangents, allow_unused=True, materialize_grads=True
+    )
+    taken = {tangent.untyped_storage().data_ptr() for tangent in tangents}
+    results = []
+    for grad in grads:  # each result has memory of its own: others will add to it, or free it
+        shared = grad.untyped_storage().data_ptr() in taken
+        results.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad.contiguous())
+        taken.add(results[-1].untyped_storage().data_ptr())
+    return tuple(results)
 
 
 class _Forward:
-    """F of an eager chunk."""
+    """F of an eager chunk. It keeps nothing of the capture, so that it can be sent to other processes."""
 
     def __init__(self, code: EagerCode, module: fx.GraphModule) -> None:
-        self.code, self.module = code, module
+        first_param = len(code.body.inputs)
+        first_buffer = first_param + len(code.body.params)
+        self.module, self.tangents, self.trains = module, code.tangents, bool(code.shape.saved)
+        self.asked = [*code.grad_inputs, *(first_param + i for i in code.grad_params)]
+        self.changed = [first_buffer + i for i in code.mutated]
 
     def __call__(self, *reads: Tensor) -> tuple[Tensor, ...]:
-        code, body = self.code, self.code.body
-        first_param = len(body.inputs)
-        first_buffer = first_param + len(body.params)
-        asked = [*code.grad_inputs, *(first_param + i for i in code.grad_params)]
-        changed = [first_buffer + i for i in code.mutated]
+        asked, changed = self.asked, self.changed
         arguments = [tensor.detach() for tensor in reads]
         for index in asked:
             arguments[index].requires_grad_()
@@ -108,9 +116,10 @@ class _Forward:
             arguments[index] = arguments[index].clone()
         with torch.enable_grad():
             outputs = self.module(*arguments)
-        results: list[Tensor] = [output.detach().contiguous() for output in outputs]
-        if code.shape.saved:
-            tape = Tape([outputs[i] for i in code.tangents], [arguments[i] for i in asked])
+        copies = (output.detach().clone(memory_format=torch.contiguous_format) for output in outputs)
+        results: list[Tensor] = list(copies)
+        if self.trains:
+            tape = Tape([outputs[i] for i in self.tangents], [arguments[i] for i in asked])
             results.append(tape)  # type: ignore[arg-type]
         return (*results, *(arguments[index] for index in changed))
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -29,7 +29,8 @@ class UntraceableError(RuntimeError):
 class Joint:
     """A body's forward and backward as one graph of functional operations. Positions are the body's."""
 
-    module: fx.GraphModule
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
     inputs: Mapping[int, fx.Node]
     params: Mapping[int, fx.Node]
     buffers: Mapping[int, fx.Node]
@@ -141,7 +142,8 @@ def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
         return {index - begin: nodes[index] for index in inside}
 
     return Joint(
-        module=traced,
+        graph=traced.graph,
+        root=traced,
         inputs=part(plain, 0, first_param),
         params=part(plain, first_param, first_buffer),
         buffers=part(plain, first_buffer),

@@ -72,9 +72,11 @@ def partition(joint: Joint) -> Partition:
 
 
 class _Partitioner:
+    """Finds out what each phase of one joint graph reads, runs and writes."""
+
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
-        self.order = {node: position for position, node in enumerate(joint.module.graph.nodes)}
+        self.order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
         groups: tuple[tuple[Kind, Mapping[int, fx.Node]], ...] = (
@@ -249,7 +251,7 @@ def _casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
     """The forward's copies of parameters in another type: kept, each microbatch would hold the weights."""
     params = set(joint.params.values())
     found: set[fx.Node] = set()
-    for node in joint.module.graph.nodes:
+    for node in joint.graph.nodes:
         sources = node.all_input_nodes
         if node.op == "call_function" and sources and all(s in params or s in found for s in sources):
             copies = node.target in (_aten._to_copy.default, _aten.clone.default) or is_view(node)
@@ -261,7 +263,7 @@ def _casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
 def backward_nodes(joint: Joint) -> set[fx.Node]:
     """The nodes that the backward ran: those torch marks so, and all that depends on a gradient."""
     found = set(joint.tangents.values())
-    for node in joint.module.graph.nodes:
+    for node in joint.graph.nodes:
         marked = node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward"
         if marked or any(source in found for source in node.all_input_nodes):
             found.add(node)

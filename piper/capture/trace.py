@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.assemble import Assembler
 from piper.capture.blame import quiet, refused
+from piper.capture.collector import no_collection
 from piper.capture.cut import cut
 from piper.capture.library import Library
 from piper.capture.piece import Piece
@@ -37,6 +38,7 @@ class Traced:
     library: Library  # the code of its chunks, as far as it has been asked for
 
 
+@no_collection()
 def trace(
     model_fn: Callable[[], nn.Module],
     loss_fn: LossFn,

@@ -233,10 +233,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Give the replicas the first one's buffers."""
+    """Give the replicas the first one's buffers; those of divided experts, the first group's."""
 
     chunk: str
     devices: Devices
+    ways: int  # device i of the set follows device i mod ways
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     stream: str = "reduce"

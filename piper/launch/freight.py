@@ -1,10 +1,11 @@
 """Objects as bytes, on their way from one process to another: tensors, lambdas and captured code included."""
 
+import importlib
 import importlib.machinery
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -13,6 +14,8 @@ from typing import cast
 import cloudpickle
 import torch
 from torch import Tensor, fx, nn
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 
 from piper.errors import LaunchError
 from piper.ir.chunk import Chunk, Phase
@@ -53,7 +56,7 @@ def pack_setup(setup: Setup) -> bytes:
             "the job cannot be sent to its workers",
             by="launch",
             facts={"why": f"{type(error).__name__}: {error}"},
-            hint="let optimizer and scheduler hold no files, locks or generators; or run it with on='inline'",
+            hint="define operators in a module, keep locks and files out of optimizers, or use on='inline'",
         ) from error
 
 
@@ -61,11 +64,7 @@ def stray_modules(setup: Setup) -> list[ModuleType]:
     """The modules of a job's functions that a worker could not import, as they were found by a path."""
     names = {getattr(made_by, "__module__", None) for made_by in (setup.optimizer, setup.scheduler)}
     loaded = [(name, sys.modules.get(name)) for name in sorted(filter(None, names)) if name != "__main__"]
-    return [
-        module
-        for name, module in loaded
-        if module is not None and importlib.machinery.PathFinder.find_spec(name.partition(".")[0]) is None
-    ]
+    return [module for name, module in loaded if module is not None and not importable(name)]
 
 
 @contextmanager
@@ -128,7 +127,25 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
         for node in module.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
-    return Source, (code.src, dict(code.globals), held)
+    return Source, (code.src, dict(code.globals), held, modules_of(module.graph))
+
+
+def modules_of(graph: fx.Graph) -> list[str]:
+    """The modules that define the user's operators in a graph: whoever calls them must import them first."""
+    called = {
+        node.target.name().partition(".")[0] for node in graph.nodes if isinstance(node.target, OpOverload)
+    }
+    found = {name: OPDEFS[name]._init_fn.__module__ for name in called if name in OPDEFS}
+    for name, module in found.items():
+        if not importable(module):
+            raise pickle.PicklingError(f"{name} is defined in {module}, which a worker cannot import")
+    return sorted(set(found.values()))
+
+
+def importable(module: str) -> bool:
+    """Whether another process finds a module by its name."""
+    top = module.partition(".")[0]
+    return top != "__main__" and importlib.machinery.PathFinder.find_spec(top) is not None
 
 
 def attribute(module: nn.Module, path: str) -> object:
@@ -146,7 +163,11 @@ class Holder:
 class Source:
     """Captured code, made from its source."""
 
-    def __init__(self, source: str, names: Mapping[str, object], held: Mapping[str, object]) -> None:
+    def __init__(
+        self, source: str, names: Mapping[str, object], held: Mapping[str, object], modules: Sequence[str]
+    ) -> None:
+        for name in modules:
+            importlib.import_module(name)
         space: dict[str, object] = dict(names)
         exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
         root = Holder()

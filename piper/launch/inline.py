@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
@@ -27,6 +28,8 @@ class InlineRun:
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.plans, self.options = program, program.plans, options
         self.world = World(program.plans, options.timeout)
+        self.threads_before = torch.get_num_threads()
+        torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
         setup, initial, dice = setup_of(program), initial_values(program.job), Dice()
         self.shapes = wanted_shapes(setup)
         self.failures: list[Failure] = []
@@ -126,6 +129,8 @@ class InlineRun:
 
     def close(self) -> None:
         """End every thread. Again: nothing."""
+        if self.open:
+            torch.set_num_threads(self.threads_before)
         self.open = False
         self.world.stop()
         self.threads.shutdown()

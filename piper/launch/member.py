@@ -53,6 +53,7 @@ class Member:
 
     def __init__(self, order: Order, initial: Initial, cells: memoryview) -> None:
         self.device = order.device
+        torch.set_num_threads(order.options.threads)
         setup = cast(Setup, unpack(order.setup))
         if setup.device.type == "cuda":
             setup = replace(setup, device=torch.device("cuda", order.local))

@@ -20,10 +20,12 @@ from typing import NoReturn
 
 from piper.errors import LaunchError
 
-PRELOAD = ("torch._dynamo", "piper.launch.member")  # torch imports the first when an optimizer is made
-PROGRAM = "import sys; from piper.launch.nursery import serve; serve(int(sys.argv[1]))"
+PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
+PROGRAM = "import sys; from piper.launch.nursery import serve; serve(int(sys.argv[1]), sys.argv[2])"
+WORKER = "piper.launch.member"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
+Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
 MOST = 8  # descriptors that a worker may be given
 START = 120.0  # seconds that importing torch may take
 
@@ -31,13 +33,13 @@ START = 120.0  # seconds that importing torch may take
 class Nursery:
     """The driver's end: asks for workers and hears of their ends."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str = WORKER) -> None:
         here, there = socket.socketpair()
         with there:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(there.fileno())],
+                [sys.executable, "-c", PROGRAM, str(there.fileno()), module],
                 pass_fds=[there.fileno()],
-                env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1", **(environment or {})},
+                env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
             )
@@ -106,9 +108,9 @@ def import_path() -> dict[str, str]:
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
+def nursery(module: str = WORKER) -> Iterator[Nursery]:
     """A nursery that ends with the block."""
-    made = Nursery()
+    made = Nursery(module)
     try:
         yield made
     finally:
@@ -126,12 +128,12 @@ def read_exactly(end: socket.socket, size: int) -> bytes:
     return data
 
 
-def serve(descriptor: int) -> NoReturn:
+def serve(descriptor: int, module: str) -> NoReturn:
     """Fork workers as asked; runs in the nursery's own process until the driver is gone."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    for name in PRELOAD:
-        importlib.import_module(name)
+    importlib.import_module(PRELOAD)
+    main: Main = importlib.import_module(module).main
     awake, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -149,7 +151,7 @@ def serve(descriptor: int) -> NoReturn:
             asked, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
             if not asked:
                 end_all(children)
-            pid = fork([end.fileno(), awake, waker], descriptors)
+            pid = fork(main, [end.fileno(), awake, waker], descriptors)
             children.add(pid)
             end.sendall(NOTICE.pack(FORKED, pid, 0))
 
@@ -183,7 +185,7 @@ def end_all(children: set[int]) -> NoReturn:
     os._exit(0)
 
 
-def fork(ours: Sequence[int], descriptors: Sequence[int]) -> int:
+def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
     """Start a worker on its descriptors."""
     pid = os.fork()
     if pid:
@@ -194,7 +196,6 @@ def fork(ours: Sequence[int], descriptors: Sequence[int]) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in ours:
         os.close(descriptor)
-    main: Callable[[Sequence[int]], int] = importlib.import_module("piper.launch.member").main
     code = 1
     try:
         code = main(descriptors)

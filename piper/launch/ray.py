@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,6 @@ from time import monotonic
 from typing import Any, cast
 
 import ray
-import torch
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -51,7 +51,6 @@ class Actor:
     """A worker as Ray runs it."""
 
     def __init__(self, width: int) -> None:
-        torch.set_num_threads(1)
         descriptor, self.path = tempfile.mkstemp(prefix="piper-marks-")
         os.truncate(descriptor, Marks.size(1, width))
         self.cells = Marks(descriptor, [0], width).of(0)
@@ -173,7 +172,7 @@ class RayCrew(Crew):
             try:
                 answer = unpack(ray.get(ref))
             except RayActorError as error:
-                self.lost[device] = f"the actor is gone: {reason(error)}"
+                self.lost[device] = f"the process died{reason(error)}"
                 continue
             if isinstance(answer, Failure):
                 self.failures.append(answer)
@@ -259,9 +258,9 @@ def on_node(node: str) -> NodeAffinitySchedulingStrategy:
 
 
 def reason(error: RayActorError) -> str:
-    """Why Ray thinks that an actor is gone, in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "exit" in line.lower()), lines[0])
+    """What Ray says of the end of a process, if it knows."""
+    found = re.search(r"exit type: (\w+)", str(error))
+    return f" ({found[1]})" if found else ""
 
 
 @contextmanager

@@ -20,6 +20,7 @@ def launch(
     *,
     timeout: float = DEFAULT.timeout,
     streams: bool = DEFAULT.streams,
+    threads: int = DEFAULT.threads,
     keep_gradients: bool = DEFAULT.keep_gradients,
     keep_outputs: bool = DEFAULT.keep_outputs,
 ) -> Iterator[Run]:
@@ -27,10 +28,15 @@ def launch(
 
     timeout: seconds that any one wait may take before the step ends with an error.
     streams: run streams side by side; otherwise a device does one thing at a time.
+    threads: how many threads one computation uses. Runs give the same bits if they use the same number.
     keep_gradients, keep_outputs: keep each step's gradients, or what every chunk returned, to look at them.
     """
     options = Options(
-        timeout=timeout, streams=streams, keep_gradients=keep_gradients, keep_outputs=keep_outputs
+        timeout=timeout,
+        streams=streams,
+        threads=threads,
+        keep_gradients=keep_gradients,
+        keep_outputs=keep_outputs,
     )
     with launcher(program, on, options) as run:
         yield run

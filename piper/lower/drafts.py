@@ -123,7 +123,7 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
         case Gather():
             bucket = emission.work.buckets[node.bucket]
             draft.op, draft.arg = "gather", node.bucket
-            key = ("b", node.bucket, node.stream)
+            key: tuple[str, ...] = ("b", node.bucket, node.stream)
             draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
             draft.nbytes = bucket.nbytes * (size - 1) // size
         case Reduce():
@@ -134,8 +134,10 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             draft.nbytes = emission.size(node.writes[0])
         case Broadcast():
             draft.op, draft.arg = "broadcast", node.chunk
-            key = ("set", show(node.devices), node.stream)
-            draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
+            key = ("set", show(node.devices), str(node.ways), node.stream)
+            draft.comm, _ = emission.comm(
+                key, lambda: columns(groups_of(node.devices, node.ways)), node.stream
+            )
             draft.nbytes = sum(emission.size(value) for value in node.writes)
         case _:
             assert_never(node)

@@ -207,7 +207,15 @@ def broadcasts(work: Work) -> Iterator[Broadcast]:
     """Buffers that a chunk writes follow the first replica."""
     homes = homes_of(work.graph)
     for chunk in work.graph.outline.chunks:
-        devices = homes[chunk.name].devices
-        if chunk.mutated and len(devices) > 1:
+        home = homes[chunk.name]
+        ways = home.policy.ways if chunk.kind == "expert" else 1
+        if chunk.mutated and len(home.devices) > ways:
             slots = tuple(buffer_slot(name) for name in chunk.mutated)
-            yield Broadcast(chunk=chunk.name, devices=devices, reads=slots, writes=slots)
+            yield Broadcast(
+                chunk=chunk.name,
+                devices=home.devices,
+                ways=ways,
+                reads=slots,
+                writes=slots,
+                origin=home.origin,
+            )

@@ -98,8 +98,11 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[str]:
         if any(piece.name in wanted for piece in bucket.pieces):
             yield param_slot(bucket)
     sizes = {buffer.name: buffer.nbytes for buffer in flow.graph.outline.buffers}
+    ways = (
+        flow.homes[chunk.name].policy.ways if chunk.kind == "expert" else 1
+    )  # each device has its experts' part
     for name in spec.buffers:
-        flow.residents[buffer_slot(name)] = Slot(nbytes=sizes[name])
+        flow.residents[buffer_slot(name)] = Slot(nbytes=sizes[name] // ways)
         yield buffer_slot(name)
 
 

@@ -54,6 +54,11 @@ class Sizes:
                 hint="choose an even head_dim",
             )
 
+    @property
+    def rotary(self) -> int:
+        """The features of a head that are turned by position."""
+        return self.head_dim
+
 
 def stage_ranges(layers: int, stages: int) -> Sequence[range]:
     """Each stage's layers, as even as the numbers allow."""
@@ -87,7 +92,7 @@ class CausalDecoder(nn.Module):
                 if stage == 0:
                     x = self.embedding(x)
                 # Each stage makes its own rotation: less work than receiving one.
-                rotation = rope(tokens.shape[1], sizes.head_dim, sizes.rope_base, like=x)
+                rotation = rope(tokens.shape[1], sizes.rotary, sizes.rope_base, like=x)
                 for layer in layers:
                     x = self.layers[layer](x, rotation)
                 if stage == sizes.stages - 1:

@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
 from piper.errors import ConfigError
-from piper.experts import grouped_mm, route, unroute
 from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
-from piper.models.layers import Attention, collect, group_by_expert
+from piper.models.layers import Attention, gated_experts
 
 __all__ = [
     "Block",
@@ -58,13 +55,36 @@ class Config(Sizes):
             init_std=0.2,  # far from uniform, so that tests see uneven counts and empty experts
         )
 
+    @classmethod
+    def small(cls, *, stages: int = 1) -> "Config":
+        """0.33 billion parameters: a size for one accelerator."""
+        return cls(dim=768, layers=8, heads=12, kv_heads=4, experts=32, top_k=4, hidden=448, stages=stages)
+
+    @classmethod
+    def medium(cls, *, stages: int = 1) -> "Config":
+        """1.7 billion parameters, of which about a fifth works for a token."""
+        return cls(stages=stages)
+
+    @classmethod
+    def large(cls, *, stages: int = 1) -> "Config":
+        """9 billion parameters, of which about a fifth works for a token."""
+        return cls(
+            vocab=151_936,
+            dim=2048,
+            layers=20,
+            head_dim=128,
+            hidden=1024,
+            rope_base=1_000_000.0,
+            stages=stages,
+        )
+
 
 class SparseFeedForward(nn.Module):
     """Experts, of which each token sees the `top_k` that its router scores highest."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.experts, self.top_k = config.experts, config.top_k
+        self.top_k = config.top_k
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(config.experts, config.dim, 2 * config.hidden))
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.dim))
@@ -74,14 +94,7 @@ class SparseFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         weights, chosen = self._choose(tokens)
-        order, counts = group_by_expert(chosen, self.experts)
-        grouped = tokens[order // self.top_k]
-        with annotate("EP"):
-            rows, received = route(grouped, counts)
-            gate, up = grouped_mm(rows, self.gate_up, received).chunk(2, dim=-1)
-            y = grouped_mm(F.silu(gate) * up, self.down, received)
-            y = unroute(y, received, grouped.shape[0])
-        return collect(y, weights, order).view(x.shape)
+        return gated_experts(tokens, weights, chosen, self.gate_up, self.down).view(x.shape)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their weights, which add up to one."""

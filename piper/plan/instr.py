@@ -31,9 +31,9 @@ COMMUNICATION: frozenset[Op] = frozenset(
 class Instr:
     """One step of a plan. The plan decides; whoever runs it obeys.
 
-    `arg` says what the op needs beyond its slots: `PHASE chunk` for compute, `out chunk` or `back chunk` for an
-    exchange, the field for a load, `start:stop/of` for a send of some of the rows, the bucket for a gather or a
-    reduction.
+    `arg` says what the op needs beyond its slots: `PHASE chunk` for compute, `out chunk` or `back chunk` for
+    an exchange, the field for a load, `start:stop/of` for a send of some of the rows, the bucket for a gather
+    or a reduction.
     """
 
     op: Op

@@ -1,6 +1,7 @@
 """How much memory a device holds as it goes through its plan, storage by storage."""
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 from piper.plan.plan import Plan
 
@@ -68,7 +69,7 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
-    """What is live while one instruction runs, largest first; a storage that slots share stands for itself."""
+    """What is live while one instruction runs, largest first; a storage that slots share counts once."""
     held: set[str] = set()
     for ins in plan.instrs[:place]:
         held.update(ins.writes)
@@ -80,4 +81,4 @@ def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
         sizes.update(plan.slots[name].shares)
     if plan.instrs and plan.instrs[place].workspace:
         sizes["workspace"] = plan.instrs[place].workspace
-    return sorted(((name, size) for name, size in sizes.items() if size), key=lambda entry: (-entry[1], entry[0]))
+    return sorted(filter(itemgetter(1), sizes.items()), key=lambda entry: (-entry[1], entry[0]))

@@ -1,4 +1,4 @@
-"""Plans: when each device does what, on which stream, in which slot. Pure data that a runtime or a simulator obeys."""
+"""Plans: when each device does what, on which stream, in which slot. Pure data; a runtime obeys it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class Slot:
     """What a slot holds, in bytes: storage of its own, and storages it shares with other slots."""
 
     nbytes: int
-    shares: tuple[tuple[str, int], ...] = ()  # (storage, bytes): live until the last slot that shares it is freed
+    shares: tuple[tuple[str, int], ...] = ()  # (storage, bytes): live until all who share it are freed
     dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
 
 

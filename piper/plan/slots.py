@@ -18,6 +18,7 @@ class SlotProof:
         self._freed: dict[str, int] = {}
         self._touched: dict[str, Reach] = {}  # slot or shared storage -> the last use by each stream
         self._sharers: dict[str, int] = {}  # storage -> how many live slots share it
+        self._shares = {name: [s for s, _ in slot.shares] for name, slot in plan.slots.items() if slot.shares}
 
     def run(self) -> list[str]:
         """Everything that is wrong, in issue order."""
@@ -71,8 +72,8 @@ class SlotProof:
         elif slot not in self.plan.slots and slot not in self.plan.residents:
             self._complain(place, f"writes {slot}, which has no size")
         self._check_done(place, ins, slot, mine, f"writes {slot}")
-        if slot not in self._written and slot in self.plan.slots:
-            for storage, _ in self.plan.slots[slot].shares:
+        if slot in self._shares and slot not in self._written:
+            for storage in self._shares[slot]:
                 self._sharers[storage] = self._sharers.get(storage, 0) + 1
         self._written[slot] = place
         self._touch(place, ins, slot)
@@ -86,7 +87,7 @@ class SlotProof:
             self._complain(place, f"frees {slot}, which nothing has written")
         else:
             self._check_done(place, ins, slot, mine, f"frees {slot}")
-            for storage, _ in self.plan.slots[slot].shares if slot in self.plan.slots else ():
+            for storage in self._shares.get(slot, ()):
                 self._sharers[storage] -= 1
                 if not self._sharers[storage]:
                     self._check_done(place, ins, storage, mine, f"frees {storage}")
@@ -94,8 +95,8 @@ class SlotProof:
 
     def _touch(self, place: int, ins: Instr, slot: str) -> None:
         self._touched.setdefault(slot, {})[ins.stream] = place
-        if slot in self.plan.slots:
-            for storage, _ in self.plan.slots[slot].shares:
+        if slot in self._shares:
+            for storage in self._shares[slot]:
                 self._touched.setdefault(storage, {})[ins.stream] = place
 
     def _check_done(self, place: int, ins: Instr, slot: str, mine: Reach, what: str) -> None:

@@ -31,6 +31,7 @@ class Options:
 
     streams: bool = True  # a thread for each stream; else everything in the order of issue
     timeout: float = 60.0  # seconds that any one wait may take
+    threads: int = 1  # of one computation: on their number depends how it rounds
     keep_gradients: bool = False  # so that they can be looked at after the step
     keep_outputs: bool = False  # every result of a chunk, likewise
     measure: bool = False  # count the bytes of live slots; needs the order of issue

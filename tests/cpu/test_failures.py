@@ -186,7 +186,7 @@ def test_a_job_that_cannot_be_sent(forks: Nursery) -> None:
     assert str(caught.value) == cleandoc("""
         launch: the job cannot be sent to its workers
           why:  TypeError: cannot pickle '_thread.lock' object
-          hint: let optimizer and scheduler hold no files, locks or generators; or run it with on='inline'
+          hint: define operators in a module, keep locks and files out of optimizers, or use on='inline'
     """)
 
 

@@ -86,9 +86,11 @@ class Machine:
         moved = True
         while moved:
             moved = False
+            lanes = [(d, s) for d, s in lanes if d.reached[s] < len(d.lanes[s])]
             self.rng.shuffle(lanes)
+            most = self.rng.randint(1, 6)  # so that one stream may get far ahead of another
             for device, stream in lanes:
-                for _ in range(self.rng.randint(1, 4)):
+                for _ in range(most):
                     place = device.head(stream)
                     if place is None or not self.step(device, place):
                         break

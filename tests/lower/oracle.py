@@ -40,6 +40,7 @@ def examine(plans: Plans, graph: Graph, seed: int = 0) -> None:
     machine.run()
     oracle.check_runs(machine.devices)
     oracle.check_updates(machine.devices)
+    oracle.check_buffers(machine.devices)
     check_lifetimes(plans)
 
 
@@ -251,6 +252,17 @@ class Oracle:
         assert (self.plans.seed, self.plans.weighted) == (
             (1.0, True) if outline.weight else (1.0 / slices, False)
         )
+
+    def check_buffers(self, devices: dict[int, Device]) -> None:
+        """A buffer that is written has been through one replica's forwards, the same for all."""
+        for chunk in self.truth.outline.chunks:
+            home, ways = self.truth.homes[chunk.name], self.truth.ways(chunk.name)
+            for name in chunk.mutated:
+                for position, number in enumerate(home):
+                    held = devices[number].slots[f"buffer.{name}"]
+                    assert isinstance(held, Note)
+                    writers = {text.split()[0] for text in held.what.split(", ")[1:]}
+                    assert writers == {str(home[position % ways])}, f"{name} on {number}: {held}"
 
 
 def group_of(bucket: Bucket, device: int) -> tuple[int, ...]:

@@ -56,9 +56,9 @@ class Drawing:
         self.parameters.setdefault(name, made)
         return name
 
-    def buffer(self, name: str) -> str:
+    def buffer(self, name: str, lead: int = 1) -> str:
         """A buffer, once."""
-        self.buffers[name] = Buffer(name=name, shape=(WIDTH,), dtype="float32", nbytes=4 * WIDTH)
+        self.buffers[name] = Buffer(name=name, shape=(lead, WIDTH), dtype="float32", nbytes=4 * lead * WIDTH)
         return name
 
     def chunk(
@@ -101,14 +101,15 @@ class Drawing:
             case Output():
                 return next(c for c in self.chunks if c.name == source.chunk).outputs[source.index]
 
-    def region(self, owner: Output, tags: Tags, params: Iterable[str]) -> Output:
+    def region(self, owner: Output, tags: Tags, params: Iterable[str], buffers: Iterable[str] = ()) -> Output:
         """An expert region, route to unroute; the owner's second output is the counts."""
         name = f"{owner.chunk} EP={tags[-1][1]}"
         counts = Output(chunk=owner.chunk, index=1)
         rows = replace(HIDDEN, dynamic_rows=True)
         self.chunk(f"{name} route", tags, [owner, counts], outputs=[rows, COUNTS], kind="route")
         routed, arrived = Output(chunk=f"{name} route", index=0), Output(chunk=f"{name} route", index=1)
-        out = self.chunk(name, tags, [routed, arrived], params, [rows], kind="expert")
+        written = tuple(buffers)
+        out = self.chunk(name, tags, [routed, arrived], params, [rows], written, written, kind="expert")
         return self.chunk(f"{name} unroute", tags, [out, arrived], kind="unroute")
 
     def outline(self, loss: Output, weight: Output | None = None, halves: str = "carried") -> Outline:
@@ -243,13 +244,13 @@ def mixture(tied: bool = False, halves: str = "carried") -> Outline:
     d = Drawing()
     source: Source = X
     for stage in range(2):
-        d.chunk(f"PP={stage}", pp(stage), [source], [d.param(f"pre.{stage}")], [HIDDEN, COUNTS])
-        owner = Output(chunk=f"PP={stage}", index=0)
-        experts = [
-            d.param("experts" if tied else f"experts.{stage}", EXPERTS, WIDTH),
-            d.param(f"bias.{stage}", EXPERTS),
+        owner = d.chunk(f"PP={stage}", pp(stage), [source], [d.param(f"pre.{stage}")], [HIDDEN, COUNTS])
+        params = [
+            d.param("experts" if tied else f"experts.{stage}", EXPERTS),
+            d.param(f"bias.{stage}", EXPERTS, 2),
         ]
-        out = d.region(owner, (*pp(stage), ("EP", stage)), experts)
+        used = d.buffer(f"used.{stage}", EXPERTS)
+        out = d.region(owner, (*pp(stage), ("EP", stage)), params, [used])
         outputs = [HIDDEN] if stage == 0 else [SCALAR]
         source = d.chunk(f"PP={stage} #1", pp(stage), [out, owner], [d.param(f"post.{stage}")], outputs)
     assert isinstance(source, Output)

@@ -5,13 +5,27 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
+from piper.ir.chunk import Outline
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.check import prove
 from piper.plan.plan import Plans
 from tests.lower.oracle import examine
-from tests.lower.outlines import Outline, fitted, frozen, mixture, normed, skips
+from tests.lower.outlines import (
+    EXPERTS,
+    SCALAR,
+    WIDTH,
+    Drawing,
+    X,
+    Y,
+    fitted,
+    frozen,
+    mixture,
+    normed,
+    pp,
+    skips,
+)
 
 
 def compiled(outline: Outline, strategy: list[Directive]) -> Plans:
@@ -19,7 +33,7 @@ def compiled(outline: Outline, strategy: list[Directive]) -> Plans:
     graph = apply(start(outline), strategy)
     plans, work = lower(graph, outline=fitted(graph))
     prove(plans)
-    for seed in range(4):
+    for seed in range(2):
         examine(plans, replace(work.graph, outline=outline), seed)
     return plans
 
@@ -37,7 +51,7 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("sets", SETS.values(), ids=list(SETS))
 @pytest.mark.parametrize("outline", [skips(), normed(), frozen()], ids=["skips", "normed", "frozen"])
 def test_stages_on_any_sets(outline: Outline, sets: tuple[list[int], ...], zero: int) -> None:
@@ -101,6 +115,23 @@ def test_buffers_follow_the_first_replica() -> None:
     sent = [ins for ins in plans.of(0).instrs if ins.op == "broadcast"]
     assert [(ins.reads, ins.comm) for ins in sent] == [(("buffer.mean",), "2,0,1:reduce")]
     assert plans.comms["2,0,1:reduce"].groups == ((2, 0, 1),)
+
+
+def test_a_weight_from_a_part_of_the_graph_that_is_not_split() -> None:
+    d = Drawing()
+    loss = d.chunk("PP=0", pp(0), [X], [d.param("a")], [SCALAR])
+    weight = d.chunk("TT=0", (("TT", 0),), [Y], outputs=[SCALAR])
+    strategy = [replicate(at(PP=0), [0, 1]), place(at(TT=0), [2, 3, 4]), split(at(PP=0), parts=2)]
+    compiled(d.outline(loss, weight), strategy)
+
+
+def test_buffers_of_divided_experts_follow_the_first_group() -> None:
+    plans = compiled(mixture(), [replicate(at(), range(4)), shard(at(EP="*"), range(4), ways=2)])
+    sent = [ins for ins in plans.of(0).instrs if ins.op == "broadcast"]
+    assert [plans.comms[ins.comm or ""].groups for ins in sent] == [((0, 2), (1, 3))] * 2
+    assert plans.of(0).residents["buffer.used.0"].nbytes == 4 * EXPERTS * WIDTH // 2
+    whole = compiled(mixture(), [replicate(at(), range(4)), shard(at(EP="*"), range(4))])
+    assert not any(ins.op == "broadcast" for ins in whole.of(0).instrs)
 
 
 def test_nothing_is_learnt_of_a_parameter_without_a_gradient() -> None:

@@ -1,13 +1,19 @@
 """One suite that every communicator passes: the same results, the same bits, and no wait without an end."""
 
+import itertools
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from piper.launch.channel import Channel
+from piper.launch.nursery import nursery
+from piper.launch.store import LOOPBACK, store_on
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, summed
 from piper.runtime.comm.gloo import GlooComms
@@ -29,9 +35,35 @@ Everyone = Callable[[Callable[[int, Comms], object]], list[object]]
 TIMEOUT = 1.0
 
 
-@pytest.fixture(params=["inline", "gloo"])
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Everyone]:
+    """Run a function on every device at once, each a process."""
+    numbers = itertools.count()
+    with ExitStack() as held:
+        forks = held.enter_context(nursery("tests.runtime.gloo_process"))
+        store = store_on(LOOPBACK)
+        channels: list[Channel] = []
+        for _ in DEVICES:
+            here, there = socket.socketpair()
+            with there:
+                forks.fork([there.fileno()])
+            channels.append(Channel(held.enter_context(here), 30.0))
+
+        def run(work: Callable[[int, Comms], object]) -> list[object]:
+            number = next(numbers)
+            for device, channel in enumerate(channels):
+                channel.send((device, PLANS, TIMEOUT, store.port, number, work))
+            return [channel.recv() for channel in channels]
+
+        yield run
+
+
+@pytest.fixture(params=["inline", "gloo", "processes"])
 def everyone(request: pytest.FixtureRequest) -> Iterator[Everyone]:
     """Run a function on every device at once; its results in the order of the devices."""
+    if request.param == "processes":
+        yield request.getfixturevalue("processes")
+        return
     with ThreadPoolExecutor(len(DEVICES)) as threads:
         if request.param == "inline":
             world = World(PLANS, TIMEOUT)

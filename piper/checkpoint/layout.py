@@ -1,0 +1,85 @@
+"""Which run of which parameter lies where: from a device's flat buckets to full, flattened parameters."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from piper.plan.plan import Bucket, Plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of a parameter's elements that lies in a bucket without a gap."""
+
+    name: str
+    start: int  # in the full parameter, flattened
+    at: int  # in the bucket, as the device holds it when whole
+    length: int
+
+
+def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
+    """The elements of a whole bucket that a device updates: its shard, or all of it."""
+    if not bucket.zero:
+        return 0, bucket.numel
+    group = next(group for group in bucket.groups if device in group)
+    shard = bucket.padded // bucket.group_size
+    first = group.index(device) * shard
+    return first, first + shard
+
+
+def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
+    """What lies between two elements of a bucket, parameter by parameter; padding is nothing."""
+    part = bucket.devices.index(device) % bucket.ways  # which of the divided experts
+    found = []
+    for piece in bucket.pieces:
+        first, last = max(piece.offset, low), min(piece.offset + piece.numel, high)
+        if first < last:
+            start = part * piece.numel + first - piece.offset
+            found.append(Span(name=piece.name, start=start, at=first, length=last - first))
+    return found
+
+
+def held_buckets(plans: Plans, device: int) -> list[Bucket]:
+    """The buckets that a device holds."""
+    return [bucket for bucket in plans.buckets.values() if device in bucket.devices]
+
+
+def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
+    """The buckets that a device writes down: each element of each parameter has one device that does.
+
+    Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
+    """
+    found = []
+    for bucket in held_buckets(plans, device):
+        group = next(group for group in bucket.groups if device in group)
+        first = bucket.zero > 0 or device == group[0]
+        if first and not written_elsewhere(plans.buckets.values(), bucket):
+            found.append(bucket)
+    return found
+
+
+def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
+    """Whether an earlier bucket holds the same tied parameter."""
+    names = {piece.name for piece in bucket.pieces}
+    for earlier in buckets:
+        if earlier is bucket:
+            return False
+        if not names.isdisjoint(piece.name for piece in earlier.pieces):
+            return True
+    raise AssertionError(f"{bucket.name} is not a bucket of these plans")
+
+
+def buffers_of(plans: Plans, device: int) -> list[str]:
+    """The buffers that a device holds."""
+    slots = plans.of(device).residents
+    return [slot.removeprefix("buffer.") for slot in slots if slot.startswith("buffer.")]
+
+
+def saved_buffers(plans: Plans, device: int) -> list[str]:
+    """The buffers that a device writes down: those of which it has the first copy."""
+    earlier = {
+        name
+        for plan in plans
+        if any(other < device for other in plan.devices)
+        for name in buffers_of(plans, plan.devices[0])
+    }
+    return [name for name in buffers_of(plans, device) if name not in earlier]

@@ -1,0 +1,105 @@
+"""Nested state as JSON and back, exactly: what schedulers and datasets keep. Nothing in it can run code.
+
+Numbers, texts, truths, none and lists are themselves; every other kind is an object with one tag that names it.
+"""
+
+import base64
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from piper.errors import ConfigError
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+
+
+def encode(value: object, where: str) -> Plain:
+    """A value as JSON can hold it; `where` names it in an error."""
+    match value:
+        case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
+            return value
+        case np.generic():
+            return encode(value.item(), where)
+        case list():
+            return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        case tuple():
+            return {"tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        case Counter():
+            return {"counter": pairs(value.items(), where)}
+        case Mapping():
+            return encode_mapping(value, where)
+        case Tensor():
+            here = value.detach().cpu().contiguous()
+            raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
+            return {"tensor": [str(here.dtype).removeprefix("torch."), [*here.shape], text_of(raw)]}
+        case np.ndarray() if value.dtype.kind in "biufc":
+            return {"array": [value.dtype.str, [*value.shape], text_of(value.tobytes())]}
+        case bytes():
+            return {"bytes": text_of(value)}
+    raise ConfigError(
+        "a part of the state cannot be written down",
+        by="save",
+        facts={"at": where, "type": f"{type(value).__module__}.{type(value).__qualname__}"},
+        hint="keep numbers, texts, tensors, arrays, lists, tuples and dicts in a state_dict()",
+    )
+
+
+def encode_mapping(value: Mapping[object, object], where: str) -> Plain:
+    """A dict: as an object where all its keys are texts, else as pairs."""
+    if all(type(key) is str for key in value):
+        return {"map": {cast(str, key): encode(item, f"{where}.{key}") for key, item in value.items()}}
+    return {"pairs": pairs(value.items(), where)}
+
+
+def pairs(items: Iterable[tuple[object, object]], where: str) -> Plain:
+    """Keys with their values."""
+    return [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in items]
+
+
+def text_of(raw: bytes) -> str:
+    """Bytes as text."""
+    return base64.b64encode(raw).decode("ascii")
+
+
+def decode(value: Plain) -> object:
+    """What `encode` wrote down. A ValueError, TypeError or KeyError: somebody else wrote it."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, inner),) = value.items()
+    match tag, inner:
+        case "tuple", list():
+            return tuple(decode(item) for item in inner)
+        case "map", dict():
+            return {key: decode(item) for key, item in inner.items()}
+        case ("pairs" | "counter"), list():
+            found = {decode(key): decode(item) for key, item in cast("list[tuple[Plain, Plain]]", inner)}
+            return Counter(cast("dict[object, int]", found)) if tag == "counter" else found
+        case "bytes", str():
+            return base64.b64decode(inner, validate=True)
+        case "tensor", [str(dtype), list(shape), str(text)]:
+            return decode_tensor(dtype, cast("list[int]", shape), base64.b64decode(text, validate=True))
+        case "array", [str(dtype), list(shape), str(text)]:
+            flat = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.dtype(dtype))
+            return flat.reshape(cast("list[int]", shape)).copy()
+    raise ValueError(f"there is no kind of value {tag!r}")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The type of a name such as "float32"."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r}")
+    return found
+
+
+def decode_tensor(dtype: str, shape: list[int], raw: bytes) -> Tensor:
+    """A tensor from its bytes."""
+    kind = dtype_named(dtype)
+    flat = torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)
+    return flat.view(shape)

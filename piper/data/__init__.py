@@ -1,0 +1,18 @@
+"""Data whose order is decided by seed and step alone, so that it survives a resume and a change of layout."""
+
+from piper.data.batches import Batches
+from piper.data.samples import Samples, Stream
+from piper.data.text import ByteTokenizer, FileTokenizer, Tokenizer, write_tokens
+from piper.data.tokens import TextFile, TokenFile
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "FileTokenizer",
+    "Samples",
+    "Stream",
+    "TextFile",
+    "TokenFile",
+    "Tokenizer",
+    "write_tokens",
+]

@@ -1,0 +1,68 @@
+"""Batches of samples that can be counted: which samples a step gets is a function of seed and step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from torch import Tensor
+
+from piper.data.shuffle import Places, Shuffle
+from piper.errors import ConfigError
+
+Batch = dict[str, Tensor]
+
+
+class Batches(ABC):
+    """Global batches without end, epoch after epoch.
+
+    The samples of all epochs form one sequence, of which step k takes places k * batch ... (k + 1) * batch - 1;
+    so a batch may reach into the next epoch, and no sample is left over. State is the number of the next step:
+    as with torchdata, `load_state_dict` is for the next `iter`, and `state_dict` tells of the last one.
+    """
+
+    def __init__(self, samples: int, batch: int, seed: int, shuffle: bool) -> None:
+        by = type(self).__name__
+        if batch < 1 or batch > samples:
+            raise ConfigError(
+                "the batch does not fit the data",
+                by=by,
+                facts={"batch": f"{batch} samples", "data": f"{samples} samples"},
+                hint=f"choose a batch from 1 to {samples}" if samples else "give data that is not empty",
+            )
+        if seed < 0:
+            raise ConfigError(f"seed={seed}", by=by, hint="choose a seed from 0")
+        self.samples, self.batch, self.seed, self.shuffle = samples, batch, seed, shuffle
+        self._next = self._first = 0
+
+    @abstractmethod
+    def collect(self, samples: Places) -> Batch:
+        """These samples as one batch."""
+
+    def samples_of(self, step: int) -> Places:
+        """Which samples step `step` gets, in order; steps count from 0."""
+        places = np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)
+        epochs, places = places // self.samples, places % self.samples
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                places[here] = Shuffle(self.samples, self.seed, int(epoch))(places[here])
+        return places
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step."""
+        return self.collect(self.samples_of(step))
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._next, self._first = self._first, 0
+        while True:
+            batch = self.at(self._next)
+            self._next += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches the last `iter` has given."""
+        return {"step": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next `iter` go on from there."""
+        self._first = self._next = state["step"]

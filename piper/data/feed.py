@@ -1,0 +1,98 @@
+"""A job's batches as a run takes them: step after step, from any step on, whatever gives them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from piper.data.batches import Batches
+from piper.errors import ConfigError
+
+Given = Mapping[str, Tensor]
+DataState = dict[str, object]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Data that can be asked where it is and put there, such as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: dict[str, object], /) -> None: ...
+
+
+class Feed:
+    """The batches of `make()`, over and over: when they end, `make()` is called for the next epoch.
+
+    Random numbers that the data draws in this process come from (seed, step), so a loader that shuffles or a
+    transform that rolls dice does the same in every run, and again after a resume.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Given]], seed: int) -> None:
+        self.make, self.seed = make, seed
+        self.step = self.epoch = 0
+        self._data = self._made()
+        self._batches: Iterator[Given] | None = None
+
+    def __iter__(self) -> Iterator[Given]:
+        return self
+
+    def __next__(self) -> Given:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(drawn_seed(self.seed, self.step))
+            batch = self._next()
+        self.step += 1
+        return batch
+
+    def _next(self) -> Given:
+        if self._batches is None:
+            self._batches = iter(self._data)
+        batch = next(self._batches, None)
+        if batch is None:
+            self.epoch += 1
+            self._data = self._made()
+            self._batches = iter(self._data)
+            batch = next(self._batches, None)
+        if batch is None:
+            raise ConfigError(
+                f"data() ended after {self.step} batches",
+                by="Job",
+                facts={"epoch": f"{self.epoch}, and it holds no batch"},
+                hint="let data() make its batches anew each time it is called, or train fewer steps",
+            )
+        return batch
+
+    def _made(self) -> Iterable[Given]:
+        """The data of this epoch; samplers that shuffle by epoch are told which one it is."""
+        data = self.make()
+        for part in (data, getattr(data, "sampler", None), getattr(data, "dataset", None)):
+            tell = getattr(part, "set_epoch", None)
+            if callable(tell):
+                tell(self.epoch)
+        return data
+
+    def state_dict(self) -> DataState:
+        """Where the data is; the data's own state is part of it, where it has one."""
+        own = self._data.state_dict() if isinstance(self._data, Stateful) else None
+        return {"step": self.step, "epoch": self.epoch, "data": own}
+
+    def seek(self, step: int, state: Mapping[str, object] | None = None) -> None:
+        """Go on from a step: at once where the data can, else by reading what came before."""
+        own = state.get("data") if state is not None else None
+        if isinstance(self._data, Batches):
+            self._data.load_state_dict({"step": step})
+            self.step = step
+        elif state is not None and isinstance(own, dict) and isinstance(self._data, Stateful):
+            self.epoch = int(str(state["epoch"]))
+            self._data = self._made()
+            assert isinstance(self._data, Stateful)
+            self._data.load_state_dict(own)
+            self.step = step
+        while self.step < step:
+            next(self)
+
+
+def drawn_seed(seed: int, step: int) -> int:
+    """The seed of what the data draws at a step."""
+    return int(np.random.SeedSequence([abs(seed), step]).generate_state(1, np.uint64)[0] >> np.uint64(1))

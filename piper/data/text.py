@@ -1,0 +1,106 @@
+"""From text to tokens: bytes, which need no vocabulary, or a file of the `tokenizers` library."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from piper.errors import ConfigError
+
+DTYPE = "uint16"  # of a token file, unless it says otherwise
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens."""
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens there are."""
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The tokens of a text."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+
+
+class ByteTokenizer:
+    """Every byte of the text's UTF-8 is a token."""
+
+    vocab = 256
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The bytes of a text."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of bytes; what is no UTF-8, as a character cut in two, becomes a mark."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library."""
+
+    def __init__(self, path: Path | str) -> None:
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError as error:
+            raise ConfigError(
+                "the tokenizers library is not installed",
+                by=str(path),
+                facts={"why": str(error)},
+                hint="pip install 'piper[hf]', or use ByteTokenizer",
+            ) from None
+        if not Path(path).is_file():
+            raise ConfigError("there is no such file", by=str(path), hint="give the path of a tokenizer.json")
+        try:
+            self._loaded = Loaded.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                "this is not a tokenizer",
+                by=str(path),
+                facts={"why": str(error)},
+                hint="give a tokenizer.json, as `tokenizer.save(path)` writes it",
+            ) from error
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens there are."""
+        return int(self._loaded.get_vocab_size())
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The tokens of a text."""
+        return np.asarray(self._loaded.encode(text).ids, dtype=np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+        return str(self._loaded.decode([*tokens]))
+
+
+def write_tokens(tokenizer: Tokenizer, text: str, path: Path | str, dtype: str = DTYPE) -> int:
+    """Write a text as a token file; how many tokens it has. A reader never sees half a file."""
+    most = np.iinfo(dtype).max
+    if tokenizer.vocab - 1 > most:
+        raise ConfigError(
+            "the file's type cannot hold every token",
+            by=str(path),
+            facts={"dtype": f"{dtype}, at most {most}", "vocabulary": f"{tokenizer.vocab} tokens"},
+            hint="write with a wider type, and read with the same: dtype='uint32'",
+        )
+    tokens = tokenizer.encode(text).astype(dtype)
+    part = Path(f"{path}.{os.getpid()}.part")
+    try:
+        tokens.tofile(part)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(
+            "the tokens cannot be written",
+            by=str(path),
+            facts={"why": str(error)},
+            hint="name a file in a folder you own",
+        ) from None
+    return len(tokens)

@@ -1,0 +1,214 @@
+"""A DeepSeek-V3-style decoder: latent attention, a shared expert beside routed ones, balance by a bias."""
+
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.errors import ConfigError
+from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
+from piper.models.layers import SwiGLU, gated_experts, rotate
+
+__all__ = ["Block", "Config", "DeepSeekDecoder", "LatentAttention", "SharedAndRouted", "loss", "token_loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Sizes):
+    """The sizes of a DeepSeek-V3-style decoder. `head_dim` counts the features of a head without a position."""
+
+    kv_heads: int = 16  # every head has its own keys and values, made from one small latent
+    rope_dim: int = 32  # the features of a head that carry the position; all heads share the key's
+    q_rank: int = 384
+    kv_rank: int = 128
+    dense_layers: int = 1  # the first layers have one feed-forward instead of experts
+    dense_hidden: int = 2816
+    experts: int = 64
+    top_k: int = 6
+    hidden: int = 512  # of one expert
+    shared: int = 1  # experts that see every token, as one feed-forward
+    scale: float = 2.5  # of the routed experts' sum
+    balance: float = 1e-3  # how far a step moves the bias of an expert that saw too many tokens, or too few
+
+    def __post_init__(self) -> None:
+        Sizes.__post_init__(self)  # super() does not find the class that slots=True makes
+        if not 1 <= self.top_k <= self.experts:
+            raise ConfigError(
+                "a token cannot go to that many experts",
+                by="Config",
+                facts={"top_k": str(self.top_k), "experts": str(self.experts)},
+                hint=f"choose top_k from 1 to {self.experts}",
+            )
+        if self.rope_dim % 2 or self.kv_heads != self.heads:
+            raise ConfigError(
+                "latent attention gives every head its own keys, with positions in pairs of features",
+                by="Config",
+                facts={
+                    "heads": str(self.heads),
+                    "kv_heads": str(self.kv_heads),
+                    "rope_dim": str(self.rope_dim),
+                },
+                hint="choose kv_heads equal to heads, and an even rope_dim",
+            )
+
+    @property
+    def rotary(self) -> int:
+        """The features of a head that are turned by position."""
+        return self.rope_dim
+
+    @classmethod
+    def tiny(cls, *, layers: int = 4, stages: int = 2, experts: int = 8, tied: bool = False) -> "Config":
+        """A size for tests: a step takes milliseconds."""
+        return cls(
+            vocab=64,
+            dim=32,
+            layers=layers,
+            heads=4,
+            kv_heads=4,
+            head_dim=8,
+            rope_dim=4,
+            q_rank=16,
+            kv_rank=8,
+            dense_hidden=64,
+            experts=experts,
+            top_k=2,
+            hidden=16,
+            stages=stages,
+            tied=tied,
+            init_std=0.2,  # far from uniform, so that tests see uneven counts and empty experts
+        )
+
+    @classmethod
+    def small(cls, *, stages: int = 1) -> "Config":
+        """0.27 billion parameters: a size for one accelerator."""
+        return cls(
+            dim=768,
+            layers=8,
+            heads=12,
+            kv_heads=12,
+            head_dim=64,
+            dense_hidden=2048,
+            experts=32,
+            hidden=384,
+            stages=stages,
+        )
+
+    @classmethod
+    def large(cls, *, stages: int = 1) -> "Config":
+        """9 billion parameters, of which about a fifth works for a token."""
+        return cls(
+            vocab=129_280,
+            dim=2048,
+            layers=22,
+            heads=16,
+            kv_heads=16,
+            head_dim=128,
+            rope_dim=64,
+            q_rank=1536,
+            kv_rank=512,
+            dense_hidden=8192,
+            hidden=960,
+            stages=stages,
+        )
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose keys and values of all heads come from one small latent per token."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads, self.plain, self.turned = config.heads, config.head_dim, config.rope_dim
+        self.q_down = nn.Linear(config.dim, config.q_rank, bias=False)
+        self.q_norm = nn.RMSNorm(config.q_rank, eps=config.eps)
+        self.q_up = nn.Linear(config.q_rank, self.heads * (self.plain + self.turned), bias=False)
+        self.kv_down = nn.Linear(config.dim, config.kv_rank + self.turned, bias=False)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=config.eps)
+        self.kv_up = nn.Linear(config.kv_rank, self.heads * 2 * self.plain, bias=False)
+        self.out = nn.Linear(self.heads * self.plain, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        heads = (*x.shape[:2], self.heads, -1)
+        q = self.q_up(self.q_norm(self.q_down(x))).view(heads).transpose(1, 2)
+        q_plain, q_turned = q.split([self.plain, self.turned], dim=-1)
+        latent, k_turned = self.kv_down(x).split([self.kv_norm.weight.shape[0], self.turned], dim=-1)
+        k_plain, v = self.kv_up(self.kv_norm(latent)).view(heads).transpose(1, 2).chunk(2, dim=-1)
+        k_turned = rotate(k_turned.unsqueeze(1), rotation).expand(-1, self.heads, -1, -1)
+        y = F.scaled_dot_product_attention(
+            torch.cat([q_plain, rotate(q_turned, rotation)], dim=-1),
+            torch.cat([k_plain, k_turned], dim=-1),
+            v,
+            is_causal=True,
+        )
+        result: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return result
+
+
+class SharedAndRouted(nn.Module):
+    """Experts that see every token, and routed ones of which each token sees the `top_k` that score highest.
+
+    A score is a sigmoid of its own, so experts do not compete for weight. The bias has a say in the choice, not
+    in the weights: each training step raises it for experts that saw too few tokens and lowers it for the others.
+    """
+
+    bias: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.top_k, self.scale, self.balance = config.top_k, config.scale, config.balance
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.shared = SwiGLU(config.dim, config.shared * config.hidden)
+        self.gate_up = nn.Parameter(torch.empty(config.experts, config.dim, 2 * config.hidden))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.dim))
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=config.init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self._choose(tokens)
+        if self.training and self.balance:
+            self._balance(chosen)
+        routed = gated_experts(tokens, weights, chosen, self.gate_up, self.down)
+        result: Tensor = self.shared(x) + routed.view(x.shape)
+        return result
+
+    def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their weights, which add up to `scale`."""
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        scores = self.router(tokens).to(wide).sigmoid()
+        chosen = (scores + self.bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        return (self.scale * weights / weights.sum(-1, keepdim=True)).to(tokens.dtype), chosen
+
+    def _balance(self, chosen: Tensor) -> None:
+        with torch.no_grad():
+            pairs = chosen.flatten()
+            ones = torch.ones_like(pairs, dtype=self.bias.dtype)
+            seen = torch.zeros_like(self.bias).scatter_add(0, pairs, ones)
+            self.bias.add_(self.balance * torch.sign(pairs.shape[0] / seen.shape[0] - seen))
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward or the experts, each added to what came in."""
+
+    def __init__(self, config: Config, number: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.attention = LatentAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        dense = number < config.dense_layers
+        self.ffn = SwiGLU(config.dim, config.dense_hidden) if dense else SharedAndRouted(config)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        result: Tensor = x + self.ffn(self.ffn_norm(x))
+        return result
+
+
+class DeepSeekDecoder(CausalDecoder):
+    """A DeepSeek-V3-style decoder: regions PP=0 ... PP=stages-1, and in each sparse layer one region EP."""
+
+    def __init__(self, config: Config) -> None:
+        numbers = count()
+        super().__init__(config, lambda: Block(config, next(numbers)))

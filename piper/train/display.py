@@ -1,0 +1,84 @@
+"""What a person sees of a run: a live display on a terminal, else plain lines."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from piper.report import size
+from piper.train.loop import Told
+from piper.train.measure import Measure
+
+LEVELS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # of the curve
+LINES = 20  # of a whole run, where there is no terminal
+QUIET = 10.0  # seconds after which a plain line comes anyway
+
+
+@contextmanager
+def display(console: Console, done: int, steps: int, peak: int) -> Iterator[Told]:
+    """What shows measures; `peak`: the planned bytes of the fullest device."""
+    if not console.is_terminal:
+        yield Lines(console, done, steps)
+        return
+    progress = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    )
+    task = progress.add_task("train", total=steps, completed=done)
+    losses: list[float] = []
+    with Live(progress, console=console, refresh_per_second=8) as live:
+
+        def tell(measure: Measure) -> None:
+            losses.append(measure.loss)
+            progress.update(task, completed=measure.step)
+            facts = f"{numbers(measure)}   memory {size(peak)} a device, planned"
+            live.update(Group(Text(f"loss  {curve(losses)}", no_wrap=True), Text(facts), progress))
+
+        yield tell
+
+
+class Lines:
+    """Plain lines: the first step, the last, and some between."""
+
+    def __init__(self, console: Console, done: int, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.first, self.steps, self.clock = console, done + 1, steps, clock
+        self.every = max(1, (steps - done) // LINES)
+        self.began = self.shown = clock()
+
+    def __call__(self, measure: Measure) -> None:
+        now = self.clock()
+        due = measure.step in (self.first, self.steps) or measure.step % self.every == 0
+        if not due and now - self.shown < QUIET:
+            return
+        self.shown = now
+        taken = measure.step - self.first + 1
+        left = (now - self.began) / taken * (self.steps - measure.step)
+        self.console.print(f"step {measure.step}/{self.steps}   {numbers(measure)}   {left:.0f} s left")
+
+
+def numbers(measure: Measure) -> str:
+    """A step in one line."""
+    return (
+        f"loss {measure.loss:.4f}   grad norm {measure.grad_norm:.3f}   lr {measure.lr:.2e}   "
+        f"{measure.tokens_per_s:,.0f} tokens/s   {1000 * measure.step_s:.0f} ms/step"
+    )
+
+
+def curve(losses: list[float]) -> str:
+    """The losses so far as a row of bars, from the first to the last."""
+    step = max(1, len(losses) / WIDTH)
+    picked = [losses[int(place * step)] for place in range(min(len(losses), WIDTH))]
+    low, high = min(picked), max(picked)
+    scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(LEVELS[round((loss - low) * scale)] for loss in picked)

@@ -1,0 +1,183 @@
+"""A run's folder: what was run, with which versions and numbers, and what came of it.
+
+recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
+run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/, tensorboard/
+"""
+
+import json
+import platform
+import re
+import shutil
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+
+from piper.api import Program, strategy_of
+from piper.devices import show
+from piper.directives import Directive
+from piper.errors import ConfigError
+from piper.job import Job
+from piper.plan.text import show_plans
+from piper.train.measure import Measure
+
+RUNS = "runs"  # where folders go that nobody names
+METRICS, ABOUT = "metrics.jsonl", "run.json"
+PACKAGES = ("piper", "torch", "numpy", "transformers", "ray")
+
+
+def choose(out: Path | None, recipe: str, resume: bool) -> Path:
+    """The folder of a run: as named, else `runs/recipe-function`, numbered; a resumed run has the last one."""
+    if out is not None:
+        return out
+    file, _, function = recipe.rpartition(":")
+    base = f"{Path(file).stem}-{function}"
+    taken = sorted(
+        int(match[1] or 1)
+        for path in Path(RUNS).glob(f"{base}*")
+        if (match := re.fullmatch(re.escape(base) + r"(?:-(\d+))?", path.name))
+    )
+    number = (taken[-1] if taken else 1) if resume else (taken[-1] + 1 if taken else 1)
+    return Path(RUNS) / (base if number == 1 else f"{base}-{number}")
+
+
+def prepare(folder: Path, job: Job, resume: bool) -> None:
+    """Make the folder; refuse one that holds another run, or cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    if not resume and (folder / METRICS).exists():
+        raise ConfigError(
+            "this folder holds a run already",
+            by=str(folder),
+            facts={"has": METRICS},
+            hint="add --resume to go on with it, or name another folder with --out",
+        )
+    if resume and (seed := earlier_seed(folder)) not in (None, job.seed):
+        raise ConfigError(
+            "the run was started with another seed, so its samples came in another order",
+            by=str(folder),
+            facts={"run": f"seed {seed}", "job": f"seed {job.seed}"},
+            hint="put the seed back, or start a run of its own with another --out",
+        )
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """The error of a folder that cannot be written."""
+    return ConfigError(
+        "the run's folder cannot be written",
+        by=str(path),
+        facts={"why": error.strerror or str(error)},
+        hint="name a folder you own, on a disk with room: --out DIR",
+    )
+
+
+def earlier_seed(folder: Path) -> int | None:
+    """The seed of the run in a folder, if it says one."""
+    try:
+        seed = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a run that was killed before it wrote this has no steps either
+    return seed if isinstance(seed, int) else None
+
+
+def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> None:
+    """Write down what is run."""
+    job = program.job
+    about = {
+        "recipe": recipe,
+        "on": on,
+        "steps": steps,
+        "seed": job.seed,
+        "precision": job.precision,
+        "devices": show(tuple(sorted(device for plan in program.plans for device in plan.devices))),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
+    try:
+        shutil.copyfile(recipe.rpartition(":")[0], folder / "recipe.py")
+        texts = {
+            "strategy.txt": strategy_text(strategy_of(job)),
+            "plan.txt": show_plans(program.plans),
+            ABOUT: json.dumps(about, indent=2) + "\n",
+        }
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def versions() -> dict[str, str]:
+    """The packages that numbers depend on, where they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def strategy_text(strategy: list[Directive]) -> str:
+    """Directives one per line, with what they were given and where."""
+    lines = []
+    for number, directive in enumerate(strategy):
+        given = ", ".join(
+            f"{field.name}={shown(value)}"
+            for field in fields(directive)
+            if field.name != "source" and (value := getattr(directive, field.name)) is not None
+        )
+        lines.append(f"{directive.title(number)}: {given}\n")
+    return "".join(lines) or "one device\n"
+
+
+def shown(value: object) -> str:
+    """A directive's argument as its user would write it."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    return str(value)
+
+
+class Metrics:
+    """`metrics.jsonl`: one object for each step, on disk before the next step begins."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        """`done`: the steps that stay; what a killed run told of later ones is told anew."""
+        self.path = folder / METRICS
+        kept = [line for line, step in told(self.path) if step <= done]
+        try:
+            self.path.write_text("".join(kept), encoding="utf-8")
+            self.file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise unwritable(folder, error) from None
+
+    def __call__(self, measure: Measure) -> None:
+        try:
+            self.file.write(json.dumps(asdict(measure)) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise unwritable(self.path.parent, error) from None
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()
+
+
+def told(path: Path) -> list[tuple[str, int]]:
+    """The lines of a metrics file with their steps; a line that was cut off is none."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            found.append((line, int(json.loads(line)["step"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,93 @@
+"""The loop: step after step until the last, a request to stop, or a number that is none."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from torch import Tensor
+
+from piper.errors import ConfigError
+from piper.job import Batch
+from piper.train.measure import Measure, Rate, counted
+
+Told = Callable[[Measure], None]
+
+
+class Result(Protocol):
+    """What a step gives back."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+
+
+class Steps(Protocol):
+    """A running job, as far as the loop knows it."""
+
+    def step(self, batch: Mapping[str, Tensor]) -> Result: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """When to save: every so many steps, at the end, and when asked to stop."""
+
+    every: int
+    save: Callable[[int], None]  # given the steps done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What to train: from after `done` steps up to `steps`, telling of each step."""
+
+    done: int
+    steps: int
+    tell: Told
+    saves: Saves | None = None
+    stopping: Callable[[], bool] = lambda: False
+    culprit: Callable[[], str | None] | None = None  # the first result of the last step that is no number
+
+
+def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> int:
+    """Train, and say how many steps are done: fewer than asked for after a request to stop.
+
+    A step is told of before it is saved: a run that ends between the two repeats the step, and says so again.
+    """
+    for step in range(course.done + 1, course.steps + 1):
+        began = perf_counter()
+        batch = next(batches)
+        result = run.step(batch)
+        seconds = perf_counter() - began
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise not_a_number(step, result, course)
+        course.tell(
+            Measure(
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=rate.now,
+                tokens_per_s=counted(batch) / seconds,
+                step_s=seconds,
+            )
+        )
+        rate.advance()
+        last = step == course.steps or course.stopping()
+        if course.saves is not None and (last or step % course.saves.every == 0):
+            course.saves.save(step)
+        if last:
+            return step
+    return course.done
+
+
+def not_a_number(step: int, result: Result, course: Course) -> ConfigError:
+    """The error of a step whose loss or gradient is not finite."""
+    facts = {"loss": f"{result.loss:g}", "gradient": f"norm {result.grad_norm:g}"}
+    first = course.culprit() if course.culprit is not None else None
+    if first is not None:
+        facts["first"] = first
+    hint = "lower the learning rate or clip the gradient; --resume goes on from the last checkpoint"
+    if course.culprit is None:
+        hint = "run with --detect-nan to name the first chunk that made it"
+    return ConfigError("the numbers are not finite any more", by=f"step {step}", facts=facts, hint=hint)

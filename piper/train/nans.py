@@ -1,0 +1,40 @@
+"""Where a number that is none came from: the first result of a step that holds one."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from piper.ir.chunk import Outline
+
+Mark = tuple[str, str]  # a node and its value: ("F[PP=0 MB=1]", "PP=0.out0")
+Trails = Mapping[int, Mapping[Mark, Tensor]]  # what every chunk returned, by device
+
+
+def first_bad(outline: Outline, trails: Trails, state: Mapping[str, Tensor]) -> str | None:
+    """The first bad result in the order of the model: forwards in order, backwards in reverse, parameters.
+
+    What comes later only hands it on. Parts of the batch are looked at one after another within a chunk.
+    """
+    order = {chunk.name: place for place, chunk in enumerate(outline.chunks)}
+    found: list[tuple[tuple[int, int], int, Mark, str]] = []
+    for device, trail in trails.items():
+        for place, (mark, value) in enumerate(trail.items()):
+            if bad := kind_of(value):
+                chunk = order[mark[1].rpartition(".")[0]]
+                forward = mark[0].startswith("F[")
+                found.append(((0, chunk) if forward else (1, -chunk), place, mark, f"{bad} on device {device}"))
+    if found:
+        _, _, (node, value), what = min(found, key=lambda item: item[:2])
+        return f"{node}: {value} holds {what}"
+    for name, tensor in state.items():
+        if bad := kind_of(tensor):
+            return f"the update: {name} holds {bad}"
+    return None
+
+
+def kind_of(value: Tensor) -> str | None:
+    """What is wrong with a tensor's numbers, if anything."""
+    if not value.is_floating_point() or bool(torch.isfinite(value).all()):
+        return None
+    return "a NaN" if bool(torch.isnan(value).any()) else "an infinity"

@@ -1,0 +1,84 @@
+"""Memory along a plan: what is held, storage by storage, and where it peaks."""
+
+from piper.directives import Directive, apply, place, replicate, split
+from piper.ir.chain import chain
+from piper.ir.graph import start
+from piper.ir.select import at
+from piper.lower.lower import lower
+from piper.plan.instr import Instr
+from piper.plan.memory import timeline
+from piper.plan.plan import Plan, Slot
+from piper.schedules import gpipe, one_f_one_b
+
+
+def plan_of(*instrs: Instr, **slots: Slot) -> Plan:
+    return Plan(devices=(0,), instrs=instrs, slots=slots, residents={"param": Slot(nbytes=100)})
+
+
+def test_slots_count_from_their_first_write_to_their_end() -> None:
+    found = timeline(
+        plan_of(
+            Instr(op="compute", node="f", stream="compute", reads=("param",), writes=("a", "b"), workspace=7),
+            Instr(op="compute", node="g", stream="compute", reads=("a",), writes=("c",), frees=("a",)),
+            Instr(
+                op="accumulate", node="h", stream="compute", reads=("b", "c"), writes=("c",), frees=("b", "c")
+            ),
+            a=Slot(nbytes=10),
+            b=Slot(nbytes=20),
+            c=Slot(nbytes=40),
+        )
+    )
+    assert found.resident == 100
+    assert found.live == (137, 170, 160)
+    assert (found.peak, found.peak_at) == (170, 1)
+    assert found.at_peak == (("param", 100), ("c", 40), ("b", 20), ("a", 10))
+
+
+def test_a_shared_storage_counts_once_until_its_last_slot_is_freed() -> None:
+    found = timeline(
+        plan_of(
+            Instr(op="compute", node="f", stream="compute", writes=("a", "b"), workspace=1),
+            Instr(op="send", node="s", stream="send", reads=("a",), frees=("a",)),
+            Instr(op="compute", node="g", stream="compute", reads=("b",), frees=("b",)),
+            a=Slot(nbytes=1, shares=(("storage", 50),)),
+            b=Slot(nbytes=0, shares=(("storage", 50),)),
+        )
+    )
+    assert found.live == (152, 151, 150)
+    assert found.at_peak == (("param", 100), ("storage", 50), ("a", 1), ("workspace", 1))
+
+
+def test_a_plan_without_instructions_holds_what_is_resident() -> None:
+    found = timeline(plan_of())
+    assert (found.peak, found.live, found.at_peak) == (100, (), (("param", 100),))
+
+
+def peaks(*strategy: Directive) -> list[int]:
+    plans, _ = lower(apply(start(chain(4, width=64, rows=64)), strategy))
+    found = [timeline(plan) for plan in plans]
+    for one in found:
+        assert sum(nbytes for _, nbytes in one.at_peak) == one.peak == max(one.live)
+    return [one.peak - one.resident for one in found]
+
+
+def test_1f1b_holds_less_than_gpipe() -> None:
+    pipeline = [*(place(at(PP=stage), [stage]) for stage in range(4)), split(at(), parts=16)]
+    piled, in_turn = peaks(*pipeline, *gpipe(4, 16)), peaks(*pipeline, *one_f_one_b(4, 16))
+    assert all(mine < other for mine, other in zip(in_turn, piled, strict=True))
+    assert sorted(in_turn, reverse=True) == in_turn
+    assert peaks(*pipeline) == in_turn  # what the compiler picks is 1f1b
+
+
+def test_zero_holds_less_and_less_between_steps() -> None:
+    held = []
+    for zero in range(4):
+        plans, _ = lower(apply(start(chain(2, width=64)), [replicate(at(), range(4), zero=zero)]))
+        held.append(timeline(plans.of(0)).resident)
+    params, state = 2 * 64 * 64 * 4, 2 * 64 * 64 * 8
+    extra = 8 + 24  # the seed and the total
+    assert held == [
+        params + state + extra,
+        params + state // 4 + extra,
+        params + state // 4 + extra,
+        params // 4 + state // 4 + extra,
+    ]

@@ -1,0 +1,134 @@
+"""Ray itself: several nodes, actors that are lost, and nothing left behind."""
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+import ray
+from ray.cluster_utils import Cluster
+
+from piper.api import Program, compile
+from piper.errors import LaunchError, WorkerError
+from piper.launch import ray as launcher
+from piper.launch.crew import CrewRun
+from piper.launch.inline import launch_inline
+from piper.launch.ray import RayCrew, launch_ray
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from tests.launch import sabotage
+from tests.launch.sabotage import Sabotaged
+from tests.runtime.grid import Cell, batches, job
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+CELL = Cell(case="mlp", schedule="1f1b", dp=2, zero=2)
+PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[None]:
+    """Two raylets on this machine, each with room for two workers."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
+    ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
+    nodes.wait_for_nodes(timeout=60)
+    yield
+    ray.shutdown()  # type: ignore[no-untyped-call]
+    nodes.shutdown()
+
+
+def crew_of(run: object) -> RayCrew:
+    assert isinstance(run, CrewRun)
+    assert isinstance(run.crew, RayCrew)
+    return run.crew
+
+
+def pids_of(run: CrewRun) -> list[int]:
+    return [home.process for home in crew_of(run).homes.values()]
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether processes have ended, or do so within a few seconds."""
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
+    program = compile(job(CELL))
+    with launch_inline(program) as run:
+        wanted = [run.step(batch) for batch in batches(CELL, 2)]
+        state = run.state_dict()
+    with launch_ray(program) as run:
+        assert len({home.node for home in crew_of(run).homes.values()}) == 2
+        assert [run.step(batch) for batch in batches(CELL, 2)] == wanted
+        assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
+        pids = pids_of(run)
+    assert gone(pids)
+    assert ray.is_initialized(), "a Ray that was there stays"
+
+
+def failing(program: ProgramLike, options: Options) -> str:
+    with launch_ray(program, options) as run:
+        pids, marks = pids_of(run), [home.marks for home in crew_of(run).homes.values()]
+        with pytest.raises(WorkerError) as caught:
+            for batch in batches(PAIR, 2):
+                run.step(batch)
+    assert gone(pids)
+    assert not any(Path(path).exists() for path in marks)
+    return re.sub(r"process \d+", "process N", str(caught.value))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Program:
+    return compile(job(PAIR))
+
+
+def test_a_killed_actor(two_nodes: None, pair: Program) -> None:
+    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.die), Options())
+    assert text.startswith("device 1 (process N): the process died (SYSTEM_ERROR)\n")
+    assert ", compute on stream compute: F[PP=1 MB=1]\n" in text
+
+
+def test_a_stopped_actor(two_nodes: None, pair: Program) -> None:
+    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.stop), Options(timeout=5))
+    assert text.startswith("device 1 (process N): the process is stopped by a signal\n")
+    assert ", compute on stream compute: F[PP=1 MB=1]\n" in text
+
+
+def test_a_stuck_actor(two_nodes: None, pair: Program) -> None:
+    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.sleep), Options(timeout=5))
+    assert text.startswith("device 1 (process N): F[PP=1 MB=1] has not ended, and others waited 5 s for it\n")
+
+
+def test_an_actor_that_is_killed_between_steps(two_nodes: None, pair: Program) -> None:
+    with launch_ray(pair) as run:
+        run.step(batches(PAIR, 1)[0])
+        pids = pids_of(run)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"^device 0 \(process \d+\): the process died"):
+            run.step(batches(PAIR, 1)[0])
+    assert gone(pids)
+
+
+def test_no_room(two_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GROUP", 1.0)
+    big = Cell(case="mlp", schedule="none", dp=4, rows=1)
+    with pytest.raises(LaunchError) as caught, launch_ray(compile(job(big))):
+        pass
+    assert str(caught.value) == cleandoc("""
+        launch: the cluster has no room for all workers
+          needs: 8 CPU
+          has:   4 CPU
+          hint:  wait until other jobs have ended, add nodes, or place the job on fewer devices
+    """)
