@@ -11,7 +11,7 @@ SCHEDULES := gpipe 1f1b interleaved-1f1b zero-bubble interleaved-zero-bubble zbv
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
 	@echo "make test     the tests (no GPU, network or Ray); make matrix: every composition of strategies"
-	@echo "make demo     compile a small composed strategy and print its plan"
+	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
 	@echo "make bench    how compile time grows with the job"
 	@echo "make gallery  every pipeline schedule as a grid"
@@ -34,7 +34,7 @@ matrix: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m matrix
 
 demo: setup
-	$(BIN)/piper plan recipes/moe_dualpipe.py:demo
+	OMP_NUM_THREADS=1 $(BIN)/piper train recipes/moe_dualpipe.py:demo --on local
 
 lint: setup
 	$(BIN)/ruff check .

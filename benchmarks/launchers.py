@@ -1,7 +1,7 @@
 """What it costs to start workers and to ask them for a step: threads, processes, Ray.
 
-Four workers train a model so small that a step is almost nothing but the asking. The launchers run side by side
-and take turns, so that what else the machine does falls on all of them.
+Four workers train a model so small that a step is almost nothing but the asking. The launchers run side
+by side and take turns, so that what else the machine does falls on all of them.
 
     OMP_NUM_THREADS=1 python benchmarks/launchers.py [rounds]
 """
@@ -73,9 +73,10 @@ def main() -> None:
                     run.step(given)
                 times[on].append((time.perf_counter() - begun) / STEPS * 1e3)
     medians = {on: statistics.median(found) for on, found in times.items()}
-    for on, found in times.items():
+    for on in LAUNCHERS:
+        found = times[on]
         print(f"{on:7} {medians[on]:6.2f} ms a step (least {min(found):.2f}, most {max(found):.2f})")
-    extra = statistics.median(r - l for r, l in zip(times["ray"], times["local"], strict=True))
+    extra = statistics.median(more - less for more, less in zip(times["ray"], times["local"], strict=True))
     print(f"ray adds {extra:.2f} ms to a step of local with 4 workers (bar: {MOST:g} ms)")
 
 

@@ -15,7 +15,7 @@ from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.schedules.torch_csv import to_csv
 
-SUCCESS, NO, USER_ERROR = 0, 1, 2
+SUCCESS, NO, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 app = typer.Typer(
     name="piper",
@@ -42,6 +42,12 @@ def fail(message: str) -> NoReturn:
     """End with one message for the user."""
     Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {message}")
     sys.exit(USER_ERROR)
+
+
+def interrupted(message: str) -> NoReturn:
+    """End because the user pressed Ctrl-C, with one message."""
+    sys.stderr.write(message + "\n")
+    sys.exit(INTERRUPTED)
 
 
 @app.callback()
@@ -99,6 +105,38 @@ def check(
     else:
         sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
     sys.exit(SUCCESS if report.ok else NO)
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "local",
+    steps: Annotated[int | None, typer.Option(help="How many steps; else as the recipe says.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
+    ] = None,
+    detect_nan: Annotated[
+        bool, typer.Option("--detect-nan", help="Keep every result, to name the first that is no number.")
+    ] = False,
+) -> None:
+    """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
+    from piper.train.ending import ending, stopping
+    from piper.train.session import Asked, train_recipe
+
+    asked = Asked(recipe=recipe, on=on, steps=steps, resume=resume, out=out, detect_nan=detect_nan)
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    try:
+        outcome = train_recipe(asked, console)
+    except KeyboardInterrupt:
+        interrupted("stopped before the step was done; --resume goes on from the newest checkpoint, if any")
+    if outcome.stopped:
+        again = f"piper train {recipe} --on {on} --steps {outcome.steps} --out {outcome.folder} --resume"
+        interrupted(stopping(outcome, again))
+    sys.stdout.write(ending(outcome) + "\n")
 
 
 @app.command()

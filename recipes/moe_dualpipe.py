@@ -1,22 +1,18 @@
 """A small mixture of experts under PP x DP x EP x ZeRO with the DualPipe-V schedule, on four devices."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 import piper
+from piper.data import TextFile
 from piper.models import moe
 
 RANKS, REPLICAS, MICROBATCHES = 2, 2, 4
-CONFIG = moe.Config.tiny(layers=4, stages=2 * RANKS)
-
-
-def batches() -> Iterator[dict[str, torch.Tensor]]:
-    """Random tokens, each labelled with the next one."""
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        tokens = torch.randint(CONFIG.vocab, (16, 17), generator=generator)
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+CONFIG = moe.Config(
+    vocab=256, dim=64, layers=4, heads=4, head_dim=16, experts=8, top_k=2, hidden=64, stages=2 * RANKS
+)
+TEXT = Path(__file__).with_name("data") / "text.txt"
 
 
 def strategy() -> list[piper.Directive]:
@@ -25,10 +21,8 @@ def strategy() -> list[piper.Directive]:
     for stage in range(2 * RANKS):
         rank = min(stage, 2 * RANKS - 1 - stage)
         devices = range(rank * REPLICAS, (rank + 1) * REPLICAS)
-        directives += [
-            piper.replicate(piper.at(PP=stage), devices, zero=3),
-            piper.shard(piper.at(PP=stage, EP="*"), devices),
-        ]
+        directives.append(piper.replicate(piper.at(PP=stage), devices, zero=3))
+        directives.append(piper.shard(piper.at(PP=stage, EP="*"), devices))
     directives.append(piper.split(piper.at(), axis="MB", parts=MICROBATCHES))
     return directives + piper.schedules.dualpipe_v(RANKS, MICROBATCHES)
 
@@ -37,8 +31,10 @@ def demo() -> piper.Job:
     return piper.Job(
         model=lambda: moe.MoEDecoder(CONFIG),
         loss=moe.loss,
-        data=batches,
+        data=lambda: TextFile(TEXT, length=64, batch=16),
         strategy=strategy(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
         clip_norm=1.0,
-        steps=20,
+        steps=120,
+        checkpoint=piper.Checkpoint(folder="checkpoints", every=40),
     )

@@ -1,4 +1,4 @@
-"""A strategy in the published JSON form: two stages of a mixture of experts, an overlapped forward and backward."""
+"""A strategy in the published JSON form: two stages of experts, with an overlapped forward and backward."""
 
 from collections.abc import Iterator
 from pathlib import Path

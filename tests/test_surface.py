@@ -79,6 +79,7 @@ def test_verbs_and_flags() -> None:
     assert verbs == {
         "check": ["--json", "--on", "--steps", "--tol", "recipe"],
         "plan": ["--device", "--json", "--text", "--why", "recipe"],
+        "train": ["--detect-nan", "--on", "--out", "--resume", "--steps", "recipe"],
         "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "name"],
     }
 

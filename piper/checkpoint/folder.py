@@ -1,9 +1,9 @@
-"""Folders that appear complete or not at all: a kill at any moment leaves the last complete checkpoint loadable.
+"""Folders that appear complete or not at all: a kill at any moment leaves the last complete one loadable.
 
-[Note: names] A checkpoint `step-00000012` is written as `.step-00000012.partial` beside it and renamed when all
-of it is on the disk. One that it replaces waits as `.step-00000012.old` for the moment between two renames, and
-one that is dropped becomes `.step-00000012.trash` before its files go. Nothing with a dot in front counts, but
-for an `.old` whose successor never came.
+[Note: names] A checkpoint `step-00000012` is written as `.step-00000012.partial` beside it, and renamed when
+all of it is on the disk. One that it replaces waits as `.step-00000012.old` for the moment between two
+renames, and one that is dropped becomes `.step-00000012.trash` before its files go. Nothing with a dot in
+front counts, but for an `.old` whose successor never came.
 """
 
 import re
@@ -118,7 +118,15 @@ def retain(folder: Path, keep: int) -> None:
     for path in found[:-keep]:
         trash = beside(path, "trash")
         shutil.rmtree(trash, ignore_errors=True)
-        path.rename(trash)
+        try:
+            path.rename(trash)
+        except OSError as error:
+            raise ConfigError(
+                "an old checkpoint could not be dropped",
+                by="save",
+                facts={"path": str(path), "why": str(error), "newest": str(found[-1])},
+                hint="the newest is complete; see who may write to this folder",
+            ) from error
     for path in folder.iterdir():
         match = LEFT.fullmatch(path.name)
         if match is not None and path not in found[-keep:]:

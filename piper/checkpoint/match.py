@@ -1,6 +1,7 @@
 """Whether a checkpoint fits a program: the same parameters and buffers, trained in the same way."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from piper.checkpoint.record import Record, Spec, Trainer
@@ -14,15 +15,14 @@ LOW = ("bfloat16", "float16")  # trained through a float32 copy
 
 def wanted_model(plans: Plans, outline: Outline) -> dict[str, Spec]:
     """The parameters and buffers that a program's checkpoint holds, whatever its strategy."""
-    types = {
-        piece.name: ("float32" if bucket.trainable and bucket.dtype in LOW else bucket.dtype, bucket.trainable)
-        for bucket in plans.buckets.values()
-        for piece in bucket.pieces
-    }
+    buckets = {piece.name: bucket for bucket in plans.buckets.values() for piece in bucket.pieces}
     found: dict[str, Spec] = {}
     for parameter in outline.parameters:
-        dtype, trainable = types.get(parameter.name, (None, None))
-        found[parameter.name] = Spec(shape=parameter.shape, dtype=dtype, trainable=trainable)
+        spec = Spec(shape=parameter.shape)
+        if (bucket := buckets.get(parameter.name)) is not None:
+            exact = "float32" if bucket.trainable and bucket.dtype in LOW else bucket.dtype
+            spec = replace(spec, dtype=exact, trainable=bucket.trainable)
+        found[parameter.name] = spec
     held = {name for chunk in outline.chunks for name in chunk.buffers}
     for buffer in outline.buffers:
         if buffer.persistent or buffer.name in held:
@@ -67,7 +67,8 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
     """Refuse a checkpoint that another optimizer, scheduler or seed would not go on from exactly."""
     if record.seed is None:  # values only: every run may start from them
         return
-    saved = {"optimizer": record.trainer.optimizer, "scheduler": record.trainer.scheduler, "seed": record.seed}
+    was = record.trainer
+    saved = {"optimizer": was.optimizer, "scheduler": was.scheduler, "seed": record.seed}
     here = {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "seed": seed}
     differ = {name: (value, here[name]) for name, value in saved.items() if value != here[name]}
     if differ:
@@ -78,7 +79,7 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
                 "path": str(path),
                 **{name: f"saved {said(old)}, here {said(new)}" for name, (old, new) in differ.items()},
             },
-            hint="go on with the same " + ", ".join(differ) + "; for a new run from these weights, export them",
+            hint="go on with the same " + ", ".join(differ) + "; begin a new run from exported weights",
         )
 
 

@@ -1,6 +1,6 @@
 """Nested state as JSON and back, exactly: what schedulers and datasets keep. Nothing in it can run code.
 
-Numbers, texts, truths, none and lists are themselves; every other kind is an object with one tag that names it.
+Numbers, texts, truths, none and lists are themselves; every other kind is an object with one tag to name it.
 """
 
 import base64
@@ -77,7 +77,7 @@ def decode(value: Plain) -> object:
             return tuple(decode(item) for item in inner)
         case "map", dict():
             return {key: decode(item) for key, item in inner.items()}
-        case ("pairs" | "counter"), list():
+        case (("pairs" | "counter"), list()):
             found = {decode(key): decode(item) for key, item in cast("list[tuple[Plain, Plain]]", inner)}
             return Counter(cast("dict[object, int]", found)) if tag == "counter" else found
         case "bytes", str():

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import Size
 from torch.distributed.checkpoint.metadata import (
@@ -71,7 +71,7 @@ class Record:
 
     def to_json(self) -> str:
         """As text."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}) + "\n"
 
     def metadata(self) -> Metadata:
         """As torch.distributed.checkpoint describes a checkpoint."""
@@ -177,7 +177,7 @@ def record_of(found: Mapping[str, object]) -> Record:
     )
 
 
-def table(found: Mapping[str, object], name: str) -> dict[str, dict]:  # type: ignore[type-arg]
+def table(found: Mapping[str, object], name: str) -> dict[str, Any]:
     """A field that is an object."""
     value = found[name]
     if not isinstance(value, dict):

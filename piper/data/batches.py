@@ -15,9 +15,9 @@ Batch = dict[str, Tensor]
 class Batches(ABC):
     """Global batches without end, epoch after epoch.
 
-    The samples of all epochs form one sequence, of which step k takes places k * batch ... (k + 1) * batch - 1;
-    so a batch may reach into the next epoch, and no sample is left over. State is the number of the next step:
-    as with torchdata, `load_state_dict` is for the next `iter`, and `state_dict` tells of the last one.
+    The samples of all epochs form one sequence, of which every step takes the next `batch`: a batch may reach
+    into the next epoch, and no sample is left over. State is the number of the next step: as with torchdata,
+    `load_state_dict` is for the next `iter`, and `state_dict` tells of the last one.
     """
 
     def __init__(self, samples: int, batch: int, seed: int, shuffle: bool) -> None:

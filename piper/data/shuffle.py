@@ -20,7 +20,8 @@ class Shuffle:
         self.size = size
         self.half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self.mask = np.uint64((1 << int(self.half)) - 1)
-        self.keys: Words = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
+        state = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
+        self.keys: Words = state.astype(np.uint64)
 
     def __call__(self, places: Places) -> Places:
         """What lies at these places of the permutation."""

@@ -39,7 +39,7 @@ class Windows(Batches):
 
 
 class TokenFile(Windows):
-    """Batches of a NumPy token file: plain integers, one after another. It is mapped, never read as a whole."""
+    """Batches of a NumPy token file, plain integers one after another: mapped, never read as a whole."""
 
     def __init__(
         self,

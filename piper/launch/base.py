@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -21,6 +22,14 @@ class StepResult:
     grad_norm: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Where a run goes on from: the step, and what the data had to say."""
+
+    step: int
+    data: object = None
+
+
 class Run(Protocol):
     """A job that is running."""
 
@@ -32,6 +41,22 @@ class Run(Protocol):
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients in full, before clipping, where they are kept."""
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint: the model, the optimizer, the scheduler, the step, and what the data says.
+
+        wait: False returns once the state is copied, and training goes on while it is written; an error then
+        comes with the next `save`, `settle` or `close`.
+        keep: drop all but so many of the newest `step-*` checkpoints beside it, when it is complete.
+        """
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint, whatever strategy it was saved under."""
+
+    def settle(self) -> None:
+        """Wait until what is being saved is complete."""
 
     def close(self) -> None:
         """End every worker. Again: nothing."""

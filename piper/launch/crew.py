@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launch.base import StepResult, ended, result_of, state_by_name
+from piper.launch.base import Resumed, StepResult, ended, result_of, state_by_name
+from piper.launch.checkpoints import Checkpoints
 from piper.launch.excerpt import Cutter
 from piper.launch.member import Call
 from piper.plan.plan import Bucket, Plans
@@ -62,6 +64,7 @@ class CrewRun:
         self.shapes = wanted_shapes(setup_of(program))
         self.cutter = Cutter(program.plans)
         self.open = True
+        self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:
@@ -69,6 +72,7 @@ class CrewRun:
         try:
             return self.crew.ask(call, arguments)
         except WorkerError:
+            self.checkpoints.abandon()
             self.close()
             raise
 
@@ -77,7 +81,22 @@ class CrewRun:
         check_batch(batch, self.shapes)
         cut = {device: self.cutter.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
+        self.checkpoints.poll()
         return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint."""
+        return self.checkpoints.load(path)
+
+    def settle(self) -> None:
+        """Wait until what is being saved is complete."""
+        self.checkpoints.settle()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, by fully qualified name."""
@@ -117,5 +136,9 @@ class CrewRun:
 
     def close(self) -> None:
         """End every worker. Again: nothing."""
-        self.open = False
-        self.crew.close()
+        try:
+            if self.open:
+                self.checkpoints.settle()
+        finally:
+            self.open = False
+            self.crew.close()

@@ -4,14 +4,18 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launch.base import StepResult, ended, result_of, state_by_name, streams_of
+from piper.launch.base import Resumed, StepResult, ended, result_of, state_by_name, streams_of
 from piper.launch.blame import Scene, Sighting, blame
+from piper.launch.checkpoints import Checkpoints
 from piper.launch.look import running
+from piper.launch.member import Call
+from piper.launch.persist import Keeper, blank_values
 from piper.launch.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
@@ -30,7 +34,8 @@ class InlineRun:
         self.world = World(program.plans, options.timeout)
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
-        setup, initial, dice = setup_of(program), initial_values(program.job), Dice()
+        setup, dice = setup_of(program), Dice()
+        initial = blank_values(setup.outline) if options.blank else initial_values(program.job)
         self.shapes = wanted_shapes(setup)
         self.failures: list[Failure] = []
         self.watchers = {
@@ -54,6 +59,8 @@ class InlineRun:
         self.unread = self._unread(initial)
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
+        self.keepers = {device: Keeper(worker) for device, worker in self.workers.items()}
+        self.checkpoints = Checkpoints(program, self.workers, self._ask, self.unread, self.close)
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
         """What no chunk reads, and so no worker holds: it stays as it began."""
@@ -76,7 +83,27 @@ class InlineRun:
         if self.failures:
             self.close()
             raise self._blame() from next(w.first for w in self.watchers.values() if w.first is not None)
+        self.checkpoints.poll()
         return result_of(self.plans, next(iter(futures.values())).result())
+
+    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        if not self.open:
+            raise ended()
+        return {device: getattr(self.keepers[device], call)(value) for device, value in arguments.items()}
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint."""
+        return self.checkpoints.load(path)
+
+    def settle(self) -> None:
+        """Wait until what is being saved is complete."""
+        self.checkpoints.settle()
 
     def _blame(self) -> WorkerError:
         """The error that names the cause."""
@@ -129,13 +156,16 @@ class InlineRun:
 
     def close(self) -> None:
         """End every thread. Again: nothing."""
-        if self.open:
-            torch.set_num_threads(self.threads_before)
-        self.open = False
-        self.world.stop()
-        self.threads.shutdown()
-        for worker in self.workers.values():
-            worker.close()
+        try:
+            if self.open:
+                torch.set_num_threads(self.threads_before)
+                self.checkpoints.settle()
+        finally:
+            self.open = False
+            self.world.stop()
+            self.threads.shutdown()
+            for worker in self.workers.values():
+                worker.close()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.launch.channel import Channel, ClosedError
 from piper.launch.freight import unpack
+from piper.launch.persist import Done, Keeper, blank_values
 from piper.launch.shared import Entry, Marks, SharedValues
 from piper.launch.watch import Failure, Watcher, failure_of
 from piper.runtime.comm.gloo import GlooComms
@@ -25,7 +26,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums, Worker
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Call = Literal["step", "owned", "gradients", "reached", "buffers", "trail"]
+Call = Literal["step", "owned", "gradients", "reached", "buffers", "trail", "save", "load", "poll"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,10 @@ class Member:
         comms = GlooComms(
             setup.plans, self.device, self.store, meeting.address, order.options.timeout, patience=wait
         )
+        if order.options.blank:
+            initial = blank_values(setup.outline)
         self.worker = Worker(setup, self.device, comms, initial, order.options, watch=self.watcher.watch)
+        self.keeper = Keeper(self.worker)
         self.thread = ThreadPoolExecutor(1, "step")
 
     def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
@@ -102,6 +106,18 @@ class Member:
         """What every chunk returned in the last step."""
         return {} if self.worker.trail is None else self.worker.trail.kept
 
+    def save(self, folder: str) -> None:
+        """Begin to write this device's part of a checkpoint."""
+        self.keeper.save(folder)
+
+    def load(self, folder: str) -> None:
+        """Begin to read this device's part of a checkpoint."""
+        self.keeper.load(folder)
+
+    def poll(self, wait: float) -> Done | None:
+        """What became of it, if it has ended within so many seconds."""
+        return self.keeper.poll(wait)
+
     def answer(self, call: Call, argument: object) -> object:
         """Do what is asked for; a failure is an answer too."""
         try:
@@ -134,8 +150,17 @@ def main(descriptors: Sequence[int]) -> int:
             channel.send(failure_of(order.device, error))
             return 1
         channel.send(None)
+        serve(member, channel)
+    except ClosedError:
+        pass
+    return 0
+
+
+def serve(member: Member, channel: Channel) -> None:
+    """Answer calls until the driver is gone."""
+    try:
         while True:
             call, argument = cast("tuple[Call, object]", channel.recv())
             channel.send(member.answer(call, argument))
     except ClosedError:
-        return 0
+        return

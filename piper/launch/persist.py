@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -23,7 +23,9 @@ from piper.checkpoint.plain import Plain, decode, dtype_named, encode
 from piper.checkpoint.record import Record, Trainer, read_record
 from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, write_parts
 from piper.errors import ConfigError
+from piper.ir.chunk import Outline
 from piper.plan.plan import Bucket
+from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
 
 Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a parameter; None: like it
@@ -36,7 +38,7 @@ class Copied:
     parts: list[Part]
     trainer: Trainer
     moments: dict[str, Shapes]
-    numbers: dict[str, Plain]
+    numbers: dict[str, dict[str, Plain]]
     step: int
 
 
@@ -59,8 +61,12 @@ class Keeper:
 
     def save(self, folder: str) -> None:
         """Copy the state, and begin to write the copy down."""
-        copied = copy_state(self.worker)
-        self._begin("save", copied, folder)
+        try:
+            copied = copy_state(self.worker)
+        except ConfigError as error:
+            self.done = Done(trouble=str(error))
+        else:
+            self._begin("save", copied, folder)
 
     def load(self, folder: str) -> None:
         """Begin to take the state that a checkpoint holds."""
@@ -77,7 +83,7 @@ class Keeper:
                     self.done = Done()
                 else:
                     placed = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)
-                    self.done = Done(placed=placed, copied=copied)
+                    self.done = Done(placed=placed, copied=replace(copied, parts=[]))
             except (StorageError, ConfigError) as error:
                 self.done = Done(trouble=str(error))
             except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
@@ -88,13 +94,25 @@ class Keeper:
 
     def poll(self, wait: float) -> Done | None:
         """What became of it, if it has ended within so many seconds."""
-        assert self.thread is not None
-        self.thread.join(wait)
-        if self.thread.is_alive():
-            return None
-        self.thread = None
+        if self.thread is not None:
+            self.thread.join(wait)
+            if self.thread.is_alive():
+                return None
+            self.thread = None
         assert self.done is not None
         return self.done
+
+
+def blank_values(outline: Outline) -> Initial:
+    """Values of the right shape that take no memory, for a worker that is about to load others."""
+    known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
+    known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}
+
+    def blank(name: str) -> Tensor:
+        shape, dtype = known[name]
+        return torch.zeros((), dtype=dtype_named(dtype)).expand(shape)
+
+    return blank
 
 
 def copy_state(worker: Worker) -> Copied:
@@ -103,7 +121,7 @@ def copy_state(worker: Worker) -> Copied:
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[Part] = []
     moments: dict[str, Shapes] = {}
-    numbers: dict[str, Plain] = {}
+    numbers: dict[str, dict[str, Plain]] = {}
     for bucket in saved_buckets(plans, device):
         low, high = owned_range(bucket, device)
         owned = worker.env.state.holdings[bucket.name].trained
@@ -112,25 +130,20 @@ def copy_state(worker: Worker) -> Copied:
             size = sizes[span.name]
             parts.append(model_part(span, size, copied(owned[span.at - low : span.at - low + span.length])))
             for key, value in states.get(span.name, {}).items():
-                made = moment_part(span, size, key, value)
-                if isinstance(made, Part):
-                    parts.append(made)
-                    moments.setdefault(span.name, {})[key] = shape_of(span, value)
-                elif span.start == 0:
-                    numbers[span.name] = {**cast("dict[str, Plain]", numbers.get(span.name, {})), key: made}
+                if not isinstance(value, Tensor):
+                    numbers.setdefault(span.name, {})[key] = encode(value, f"optimizer.{span.name}.{key}")
+                elif (part := moment_part(span, size, key, value)) is not None:
+                    parts.append(part)
+                    like = elementwise(span.length, value)
+                    moments.setdefault(span.name, {})[key] = None if like else tuple(value.shape)
     for name in saved_buffers(plans, device):
         value = worker.buffer(name)
         assert value is not None
         if value.numel():
-            parts.append(
-                Part(key=f"model.{name}", size=value.numel(), start=0, tensor=copied(value).view(-1))
-            )
+            flat = copied(value).view(-1)
+            parts.append(Part(key=f"model.{name}", size=value.numel(), start=0, tensor=flat))
     return Copied(
-        parts=parts,
-        trainer=trainer_of(worker),
-        moments=moments,
-        numbers=numbers,
-        step=worker.env.step,
+        parts=parts, trainer=trainer_of(worker), moments=moments, numbers=numbers, step=worker.env.step
     )
 
 
@@ -149,21 +162,13 @@ def elementwise(span_length: int, value: Tensor) -> bool:
     return value.dim() > 0 and value.numel() == span_length
 
 
-def shape_of(span: Span, value: object) -> tuple[int, ...] | None:
-    """How a tensor of the optimizer is written down: None, if it goes with the parameter's elements."""
-    assert isinstance(value, Tensor)
-    return None if elementwise(span.length, value) else tuple(value.shape)
+def moment_part(span: Span, size: int, key: str, value: Tensor) -> Part | None:
+    """A tensor that the optimizer keeps for a parameter, or the run of it that goes with the elements.
 
-
-def moment_part(span: Span, size: int, key: str, value: object) -> Part | Plain:
-    """A value that the optimizer keeps for a parameter: a part of a tensor, or plain numbers.
-
-    What does not go with the elements is the same on all devices that share the parameter: the one with the
-    first element writes it down, and the part is empty on the others.
+    What does not go with the elements is the same on all devices that share the parameter: only the one that
+    has the first element writes it down.
     """
     name = f"optimizer.{span.name}.{key}"
-    if not isinstance(value, Tensor):
-        return encode(value, name)
     if elementwise(span.length, value):
         return Part(key=name, size=size, start=span.start, tensor=copied(value).view(-1))
     if value.dim() and span.length != size:
@@ -173,8 +178,9 @@ def moment_part(span: Span, size: int, key: str, value: object) -> Part | Plain:
             facts={"state": f"{name} of shape {list(value.shape)}", "shard": f"{span.length} of {size}"},
             hint="use zero=0, or an elementwise optimizer such as AdamW or SGD",
         )
-    tensor = copied(value).view(-1) if span.start == 0 else value.new_empty(0, device="cpu")
-    return Part(key=name, size=value.numel(), start=0, tensor=tensor)
+    if span.start:
+        return None
+    return Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))
 
 
 def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
@@ -226,7 +232,7 @@ def load_state(worker: Worker, folder: Path) -> None:
 
 
 def load_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> None:
-    """Read the parameters of a bucket: all that the device computes with, and the exact ones that it trains."""
+    """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
     own = owned_range(bucket, worker.device)
     low, high = own if bucket.zero == 3 else (0, bucket.numel)
@@ -269,6 +275,12 @@ def load_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> None:
                 state[numbers[id(tensors[span.name])]] = kept
     merged = [{**now, **saved} for now, saved in zip(here, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": merged})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in state.get(numbers[id(parameter)], {}).items():
+                now = optimizer.state[parameter][key]
+                if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
+                    optimizer.state[parameter][key] = value.to(now.device)
 
 
 def moments_of(worker: Worker, span: Span, trained: Tensor, shelf: Shelf) -> dict[str, object]:

@@ -3,7 +3,9 @@
 import logging
 import os
 import re
+import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,25 +15,25 @@ from typing import Any, cast
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from piper.errors import LaunchError, WorkerError
+from piper.errors import LaunchError
 from piper.launch.base import streams_of
-from piper.launch.blame import Scene, Sighting, blame
-from piper.launch.crew import Crew, CrewRun, devices_of, unread_values
+from piper.launch.blame import Sighting
+from piper.launch.channel import admit, join
+from piper.launch.crew import CrewRun, devices_of, unread_values
 from piper.launch.freight import pack, pack_setup, unpack
 from piper.launch.look import Look, look_at, sweep
-from piper.launch.member import PATIENCE, Call, Meeting, Member, Order
+from piper.launch.member import PATIENCE, Meeting, Member, Order, serve
 from piper.launch.shared import Bytes, Entry, HeldValues, Marks, joined, layout
 from piper.launch.store import LOOPBACK, store_on
-from piper.launch.watch import Failure, failure_of
+from piper.launch.watch import failure_of
+from piper.launch.wired import WiredCrew
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 
-POLL = 1.0  # seconds between looks at whether an actor has died
-GRACE = 3.0  # seconds that the cause of a failure may come after its first victim
 GROUP = 60.0  # seconds that a cluster may take to find room for all actors
 LEAVE = 1.0  # seconds that an actor may take to say goodbye; one that is at work is killed
 END = 10.0  # seconds that cleaning up after a failure may take
@@ -45,6 +47,15 @@ class Home:
     address: str
     process: int
     marks: str  # the file that holds where it is in its plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where a worker reports to its driver, and what it shows to be let in."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 class Actor:
@@ -70,34 +81,38 @@ class Actor:
         self.store = store_on(address)
         return self.store.port
 
-    def begin(self, order: bytes, index: Mapping[str, Entry], memory: Bytes) -> bytes:
-        """Become the worker of a device."""
-        given = cast(Order, unpack(order))
-        try:
-            self.member = Member(given, HeldValues(memory, index), self.cells)
-        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
-            return pack(failure_of(given.device, error))
-        return pack(None)
+    def work(self, order: bytes, index: Mapping[str, Entry], memory: Bytes, door: Door) -> None:
+        """Be the worker of a device until the driver is gone.
 
-    def ask(self, call: Call, argument: bytes) -> bytes:
-        """Do what is asked for; a failure is an answer too."""
-        return pack(self.member.answer(call, unpack(argument)))
+        Its calls come over a socket: one through Ray takes milliseconds, as long as many a step.
+        """
+        given = cast(Order, unpack(order))
+        channel = join((door.host, door.port), door.key, given.device, PATIENCE)
+        try:
+            member = Member(given, HeldValues(memory, index), self.cells)
+        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            channel.send(failure_of(given.device, error))
+            return
+        channel.send(None)
+        serve(member, channel)
 
     def leave(self) -> None:
         """Remove what would outlive this actor."""
         os.unlink(self.path)
 
 
-class RayCrew(Crew):
+class RayCrew(WiredCrew):
     """Workers that are actors."""
 
+    grace = 3.0  # Ray takes its time to tell of a death
+
     def __init__(self, program: ProgramLike, options: Options) -> None:
-        self.program, self.options = program, options
-        self.devices = devices_of(program.plans)
+        super().__init__(program, options)
         self.actors: dict[int, Any] = {}
         self.homes: dict[int, Home] = {}
-        self.lost: dict[int, str] = {}  # devices whose actor is gone, and how
-        self.failures: list[Failure] = []
+        self.working: dict[Any, int] = {}  # calls that last as long as their actors work
+        self.lost: dict[int, str] = {}
+        self.looked = (monotonic(), dict[int, Sighting]())
 
     def start(self, group: PlacementGroup, gpus: int) -> CrewRun:
         """Start every actor and wait until all have met."""
@@ -109,7 +124,7 @@ class RayCrew(Crew):
             self.actors[device] = remote.options(
                 num_cpus=1, num_gpus=gpus, scheduling_strategy=place, max_restarts=0
             ).remote(width)
-        values = initial_tensors(program.job)
+        values = {} if self.options.blank else initial_tensors(program.job)
         index = layout(values)
         memory = ray.put(joined(values, index).numpy())
         setup = pack_setup(setup_of(program))
@@ -118,77 +133,66 @@ class RayCrew(Crew):
         own = {d: LOOPBACK if len(addresses) == 1 else home.address for d, home in self.homes.items()}
         first = devices[0]
         port = ray.get(self.actors[first].host.remote(own[first]), timeout=PATIENCE)
-        refs = {}
-        for device in devices:
-            meeting = Meeting(host=own[first], port=port, address=own[device])
-            order = Order(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
-            refs[self.actors[device].begin.remote(pack(order), index, memory)] = device
-        self._gather(refs, max(PATIENCE, self.options.timeout))
+        key = secrets.token_bytes(32)
+        with socket.create_server((self._address(addresses), 0)) as listening:
+            listening.settimeout(1.0)
+            until = monotonic() + PATIENCE
+            host, port_here = listening.getsockname()
+            door = Door(host=host, port=port_here, key=key)
+            for device in devices:
+                meeting = Meeting(host=own[first], port=port, address=own[device])
+                order = Order(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
+                self.working[self.actors[device].work.remote(pack(order), index, memory, door)] = device
+            while len(self.channels) < len(devices):
+                self._let_in(listening, key, until)
+        self.gather(set(devices), max(PATIENCE, self.options.timeout))
         return CrewRun(program, self, unread_values(program, values))
+
+    def _address(self, addresses: set[str]) -> str:
+        """Where this driver can be reached by all actors."""
+        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return LOOPBACK if addresses == {mine} else mine
+
+    def _let_in(self, listening: socket.socket, key: bytes, until: float) -> None:
+        try:
+            newcomer = admit(listening, key, self.options.timeout)
+        except TimeoutError:
+            if lost := self.ended():
+                raise not_started(next(iter(lost.values()))) from None
+            if monotonic() > until:
+                raise not_started("it cannot reach the driver") from None
+            return
+        if newcomer is not None:
+            device, self.channels[device] = newcomer
 
     def _homes(self) -> dict[int, Home]:
         asked = [actor.home.remote() for actor in self.actors.values()]
         try:
             return dict(zip(self.actors, ray.get(asked, timeout=PATIENCE), strict=True))
         except (RayError, GetTimeoutError) as error:
-            raise LaunchError(
-                "an actor did not start",
-                by="launch",
-                facts={"why": str(error).splitlines()[0]},
-                hint="every node needs the same Python, torch and piper",
-            ) from error
+            raise not_started(str(error).splitlines()[0]) from error
 
-    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
-        refs = {
-            self.actors[device].ask.remote(call, pack(argument)): device
-            for device, argument in arguments.items()
-        }
-        return self._gather(refs, self.options.timeout)
+    def ended(self) -> dict[int, str]:
+        done, _ = ray.wait(list(self.working), num_returns=len(self.working), timeout=0)
+        for ref in done:
+            device = self.working[ref]
+            if device not in self.lost:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    self.lost[device] = f"the process died{reason(error)}"
+        return self.lost
 
-    def _gather(self, refs: dict[Any, int], timeout: float) -> dict[int, object]:
-        """The answers to these calls, as long as any actor moves."""
-        answers: dict[int, object] = {}
-        seen: object = None
-        moved = monotonic()
-        while refs:
-            ready = self._collect(refs, answers, POLL)
-            if self.failures or self.lost:
-                self._collect_late(refs, answers)
-                raise self._blame()
-            if ready:
-                moved = monotonic()
-            elif monotonic() - moved > timeout:
-                now = self._sightings()
-                if now == seen:
-                    raise self._blame()
-                seen, moved = now, monotonic()
-        return answers
+    def moving(self) -> bool:
+        when, before = self.looked
+        if monotonic() - when < self.options.timeout / 2:
+            return False  # a look is a task on every node
+        self.looked = (monotonic(), self.sightings())
+        return bool(before) and before != self.looked[1]
 
-    def _collect(self, refs: dict[Any, int], answers: dict[int, object], wait: float) -> int:
-        """Take the answers that have come; how many."""
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=wait)
-        for ref in ready:
-            device = refs.pop(ref)
-            try:
-                answer = unpack(ray.get(ref))
-            except RayActorError as error:
-                self.lost[device] = f"the process died{reason(error)}"
-                continue
-            if isinstance(answer, Failure):
-                self.failures.append(answer)
-            answers[device] = answer
-        return len(ready)
-
-    def _collect_late(self, refs: dict[Any, int], answers: dict[int, object]) -> None:
-        """Give the cause of a failure a moment to come to light."""
-        until = monotonic() + GRACE
-        while refs and monotonic() < until and not self.lost:
-            if any(failure.kind == "error" for failure in self.failures):
-                return
-            self._collect(refs, answers, POLL / 4)
-
-    def _sightings(self) -> dict[int, Sighting]:
+    def sightings(self) -> dict[int, Sighting]:
         """What is seen of every device, from a task on its own node: an actor may be past answering."""
+        ended = self.ended()
         asked = {
             node: look_on(node).remote({d: (h.process, h.marks) for d, h in homes.items()})
             for node, homes in self._by_node().items()
@@ -204,7 +208,7 @@ class RayCrew(Crew):
                 found[device] = Sighting(
                     process=home.process,
                     running=look.running,
-                    ended=self.lost.get(device),
+                    ended=ended.get(device),
                     stopped=look.stopped,
                 )
         return {device: found[device] for device in self.devices}
@@ -215,17 +219,9 @@ class RayCrew(Crew):
             nodes.setdefault(home.node, {})[device] = home
         return nodes
 
-    def _blame(self) -> WorkerError:
-        scene = Scene(
-            plans=self.program.plans,
-            origins=self.program.origins,
-            timeout=self.options.timeout,
-            sightings=self._sightings(),
-            failures=self.failures,
-        )
-        return blame(scene)
-
     def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
         leaving = {actor.leave.remote(): device for device, actor in self.actors.items()}
         left, _ = ray.wait(list(leaving), num_returns=len(leaving), timeout=LEAVE) if leaving else ([], [])
         gone = {leaving[ref] for ref in left} - set(self.lost)
@@ -240,6 +236,16 @@ class RayCrew(Crew):
             ray.wait(swept, num_returns=len(swept), timeout=END)
         self.actors.clear()
         self.homes.clear()
+
+
+def not_started(why: str) -> LaunchError:
+    """The error of an actor that does not become a worker."""
+    return LaunchError(
+        "an actor did not start",
+        by="launch",
+        facts={"why": why},
+        hint="every node needs the same Python, torch and piper, and a way to the driver",
+    )
 
 
 def look_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
@@ -257,7 +263,7 @@ def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
-def reason(error: RayActorError) -> str:
+def reason(error: RayError) -> str:
     """What Ray says of the end of a process, if it knows."""
     found = re.search(r"exit type: (\w+)", str(error))
     return f" ({found[1]})" if found else ""
@@ -336,4 +342,6 @@ def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator
     with cluster(devices), room(devices, gpus) as group, ExitStack() as held:
         crew = RayCrew(program, options or Options())
         held.callback(crew.close)
-        yield crew.start(group, gpus)
+        run = crew.start(group, gpus)
+        held.callback(run.close)
+        yield run

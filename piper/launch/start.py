@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Literal, get_args
 
 from piper.errors import ConfigError
@@ -23,6 +24,7 @@ def launch(
     threads: int = DEFAULT.threads,
     keep_gradients: bool = DEFAULT.keep_gradients,
     keep_outputs: bool = DEFAULT.keep_outputs,
+    resume: Path | str | None = None,
 ) -> Iterator[Run]:
     """Start a program's workers, and end them with the block.
 
@@ -30,6 +32,7 @@ def launch(
     streams: run streams side by side; otherwise a device does one thing at a time.
     threads: how many threads one computation uses. Runs give the same bits if they use the same number.
     keep_gradients, keep_outputs: keep each step's gradients, or what every chunk returned, to look at them.
+    resume: the checkpoint to begin from. No process then builds the model: each reads what it needs.
     """
     options = Options(
         timeout=timeout,
@@ -37,8 +40,11 @@ def launch(
         threads=threads,
         keep_gradients=keep_gradients,
         keep_outputs=keep_outputs,
+        blank=resume is not None,
     )
     with launcher(program, on, options) as run:
+        if resume is not None:
+            run.load(resume)
         yield run
 
 

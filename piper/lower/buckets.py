@@ -1,5 +1,6 @@
 """Buckets: which parameters live, travel and are updated together, and among which devices."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,8 @@ from piper.ir.graph import Graph, Policy
 from piper.lower.work import Settings, Work
 from piper.plan.plan import Bucket, Piece, Slot
 
-ITEMSIZE = {
-    "complex128": 16, "complex64": 8,
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 MEGABYTE = 2**20
+BITS = re.compile(r"\d+")  # the first number in a type's name: float32, bfloat16, float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iter
         filled = 0
         for param in members:
             piece = Piece(name=param.name, shape=local_shape(chunk, param, ways), offset=filled)
-            if pieces and limit is not None and (filled + piece.numel) * ITEMSIZE[dtype] > limit * MEGABYTE:
+            if pieces and limit is not None and (filled + piece.numel) * itemsize(dtype) > limit * MEGABYTE:
                 yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
                 number, pieces, filled = number + 1, [], 0
                 piece = replace(piece, offset=0)
@@ -129,6 +126,12 @@ def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iter
             filled += piece.numel
         yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
         number += 1
+
+
+def itemsize(dtype: str) -> int:
+    """The bytes of one element."""
+    bits = BITS.search(dtype)
+    return int(bits[0]) // 8 if bits else 1  # bool
 
 
 def bucket_for(
@@ -145,7 +148,7 @@ def bucket_for(
         groups=groups,
         chunks=tuple(h.chunk for h in homes),
         dtype=dtype,
-        itemsize=ITEMSIZE[dtype],
+        itemsize=itemsize(dtype),
         zero=zero,
         ways=ways,
         trainable=trainable,

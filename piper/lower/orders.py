@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from piper.devices import Devices, show
+from piper.devices import show
 from piper.errors import ScheduleError
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, Ordering, Step
@@ -72,11 +72,11 @@ def chain_groups(
     """Edges from each group to the next one on every device they share."""
     found = [list(existing(group, nodes)) for group in groups]
     present = [members for members in found if members]
-    check_devices_met(graph, by, present)
     sets = dict.fromkeys(node.devices for members in present for node in members)
     if len(sets) == 1:
         yield from chain_on_device(by, present)
         return
+    check_devices_met(graph, by, present)
     for device, *_ in classes_of(sets):  # sets may overlap: the rest of a class runs the same nodes
         mine = {devices for devices in sets if device in devices}
         here = [[node for node in members if node.devices in mine] for members in present]
@@ -95,11 +95,9 @@ def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute 
 def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchange]]) -> None:
     """Neighbouring groups must share a device: an order says nothing across devices."""
     seen: set[int] = set()
-    known: dict[Devices, frozenset[int]] = {}
     for place, members in enumerate(groups):
-        here: set[int] = set()
-        for node in members:
-            here |= known.setdefault(node.devices, frozenset(node.devices))
+        sets = {node.devices for node in members}
+        here = {device for devices in sets for device in devices}
         if place and here.isdisjoint(seen):
             before = groups[place - 1][0]
             raise ScheduleError(

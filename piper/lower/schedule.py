@@ -136,8 +136,8 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
 
 def closed_by_latest(web: Web, circle: list[int]) -> list[int]:
     """A circle, turned so that the latest directive's order closes it: the earlier ones were there first."""
-    turns = [circle[i:] + circle[:i] for i in range(len(circle))]
-    return max(turns, key=lambda turn: web.said_by.get((turn[-1], turn[0]), -1))
+    first = max(range(len(circle)), key=lambda i: web.said_by.get((circle[i - 1], circle[i]), -1))
+    return circle[first:] + circle[:first]
 
 
 def on_circles(web: Web, stuck: set[int]) -> set[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from piper.devices import show
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
-from piper.ir.graph import Graph
+from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.lower.work import Work
 
@@ -108,9 +108,9 @@ def check_expert_regions(graph: Graph) -> None:
             )
         if chunk.kind not in ("expert", "unroute"):
             continue
-        for source in chunk.inputs:
-            producer = homes.get(getattr(source, "chunk", ""))
-            if producer is None or chunks[producer.chunk].kind not in ("route", "expert"):
+        for _, source in inputs_from_chunks(chunk):
+            producer = homes[source.chunk]
+            if chunks[source.chunk].kind not in ("route", "expert"):
                 continue
             there = graph.policy(producer.chunk).ways
             if producer.devices != home.devices or there != ways:

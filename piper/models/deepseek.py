@@ -16,7 +16,7 @@ __all__ = ["Block", "Config", "DeepSeekDecoder", "LatentAttention", "SharedAndRo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Sizes):
-    """The sizes of a DeepSeek-V3-style decoder. `head_dim` counts the features of a head without a position."""
+    """The sizes of a DeepSeek-V3-style decoder; `head_dim`: the features of a head without a position."""
 
     kv_heads: int = 16  # every head has its own keys and values, made from one small latent
     rope_dim: int = 32  # the features of a head that carry the position; all heads share the key's
@@ -147,8 +147,9 @@ class LatentAttention(nn.Module):
 class SharedAndRouted(nn.Module):
     """Experts that see every token, and routed ones of which each token sees the `top_k` that score highest.
 
-    A score is a sigmoid of its own, so experts do not compete for weight. The bias has a say in the choice, not
-    in the weights: each training step raises it for experts that saw too few tokens and lowers it for the others.
+    A score is a sigmoid of its own, so experts do not compete for weight. The bias has a say in the choice,
+    not in the weights: each forward in training raises it for experts that saw too few tokens, and lowers it
+    for those that saw too many.
     """
 
     bias: Tensor

@@ -35,6 +35,7 @@ class Options:
     keep_gradients: bool = False  # so that they can be looked at after the step
     keep_outputs: bool = False  # every result of a chunk, likewise
     measure: bool = False  # count the bytes of live slots; needs the order of issue
+    blank: bool = False  # begin without first values, because a checkpoint is loaded before the first step
 
 
 Watch = Callable[[int, Instr, Bound], Bound]  # an instruction of the plan, by its place, as it is to be run

@@ -6,7 +6,14 @@ from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from piper.report import size
@@ -51,7 +58,9 @@ def display(console: Console, done: int, steps: int, peak: int) -> Iterator[Told
 class Lines:
     """Plain lines: the first step, the last, and some between."""
 
-    def __init__(self, console: Console, done: int, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, done: int, steps: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.console, self.first, self.steps, self.clock = console, done + 1, steps, clock
         self.every = max(1, (steps - done) // LINES)
         self.began = self.shown = clock()

@@ -27,7 +27,7 @@ PACKAGES = ("piper", "torch", "numpy", "transformers", "ray")
 
 
 def choose(out: Path | None, recipe: str, resume: bool) -> Path:
-    """The folder of a run: as named, else `runs/recipe-function`, numbered; a resumed run has the last one."""
+    """The folder of a run: as named, else `runs/recipe-function`, numbered; a resumed run takes the last."""
     if out is not None:
         return out
     file, _, function = recipe.rpartition(":")

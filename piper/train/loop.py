@@ -35,7 +35,7 @@ class Saves:
     """When to save: every so many steps, at the end, and when asked to stop."""
 
     every: int
-    save: Callable[[int], None]  # given the steps done
+    save: Callable[[int, bool], None]  # given the steps done, and whether they are the last: then it waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
         rate.advance()
         last = step == course.steps or course.stopping()
         if course.saves is not None and (last or step % course.saves.every == 0):
-            course.saves.save(step)
+            course.saves.save(step, last)
         if last:
             return step
     return course.done

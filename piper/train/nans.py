@@ -23,10 +23,12 @@ def first_bad(outline: Outline, trails: Trails, state: Mapping[str, Tensor]) -> 
             if bad := kind_of(value):
                 chunk = order[mark[1].rpartition(".")[0]]
                 forward = mark[0].startswith("F[")
-                found.append(((0, chunk) if forward else (1, -chunk), place, mark, f"{bad} on device {device}"))
+                found.append(
+                    ((0, chunk) if forward else (1, -chunk), place, mark, f"{bad} on device {device}")
+                )
     if found:
-        _, _, (node, value), what = min(found, key=lambda item: item[:2])
-        return f"{node}: {value} holds {what}"
+        _, _, (node, name), what = min(found, key=lambda item: item[:2])
+        return f"{node}: {name} holds {what}"
     for name, tensor in state.items():
         if bad := kind_of(tensor):
             return f"the update: {name} holds {bad}"

@@ -1,4 +1,4 @@
-"""Writes text.txt beside this file: chapters of a harbour chronicle, from a small grammar and a fixed seed."""
+"""Writes text.txt beside this file: a harbour chronicle, from a small grammar and a fixed seed."""
 
 import random
 from collections.abc import Mapping, Sequence

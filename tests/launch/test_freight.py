@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from piper.launch.excerpt import Cutter, Excerpt
-from piper.launch.freight import importable, pack, unpack
+from piper.launch.freight import importable, modules_of, pack, unpack
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
 from piper.recipe import import_file
@@ -133,3 +133,11 @@ def test_a_device_gets_its_own_rows() -> None:
 
 def shown(cut: dict[str, Excerpt]) -> dict[str, list[tuple[int, list[int]]]]:
     return {name: [(low, rows.tolist()) for low, rows in part.parts] for name, part in cut.items()}
+
+
+def test_operators_are_imported_before_they_are_called() -> None:
+    from tests.capture import test_fallback
+
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.piper_tests.square.default, (graph.placeholder("x"),)),))
+    assert modules_of(graph) == [test_fallback.__name__]

@@ -23,6 +23,8 @@ from tests.lower.symbols import (
     Slope,
     Value,
     Weights,
+    accumulated,
+    added,
     cut,
     dispersed,
     joined,
@@ -72,7 +74,7 @@ class Oracle:
             case "compute":
                 return self.compute(device, ins, reads)
             case "add":
-                return (added(ins, *reads),)
+                return (added(*reads),)
             case "copy":
                 return (cut(reads[0], ins.arg),)
             case "concat":
@@ -286,18 +288,3 @@ def mutated(device: Device, buffer: str, ins: Instr) -> Value:
     before = device.slots[f"buffer.{buffer}"]
     assert isinstance(before, Note)
     return replace(before, what=f"{before.what}, {device.number} {ins.node}")
-
-
-def added(ins: Instr, left: Value, right: Value) -> Value:
-    assert isinstance(left, Slope) and isinstance(right, Slope) and left.of == right.of, ins.node
-    assert not set(left.terms) & set(right.terms), f"{ins.node} adds a gradient twice"
-    return Slope(left.of, tuple(sorted((*left.terms, *right.terms))))
-
-
-def accumulated(value: Value, *total: Value) -> Value:
-    """Gradients or losses, begun or added to what there is."""
-    if isinstance(value, Rows):
-        before = total[0] if total else Counter()
-        assert isinstance(before, Counter)
-        return before + Counter(value.rows)
-    return plus(value, *total)

@@ -124,3 +124,19 @@ def plus(*values: Value) -> Weights:
             terms[name] = terms.get(name, Counter()) + found
     assert len(shards) == 1, f"shards of different elements are summed: {shards}"
     return Weights(terms, shards.pop())
+
+
+def added(left: Value, right: Value) -> Value:
+    """The sum of two readers' gradients of one value."""
+    assert isinstance(left, Slope) and isinstance(right, Slope) and left.of == right.of, (left, right)
+    assert not set(left.terms) & set(right.terms), f"{left} and {right} share a term"
+    return Slope(left.of, tuple(sorted((*left.terms, *right.terms))))
+
+
+def accumulated(value: Value, *total: Value) -> Value:
+    """Gradients or losses, begun or added to what there is."""
+    if isinstance(value, Rows):
+        before = total[0] if total else Counter()
+        assert isinstance(before, Counter)
+        return before + Counter(value.rows)
+    return plus(value, *total)

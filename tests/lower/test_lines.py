@@ -4,11 +4,14 @@ import subprocess
 import sys
 from inspect import cleandoc
 
+import pytest
+
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chain import chain
 from piper.ir.chunk import Outline
 from piper.ir.graph import start
 from piper.ir.select import at
+from piper.lower.buckets import itemsize
 from piper.lower.lower import lower
 from piper.lower.work import Settings
 from piper.plan.check import prove
@@ -212,6 +215,14 @@ def test_buckets_hold_at_most_what_was_asked() -> None:
         ["stages.0.4"],
     ]
     assert [piece.offset for piece in plans.buckets["PP=0/1"].pieces] == [0, 256 * 256]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("float32", 4), ("bfloat16", 2), ("int64", 8), ("float8_e4m3fn", 1), ("complex64", 8), ("bool", 1)],
+)
+def test_the_bytes_of_an_element(dtype: str, size: int) -> None:
+    assert itemsize(dtype) == size
 
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:

@@ -42,8 +42,8 @@ def two_nodes() -> Iterator[None]:
     ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
     nodes.wait_for_nodes(timeout=60)
     yield
-    ray.shutdown()  # type: ignore[no-untyped-call]
-    nodes.shutdown()
+    ray.shutdown()
+    nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
 def crew_of(run: object) -> RayCrew:

@@ -1,0 +1,204 @@
+"""The driver's side of checkpoints: workers write and read their parts, the driver says when it counts."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.folder import begin, beside, commit, discard, retain, settled, unwritten
+from piper.checkpoint.layout import buffers_of
+from piper.checkpoint.match import check_model, check_trainer, wanted_model
+from piper.checkpoint.plain import Plain, decode, encode
+from piper.checkpoint.record import Record, Spec, Trainer, read_record, unreadable
+from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, index_of, write_parts
+from piper.errors import ConfigError
+from piper.launch.base import Resumed
+from piper.launch.member import Call
+from piper.launch.persist import Copied, Done, name_of
+from piper.runtime.setup import JobLike, ProgramLike
+
+T = TypeVar("T")
+Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
+WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A save that workers are at."""
+
+    path: Path
+    keep: int | None
+    data: Plain
+    unread: list[Placed]
+    done: dict[int, Done]
+
+
+class Checkpoints:
+    """Saves and loads the state of a run."""
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        devices: Iterable[int],
+        ask: Ask,
+        unread: dict[str, Tensor],
+        give_up: Callable[[], None],
+    ) -> None:
+        """`unread`: the values that no device holds, which a load replaces. `give_up` ends the run."""
+        self.program, self.devices, self.ask, self.unread = program, [*devices], ask, unread
+        self.give_up = give_up
+        self.pending: Pending | None = None
+        self.error: ConfigError | None = None  # of a save that nobody has waited for yet
+
+    def save(self, path: Path | str, *, data: object, wait: bool, keep: int | None) -> None:
+        """Copy the state and let it be written; what was saved before is on the disk first."""
+        self.settle()
+        target = Path(path).absolute()
+        plain = encode(data, "data")
+        partial = begin(target)
+        try:
+            unread = write_parts(partial, "driver", [*whole_parts(self.unread)])
+            self.ask("save", dict.fromkeys(self.devices, str(partial)))
+        except StorageError as error:
+            discard(target)
+            raise unwritten(target, str(error)) from error
+        self.pending = Pending(path=target, keep=keep, data=plain, unread=unread, done={})
+        if wait:
+            self.settle()
+
+    def poll(self, wait: float = 0.0) -> None:
+        """Complete the save that is under way, if every worker has done its part."""
+        pending = self.pending
+        if pending is None:
+            return
+        waiting = [device for device in self.devices if device not in pending.done]
+        for device, answer in self.ask("poll", dict.fromkeys(waiting, wait)).items():
+            if answer is not None:
+                pending.done[device] = cast(Done, answer)
+        if len(pending.done) == len(self.devices):
+            self.pending = None
+            try:
+                self._complete(pending)
+            except ConfigError as error:
+                self.error = error
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete; if it fails, the error comes here."""
+        while self.pending is not None:
+            self.poll(WAIT)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Forget the save that is under way: there is nobody left to finish it."""
+        self.pending = None
+
+    def _complete(self, pending: Pending) -> None:
+        if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
+            discard(pending.path)
+            raise unwritten(pending.path, trouble)
+        placed = [pending.unread, *(done.placed for done in pending.done.values())]
+        copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
+        files = {part.file for parts in placed for part in parts}
+        record = Record(
+            step=copies[0].step,
+            seed=self.program.job.seed,
+            trainer=next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer()),
+            data=pending.data,
+            model=self._model(),
+            moments=merged([copy.moments for copy in copies]),
+            numbers=merged([copy.numbers for copy in copies]),
+            tensors=index_of(placed),
+            files=sizes_of(pending.path, sorted(files)),
+        )
+        commit(pending.path, record)
+        if pending.keep is not None:
+            retain(pending.path.parent, pending.keep)
+
+    def _model(self) -> dict[str, Spec]:
+        """What this program's checkpoints hold; the types of unread values are those they have."""
+        found = wanted_model(self.program.plans, self.program.outline)
+        for name, value in self.unread.items():
+            found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+        return found
+
+    def load(self, path: Path | str) -> Resumed:
+        """Take the state of a checkpoint, whatever strategy it was saved under."""
+        self.settle()
+        folder = settled(Path(path).absolute())
+        record = read_record(folder)
+        check_model(folder, record, wanted_model(self.program.plans, self.program.outline))
+        check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
+        try:
+            data = decode(record.data)
+            self.unread.update(read_unread(self.program, Shelf(folder, record)))
+        except (StorageError, ValueError, TypeError, KeyError) as error:
+            raise unreadable(folder, str(error)) from error
+        self.ask("load", dict.fromkeys(self.devices, str(folder)))
+        waiting, troubles = set(self.devices), list[str]()
+        while waiting:
+            for device, answer in self.ask("poll", dict.fromkeys(waiting, WAIT)).items():
+                if answer is not None:
+                    waiting.discard(device)
+                    troubles += [t] if (t := cast(Done, answer).trouble) is not None else []
+        if troubles:
+            self.give_up()  # some workers have the new state and some the old
+            raise unreadable(folder, troubles[0])
+        return Resumed(step=record.step, data=data)
+
+
+def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
+    """What all workers say of each parameter, in one table."""
+    found: dict[str, dict[str, T]] = {}
+    for table in tables:
+        for name, keys in table.items():
+            found.setdefault(name, {}).update(keys)
+    return found
+
+
+def sizes_of(path: Path, files: Iterable[str]) -> dict[str, int]:
+    """The bytes of the files that a save has written."""
+    partial = beside(path, "partial")
+    try:
+        return {file: (partial / file).stat().st_size for file in files}
+    except OSError as error:
+        discard(path)
+        raise unwritten(path, str(error)) from error
+
+
+def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
+    """Full values as parts of which each is all there is."""
+    for name, value in values.items():
+        if value.numel():
+            flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
+            yield Part(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
+
+
+def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
+    """The values that no device holds."""
+    plans = program.plans
+    held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
+    held |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
+    found: dict[str, Tensor] = {}
+    for name, spec in shelf.record.model.items():
+        if name not in held:
+            found[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype or "float32"))
+    shelf.read(
+        Part(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
+        for name, value in found.items()
+    )
+    return found
+
+
+def trainer_names(program: ProgramLike) -> Trainer:
+    """Which optimizer and scheduler a program's workers have."""
+    job: JobLike = program.job
+    if not any(bucket.trainable for bucket in program.plans.buckets.values()):
+        return Trainer()
+    optimizer = job.optimizer([torch.zeros(1, requires_grad=True)])
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))

@@ -1,0 +1,117 @@
+"""Workers at the ends of sockets: asked all at once, heard as they answer, watched while they do not."""
+
+import select
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Protocol
+
+from piper.errors import WorkerError
+from piper.launch.blame import Scene, Sighting, blame
+from piper.launch.channel import Channel, ClosedError
+from piper.launch.crew import Crew, devices_of
+from piper.launch.member import Call
+from piper.launch.watch import Failure
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+POLL = 0.2  # seconds between looks at whether anything moves
+
+
+class Readable(Protocol):
+    """What can be waited for."""
+
+    def fileno(self) -> int: ...
+
+
+class WiredCrew(Crew):
+    """Workers that answer over channels. Whoever starts them adds how they are seen from outside."""
+
+    grace = 0.5  # seconds that the cause of a failure may come after its first victim
+
+    def __init__(self, program: ProgramLike, options: Options) -> None:
+        self.program, self.options = program, options
+        self.devices = devices_of(program.plans)
+        self.channels: dict[int, Channel] = {}
+        self.failures: list[Failure] = []
+        self.silent: set[int] = set()  # devices whose channel is closed or stuck
+
+    @abstractmethod
+    def ended(self) -> Mapping[int, str]:
+        """The devices whose process has ended, and how."""
+
+    @abstractmethod
+    def sightings(self) -> dict[int, Sighting]:
+        """What is seen of every device."""
+
+    @abstractmethod
+    def moving(self) -> bool:
+        """Whether any device is seen to have moved on in its plan since the last look."""
+
+    def bells(self) -> Sequence[Readable]:
+        """What rings when a process ends."""
+        return ()
+
+    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        for device, argument in arguments.items():
+            self.send(device, (call, argument))
+        return self.gather(set(arguments), self.options.timeout)
+
+    def send(self, device: int, value: object) -> None:
+        """Send a worker something."""
+        try:
+            self.channels[device].send(value)
+        except (ClosedError, TimeoutError):  # it is dead or stopped, and the scene will show it
+            self.silent.add(device)
+            raise self.blamed() from None
+
+    def gather(self, waiting: set[int], timeout: float) -> dict[int, object]:
+        """The answers of these devices, as long as any of them moves."""
+        answers: dict[int, object] = {}
+        moved = monotonic()
+        while waiting:
+            ready = self._ready(waiting)
+            for device in ready:
+                answers[device] = self._hear(device)
+            waiting -= set(ready)
+            if self.failures or self.silent or (not ready and self.ended()):
+                raise self.blamed()
+            if ready or self.moving():
+                moved = monotonic()
+            elif monotonic() - moved > timeout + POLL:
+                raise self.blamed()
+        return answers
+
+    def _ready(self, devices: set[int]) -> list[int]:
+        """The devices that have something to say, after a wait that ends early when a process does."""
+        ends = {self.channels[device].fileno(): device for device in devices}
+        found, _, _ = select.select([*ends, *(bell.fileno() for bell in self.bells())], [], [], POLL)
+        return [ends[end] for end in found if end in ends]
+
+    def _hear(self, device: int) -> object:
+        try:
+            answer = self.channels[device].recv()
+        except (ClosedError, TimeoutError):
+            self.silent.add(device)
+            return None
+        if isinstance(answer, Failure):
+            self.failures.append(answer)
+        return answer
+
+    def blamed(self) -> WorkerError:
+        """The error that names the cause, after a moment in which it may come to light."""
+        until = monotonic() + self.grace
+        while monotonic() < until and not self.ended():
+            if any(failure.kind == "error" for failure in self.failures):
+                break
+            done = self.silent | {failure.device for failure in self.failures}
+            for device in self._ready(set(self.devices) - done):
+                self._hear(device)
+        scene = Scene(
+            plans=self.program.plans,
+            origins=self.program.origins,
+            timeout=self.options.timeout,
+            sightings=self.sightings(),
+            failures=self.failures,
+        )
+        return blame(scene)

@@ -1,0 +1,151 @@
+"""One run from start to end: compile, launch, go on or begin, train, and say what came of it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, cast
+
+from rich.console import Console
+from torch import Tensor
+
+from piper.api import Program, compile
+from piper.data.feed import Feed
+from piper.errors import ConfigError
+from piper.job import Job
+from piper.launch.start import launcher
+from piper.plan.memory import timeline
+from piper.recipe import load_recipe
+from piper.runtime.worker import Options
+from piper.train.board import board
+from piper.train.display import display
+from piper.train.folder import Metrics, choose, prepare, record
+from piper.train.interrupt import interrupts
+from piper.train.loop import Course, Steps, Told, train
+from piper.train.measure import Measure, Rate
+from piper.train.nans import Trails, first_bad
+from piper.train.saving import Saved, go_on, newest, saves_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `piper train` is asked for."""
+
+    recipe: str
+    on: str = "local"
+    steps: int | None = None  # None: as the job says
+    resume: bool = False
+    out: Path | None = None
+    detect_nan: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    folder: Path
+    done: int
+    steps: int
+    saved: bool  # the last step is in a checkpoint
+    seconds: float  # of steps
+    first: Measure | None  # step of this run, after a resume too; none, if there was nothing left to do
+    last: Measure | None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody stopped it."""
+        return self.done < self.steps
+
+
+class Running(Steps, Saved, Protocol):
+    """A running job that can be saved and looked into."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def trails(self) -> Trails: ...
+
+
+class Memory:
+    """Remembers the first and the last step, and how long all took."""
+
+    def __init__(self) -> None:
+        self.first: Measure | None = None
+        self.last: Measure | None = None
+        self.seconds = 0.0
+
+    def __call__(self, measure: Measure) -> None:
+        self.first = self.first or measure
+        self.last = measure
+        self.seconds += measure.step_s
+
+
+def train_recipe(asked: Asked, console: Console) -> Outcome:
+    """Train a recipe as asked, with a display on the console."""
+    job = asked_job(asked)
+    folder = choose(asked.out, asked.recipe, asked.resume)
+    prepare(folder, job, asked.resume)
+    begin = newest(folder, job) if asked.resume else None
+    if asked.resume and begin is None:
+        console.print(f"{folder} has no complete checkpoint yet: starting at the first step")
+    console.print(f"Compiling {asked.recipe}")
+    program = compile(job)
+    record(folder, program, asked.recipe, asked.on, job.steps)
+    devices = sum(len(plan.devices) for plan in program.plans)
+    console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
+    with launcher(program, asked.on, Options(keep_outputs=asked.detect_nan)) as started:
+        run = cast(Running, started)
+        feed = Feed(job.data, job.seed)
+        done = 0 if begin is None else go_on(run, begin, feed)
+        if begin is not None:
+            console.print(f"Going on from {begin}, after step {done}")
+        memory = Memory()
+
+        def culprit() -> str | None:
+            return first_bad(program.outline, run.trails(), run.state_dict())
+
+        with (
+            watching(console, folder, program, done, memory) as tell,
+            interrupts(lambda: console.print("Stopping after this step; once more to stop now")) as stopping,
+        ):
+            course = Course(
+                done=done,
+                steps=job.steps,
+                tell=tell,
+                saves=saves_of(run, folder, job, feed),
+                stopping=stopping,
+                culprit=culprit if asked.detect_nan else None,
+            )
+            done = train(run, feed, Rate(job, done), course)
+    return Outcome(
+        folder=folder,
+        done=done,
+        steps=max(job.steps, done),
+        saved=job.checkpoint is not None,
+        seconds=memory.seconds,
+        first=memory.first,
+        last=memory.last,
+    )
+
+
+def asked_job(asked: Asked) -> Job:
+    """The recipe's job, for as many steps as asked for."""
+    if asked.steps is not None and asked.steps < 1:
+        raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
+    job = load_recipe(asked.recipe)
+    return job if asked.steps is None else replace(job, steps=asked.steps)
+
+
+@contextmanager
+def watching(console: Console, folder: Path, program: Program, done: int, memory: Memory) -> Iterator[Told]:
+    """What is told of every step, and tells it to all who want to know: the file first."""
+    with ExitStack() as held:
+        watchers: list[Told] = [memory, held.enter_context(Metrics(folder, done))]
+        if (written := held.enter_context(board(folder, done))) is not None:
+            watchers.append(written)
+        peak = max(timeline(plan).peak for plan in program.plans)
+        watchers.append(held.enter_context(display(console, done, program.job.steps, peak)))
+
+        def tell(measure: Measure) -> None:
+            for watcher in watchers:
+                watcher(measure)
+
+        yield tell

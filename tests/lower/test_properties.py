@@ -1,0 +1,114 @@
+"""The property after each rewrite holds, and can fail: a rewrite that broke it would be found."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from piper.directives import apply, replicate, split
+from piper.ir.graph import start
+from piper.ir.node import Compute, Load, Node, Reduce, Update
+from piper.ir.select import at
+from piper.lower.lower import LOWERING
+from piper.lower.work import Property, Settings, Work
+from piper.plan.plan import Bucket
+from tests.lower.outlines import fitted, skips
+
+Break = Callable[[Work], Work]
+
+
+def stages() -> dict[str, tuple[Work, Property]]:
+    """The work after each rewrite, with the property that it must have."""
+    strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(3)]
+    graph = apply(start(skips()), [*strategy, split(at(), parts=2)])
+    work = Work(graph=replace(graph, outline=fitted(graph)), settings=Settings())
+    found = {}
+    for rewrite, holds in LOWERING:
+        work = rewrite(work)
+        found[rewrite.__name__] = (work, holds)
+    return found
+
+
+def moved(work: Work) -> Work:
+    node = work.graph.nodes["B[PP=1 MB=0]"]
+    return replace(work, graph=work.graph.update([replace(node, devices=(9,))]))
+
+
+def unplaced(work: Work) -> Work:
+    node = work.graph.nodes["B[PP=1 MB=0]"]
+    return replace(work, graph=work.graph.update([replace(node, devices=())]))
+
+
+def bucketless(work: Work) -> Work:
+    return replace(work, chunk_buckets={**work.chunk_buckets, "PP=0": ()})
+
+
+def untransferred(work: Work) -> Work:
+    gone = [node for node in work.nodes if not node.name.startswith("transfer[PP=0.out0[MB=0]")]
+    return replace(work, nodes=tuple(gone))
+
+
+def written_twice(work: Work) -> Work:
+    return replace(work, nodes=(*work.nodes, work.nodes[0]))
+
+
+def dangling(work: Work) -> Work:
+    return replace(work, temporal=(("F[PP=0 MB=0]", "nowhere", 0),))
+
+
+def reversed_line(work: Work) -> Work:
+    return replace(work, line=work.line[::-1])
+
+
+def out_of_order(work: Work) -> Work:
+    return replace(work, temporal=(("B[PP=0 MB=0]", "F[PP=0 MB=0]", 0),))
+
+
+def shortened(work: Work) -> Work:
+    return replace(work, line=work.line[:-1])
+
+
+def without(kind: type[Node]) -> Break:
+    """Leave out every node of a kind."""
+    return lambda work: replace(work, line=tuple(node for node in work.line if not isinstance(node, kind)))
+
+
+def reading(node: Compute, bucket: Bucket) -> Compute:
+    return replace(node, reads=(*node.reads, f"{bucket.name}.param"))
+
+
+def ungathered(work: Work) -> Work:
+    bucket = next(bucket for bucket in work.buckets.values() if bucket.zero == 3)
+    line = tuple(reading(node, bucket) if isinstance(node, Compute) else node for node in work.line)
+    return replace(work, line=line)
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "breaks", "said"),
+    [
+        ("settle", moved, "B[PP=1 MB=0] is on 9, its chunk on 2,3"),
+        ("settle", unplaced, "B[PP=1 MB=0] is not placed"),
+        ("make_buckets", bucketless, "PP=0 finds a in 0 of its buckets"),
+        ("bind_values", untransferred, "F[PP=1 MB=0] on 2,3 reads PP=0.out0@2,3[MB=0], written on None"),
+        ("bind_values", written_twice, "PP=0.out0[MB=0] is written twice"),
+        ("add_orders", dangling, "F[PP=0 MB=0] ..> nowhere leads nowhere"),
+        ("schedule", reversed_line, "B[PP=0 MB=1] stands before"),
+        ("schedule", out_of_order, "B[PP=0 MB=0] stands after F[PP=0 MB=0]"),
+        ("schedule", shortened, "in line"),
+        ("add_gathers", ungathered, "reads the shard"),
+        ("add_reductions", without(Reduce), "has no gradient to apply"),
+        ("add_reductions", without(Reduce), "is lost"),
+        ("add_tied_sums", without(Reduce), "is not summed with"),
+        ("add_losses", without(Compute), "which is not on"),
+        ("add_loads", without(Load), "before it is loaded"),
+        ("add_updates", without(Update), "is applied on [], not on"),
+    ],
+)
+def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
+    work, holds = stages()[rewrite]
+    assert list(holds(work)) == []
+    assert any(said in problem for problem in holds(breaks(work))), list(holds(breaks(work)))[:3]
+
+
+def test_every_rewrite_has_a_property_here() -> None:
+    assert len(LOWERING) == len(stages()) == 11

@@ -1,0 +1,61 @@
+"""Every recipe compiles and steps; strategies of one model agree on its losses."""
+
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+import piper
+from piper.recipe import import_file, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ALL = (
+    "dense.py:single",
+    "dense.py:dp",
+    "dense.py:zero",
+    "dense.py:pp",
+    "experts.py:ep",
+    "qwen3_moe.py:ep",
+    "moe_dualpipe.py:demo",
+    "paper_example.py:example",
+)
+DENSE = 5.558  # what a model that knows nothing of 256 bytes begins with: about ln 256
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # recipes add their folder
+
+
+def losses(name: str, steps: int = 2) -> list[float]:
+    job = load_recipe(f"{RECIPES}/{name}")
+    program = piper.compile(job)
+    with piper.launch(program, on="inline") as run:
+        return [run.step(batch).loss for batch in islice(job.data(), steps)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_recipe_steps(name: str) -> None:
+    first, second = losses(name)
+    assert 0 < second < first
+    if name.startswith("dense"):
+        assert first == pytest.approx(DENSE, abs=1e-3)
+        assert second == pytest.approx(5.3075, abs=1e-3), "whatever the strategy"
+
+
+def test_every_recipe_is_here() -> None:
+    assert {path.name for path in RECIPES.glob("*.py")} == {name.partition(":")[0] for name in ALL}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.name)
+def test_a_recipe_is_short(path: Path) -> None:
+    assert 10 <= len(path.read_text(encoding="utf-8").splitlines()) <= 42
+
+
+def test_the_text_is_what_its_grammar_writes() -> None:
+    grammar = import_file(RECIPES / "data" / "make_text.py")
+    text = (RECIPES / "data" / "text.txt").read_text(encoding="utf-8")
+    assert text == grammar.chronicle(random.Random(grammar.SEED))
+    assert 60_000 < len(text) < 100_000

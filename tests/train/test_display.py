@@ -1,0 +1,90 @@
+"""What a person sees: a live display on a terminal, plain lines elsewhere; and what TensorBoard is given."""
+
+import io
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from piper.train.board import board
+from piper.train.display import Lines, curve, display
+from piper.train.measure import Measure
+
+
+def measure(step: int) -> Measure:
+    return Measure(step=step, loss=5 / step, grad_norm=1.25, lr=3e-3, tokens_per_s=12345.6, step_s=0.083)
+
+
+def test_a_terminal_sees_a_bar_a_curve_and_the_numbers() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with display(console, done=0, steps=10, peak=3 * 1024**2) as tell:
+        for step in range(1, 5):
+            tell(measure(step))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    last = shown[shown.rindex("loss  █") :]
+    assert last.startswith("loss  █▃▂▁")
+    assert (
+        "loss 1.2500   grad norm 1.250   lr 3.00e-03   12,346 tokens/s   83 ms/step   memory 3.0 MiB a device"
+        in last
+    )
+    assert "4/10" in last and "left" in last
+
+
+def test_elsewhere_it_is_plain_lines_some_of_them() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with display(console, done=0, steps=100, peak=0) as tell:
+        for step in range(1, 101):
+            tell(measure(step))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in lines[:3]] == ["1/100", "5/100", "10/100"]
+    assert len(lines) == 21
+    assert lines[-1] == (
+        "step 100/100   loss 0.0500   grad norm 1.250   lr 3.00e-03   12,346 tokens/s   83 ms/step   0 s left"
+    )
+
+
+def test_a_slow_run_is_not_silent() -> None:
+    console, now = Console(file=io.StringIO(), width=200), iter(range(0, 10_000, 6))
+    lines = Lines(console, done=0, steps=1000, clock=lambda: float(next(now)))
+    for step in range(1, 8):
+        lines(measure(step))
+    shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in shown] == ["1/1000", "3/1000", "5/1000", "7/1000"]
+    assert shown[-1].endswith("   5958 s left")
+
+
+def test_a_curve_of_one_value_is_flat() -> None:
+    assert curve([2.0]) == "▁"
+    assert len(curve([float(i) for i in range(1000)])) == 40
+
+
+def test_tensorboard_is_given_every_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            given.append((folder, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            given.append((name, value, step))
+
+        def close(self) -> None:
+            given.append("closed")
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with board(tmp_path, done=4) as tell:
+        assert tell is not None
+        tell(measure(5))
+    assert given[0] == (str(tmp_path / "tensorboard"), 5)
+    assert ("train/loss", 1.0, 5) in given and given[-1] == "closed"
+
+
+def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with board(tmp_path, done=0) as tell:
+        assert tell is None
+    assert not [*tmp_path.iterdir()]

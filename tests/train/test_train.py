@@ -1,0 +1,125 @@
+"""`piper train`: what it shows, what it leaves, how it stops and how it goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from piper.plan.text import read_plans
+from piper.train.folder import choose
+from tests.train.conftest import Piper
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float, float]]:
+    return {int(m["step"]): (m["loss"], m["grad_norm"], m["lr"]) for m in metrics(folder)}
+
+
+def test_a_run_shows_its_steps_and_leaves_a_folder(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    done = piper(f"{recipe}:job")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"Compiling {recipe}:job", "Proven. Starting 3 devices on inline"]
+    assert [line.split()[1] for line in lines[2:8]] == [f"{step}/6" for step in range(1, 7)]
+    assert lines[8].startswith("Trained 6 steps in 0 s: loss ")
+    assert lines[9:] == [
+        "  run      runs/net-job",
+        "  metrics  runs/net-job/metrics.jsonl",
+        "  plan     runs/net-job/plan.txt",
+    ]
+    folder = tmp_path / "runs" / "net-job"
+    assert list(metrics(folder)[0]) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s"]
+    assert [m["step"] for m in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    assert [m["lr"] for m in metrics(folder)] == pytest.approx([0.001, 0.0028, 0.0046, 0.0064, 0.0082, 0.01])
+    assert (folder / "recipe.py").read_text() == recipe.read_text()
+    plans = read_plans((folder / "plan.txt").read_text())
+    assert sorted(device for plan in plans for device in plan.devices) == [0, 1, 2]
+    first = (folder / "strategy.txt").read_text().splitlines()[0]
+    assert first == "replicate #0 (net.py:23): at=at(PP=0), devices=[0, 1], zero=3"
+    about = json.loads((folder / "run.json").read_text())
+    assert (about["seed"], about["steps"], about["devices"]) == (0, 6, "0-2")
+    assert {"python", "piper", "torch"} <= set(about["versions"])
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+def test_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/net-job", "runs/net-job-2", "runs/net-job-3"):
+        assert choose(None, "net.py:job", resume=False) == Path(name)
+        Path(name).mkdir(parents=True)
+        assert choose(None, "net.py:job", resume=True) == Path(name)
+    assert choose(None, "net.py:other", resume=True) == Path("runs/net-other")
+    assert choose(Path("here"), "net.py:job", resume=False) == Path("here")
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    piper(f"{recipe}:job", "--out", "whole")
+    piper(f"{recipe}:job", "--out", "parts", "--steps", "3")
+    done = piper(f"{recipe}:job", "--out", "parts", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "Going on from parts/checkpoints/step-00000003, after step 3\n" in done.stdout
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole"), "to the last bit"
+    last = [tmp_path / run / "checkpoints" / "step-00000006" for run in ("whole", "parts")]
+    for file in sorted(path.name for path in last[0].glob("*.safetensors")):
+        one, other = (load_file(folder / file) for folder in last)
+        assert one.keys() == other.keys()
+        assert all(bool((one[key] == other[key]).all()) for key in one)
+
+
+def test_a_run_goes_on_under_another_layout(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    piper(f"{recipe}:job", "--out", "whole")
+    for number, name in enumerate(("job", "other_layout", "single"), start=1):
+        done = piper(f"{recipe}:{name}", "--out", "parts", "--steps", str(2 * number), "--resume")
+        assert done.returncode == 0, done.stderr
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert [*parts] == [1, 2, 3, 4, 5, 6]
+    for step, values in whole.items():
+        assert parts[step] == pytest.approx(values, rel=1e-5), step
+
+
+def test_a_killed_run_repeats_no_step_in_its_metrics(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    """Killed after step 3 was told of, and while step 4 was: the newest checkpoint is that of step 2."""
+    piper(f"{recipe}:single", "--out", "run", "--steps", "2")
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
+    assert piper(f"{recipe}:single", "--out", "run", "--resume", "--steps", "5").returncode == 0
+    assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert metrics(tmp_path / "run")[2]["loss"] != 1.0
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(
+    piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    done = piper(f"{recipe}:single", "--out", "run", "--resume", "--steps", "1")
+    assert done.returncode == 0
+    assert done.stdout.startswith("run has no complete checkpoint yet: starting at the first step\n")
+
+
+def test_a_run_that_is_done_has_nothing_to_resume(piper: Piper, recipe: Path) -> None:
+    piper(f"{recipe}:single", "--steps", "2")
+    done = piper(f"{recipe}:single", "--steps", "2", "--resume")
+    assert done.returncode == 0
+    assert done.stdout.endswith("The run is at step 2 already: --steps asks for more\n")
+
+
+def test_ctrl_c_finishes_the_step_and_saves(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    done = piper(f"{recipe}:interrupted", "--out", "run")
+    assert done.returncode == 130
+    again = f"piper train {recipe}:interrupted --on inline --steps 6 --out run --resume"
+    assert done.stderr == f"stopped after step 3 of 6; go on with: {again}\n"
+    assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3]
+    assert piper(f"{recipe}:single", "--out", "run", "--resume").returncode == 0
+    assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_without_checkpoints_says_so(piper: Piper, recipe: Path) -> None:
+    done = piper(f"{recipe}:interrupted_unsaved")
+    assert done.returncode == 130
+    assert done.stderr == "stopped after step 3 of 6; nothing was saved, because the job has no checkpoint\n"

@@ -1,0 +1,154 @@
+"""Each way in which a user can make training fail: one message, exit code 2, earlier checkpoints intact."""
+
+import json
+import os
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import Piper
+
+EVERYTHING_IS_WRITABLE = os.geteuid() == 0
+
+
+def refused(piper: Piper, recipe: Path, name: str, message: str, *words: str) -> None:
+    done = piper(f"{recipe}:{name}", *words)
+    assert done.returncode == 2
+    assert done.stderr.strip() == cleandoc(message).format(recipe=recipe)
+
+
+def test_fewer_steps_than_one(piper: Piper, recipe: Path) -> None:
+    message = """
+        error: piper train: --steps 0
+          hint: train at least 1 step
+    """
+    refused(piper, recipe, "job", message, "--steps", "0")
+
+
+def test_a_recipe_that_is_not_there(piper: Piper, tmp_path: Path) -> None:
+    message = """
+        error: nowhere.py: there is no such file
+          hint: give the path of a Python file, then :function
+    """
+    refused(piper, Path("nowhere.py"), "job", message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_batch_that_does_not_divide(piper: Piper, recipe: Path) -> None:
+    message = """
+        error: strategy: 8 samples do not divide into 3 equal pieces
+          devices: 1 slices of the samples
+          parts:   3 in each slice (MB=3)
+          hint:    use a batch that is a multiple of 3, fewer parts or fewer devices
+    """
+    refused(piper, recipe, "uneven", message)
+
+
+def test_a_later_batch_of_another_size(piper: Piper, recipe: Path) -> None:
+    message = """
+        error: step: the batch is not like the one that was compiled
+          wanted: x (8, 8)
+          got:    x (4, 8)
+          hint:   give every step a batch of the same shape: drop a smaller last one, or pad it
+    """
+    refused(piper, recipe, "smaller", message)
+
+
+def test_data_that_ends(piper: Piper, recipe: Path) -> None:
+    """The first of its two batches was looked at when the job was compiled."""
+    message = """
+        error: Job: data() ended after 1 batches
+          epoch: 1, and it holds no batch
+          hint:  let data() make its batches anew each time it is called, or train fewer steps
+    """
+    refused(piper, recipe, "short", message)
+
+
+def test_a_folder_that_is_a_file(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = """
+        error: file: the run's folder cannot be written
+          why:  File exists
+          hint: name a folder you own, on a disk with room: --out DIR
+    """
+    refused(piper, recipe, "job", message, "--out", "file")
+
+
+@pytest.mark.skipif(EVERYTHING_IS_WRITABLE, reason="root may write everywhere")
+def test_a_folder_of_somebody_else(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o500)
+    message = """
+        error: theirs: the run's folder cannot be written
+          why:  Permission denied
+          hint: name a folder you own, on a disk with room: --out DIR
+    """
+    refused(piper, recipe, "job", message, "--out", "theirs")
+
+
+def test_a_folder_of_another_run(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    message = """
+        error: run: this folder holds a run already
+          has:  metrics.jsonl
+          hint: add --resume to go on with it, or name another folder with --out
+    """
+    refused(piper, recipe, "job", message, "--out", "run")
+
+
+def test_a_resume_under_another_seed(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"seed": 0}))
+    message = """
+        error: run: the run was started with another seed, so its samples came in another order
+          run:  seed 0
+          job:  seed 7
+          hint: put the seed back, or start a run of its own with another --out
+    """
+    refused(piper, recipe, "other_seed", message, "--out", "run", "--resume")
+
+
+def test_a_resume_of_a_job_without_checkpoints(piper: Piper, recipe: Path) -> None:
+    message = """
+        error: --resume: the job saves no checkpoints, so there is nothing to go on from
+          hint: let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))
+    """
+    refused(piper, recipe, "unsaved", message, "--resume")
+
+
+def test_a_loss_that_is_no_number_stops_and_leaves_checkpoints(
+    piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    message = """
+        error: step 4: the numbers are not finite any more
+          loss:     nan
+          gradient: norm nan
+          hint:     run with --detect-nan to name the first chunk that made it
+    """
+    refused(piper, recipe, "finite_only", message, "--out", "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_detect_nan_names_the_chunk_that_made_it(piper: Piper, recipe: Path) -> None:
+    """The first stage's outputs are large but finite; squared in the second stage they are not."""
+    message = """
+        error: step 4: the numbers are not finite any more
+          loss:     nan
+          gradient: norm nan
+          first:    F[PP=1]: PP=1.out0 holds a NaN on device 2
+          hint:     lower the learning rate or clip the gradient; --resume goes on from the last checkpoint
+    """
+    refused(piper, recipe, "large", message, "--detect-nan")
+
+
+def test_detect_nan_names_the_first_chunk(piper: Piper, recipe: Path) -> None:
+    message = """
+        error: step 4: the numbers are not finite any more
+          loss:     nan
+          gradient: norm nan
+          first:    F[PP=0 MB=0]: PP=0.out0 holds a NaN on device 0
+          hint:     lower the learning rate or clip the gradient; --resume goes on from the last checkpoint
+    """
+    refused(piper, recipe, "nan", message, "--detect-nan")
