@@ -1,7 +1,7 @@
 """Piper beside its peers on two CPU processes: the same model, batch, threads and optimizer, in one run.
 
-Each side's processes stay alive and sleep while the other works; rounds alternate, so what else the machine does
-hits both. A row gives the medians and their ratio: above 1 Piper is faster.
+Each side's processes stay alive and sleep while the other works; rounds alternate, so what else the machine
+does hits both. A row gives the medians and their ratio: above 1 Piper is faster.
 """
 
 import argparse

@@ -39,7 +39,8 @@ def explain(work: Work, plans: Plans, name: str) -> str:
 
 def origins(work: Work, name: str) -> list[str]:
     """The directives that made a node what it is, each with its source line."""
-    return [work.graph.directives[number] for node in work.line if node.name == name for number in node.origin]
+    node = next((node for node in work.line if node.name == name), None)
+    return [work.graph.directives[number] for number in node.origin] if node else []
 
 
 def values(work: Work, node: Node) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The reference models: what they compute, and that every case of the zoo runs."""
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from piper.api import compile
 from piper.errors import ConfigError
-from piper.models import causal, decoder, huggingface, moe
+from piper.launch.inline import launch_inline
+from piper.models import causal, decoder, deepseek, huggingface, layers, moe
+from piper.runtime.check import check
 from tests import zoo
+from tests.runtime.grid import Cell, batches, job
 
 
 def total(loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -41,7 +45,7 @@ def test_a_seed_decides_a_case(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["decoder", "moe"])
+@pytest.mark.parametrize("name", ["decoder", "moe", "deepseek"])
 def test_a_position_sees_only_what_came_before(name: str) -> None:
     model, tokens = zoo.build(zoo.case(name)), zoo.tokens(2, 0)["tokens"]
     changed = tokens.clone()
@@ -102,6 +106,68 @@ def test_experts_equal_every_expert_on_every_token() -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_latent_attention_equals_its_parts() -> None:
+    """Written out head by head: what latent attention saves is memory, not mathematics."""
+    torch.manual_seed(0)
+    config = deepseek.Config.tiny()
+    layer = deepseek.LatentAttention(config).double()
+    x = torch.randn(2, 5, config.dim, dtype=torch.float64)
+    rotation = layers.rope(5, config.rope_dim, config.rope_base, like=x)
+    latent, key = layer.kv_down(x).split([config.kv_rank, config.rope_dim], dim=-1)
+    key = layers.rotate(key, rotation)
+    queries = layer.q_up(layer.q_norm(layer.q_down(x))).chunk(config.heads, dim=-1)
+    pairs = layer.kv_up(layer.kv_norm(latent)).chunk(config.heads, dim=-1)
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    outs = []
+    for query, pair in zip(queries, pairs, strict=True):
+        plain, turned = query.split([config.head_dim, config.rope_dim], dim=-1)
+        own, value = pair.chunk(2, dim=-1)
+        scores = plain @ own.mT + layers.rotate(turned, rotation) @ key.mT
+        scores = (scores / (config.head_dim + config.rope_dim) ** 0.5).masked_fill(hidden, float("-inf"))
+        outs.append(scores.softmax(-1) @ value)
+    torch.testing.assert_close(layer(x, rotation), layer.out(torch.cat(outs, dim=-1)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_bias_moves_the_choice_towards_balance_and_not_the_weights() -> None:
+    torch.manual_seed(0)
+    layer = deepseek.SharedAndRouted(deepseek.Config.tiny()).double()
+    x = torch.randn(64, 32, dtype=torch.float64)
+    weights, chosen = layer._choose(x)
+    torch.testing.assert_close(weights.sum(-1), torch.full((64,), layer.scale, dtype=torch.float64))
+    layer(x)
+    seen = chosen.flatten().bincount(minlength=8)
+    assert torch.equal(layer.bias, 1e-3 * torch.sign(16.0 - seen.double()))
+    kept = layer.bias.clone()
+    layer.eval()(x)
+    assert torch.equal(layer.bias, kept)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "billions"),
+    [
+        (decoder, "small", 0.125),
+        (decoder, "medium", 1.138),
+        (decoder, "large", 8.963),
+        (moe, "small", 0.326),
+        (moe, "medium", 1.719),
+        (moe, "large", 8.888),
+        (deepseek, "small", 0.272),
+        (deepseek, "large", 8.971),
+    ],
+)
+def test_sizes_from_one_accelerator_to_nine_billion(model: ModuleType, size: str, billions: float) -> None:
+    built = {decoder: "Decoder", moe: "MoEDecoder", deepseek: "DeepSeekDecoder"}[model]
+    with torch.device("meta"):
+        parameters = getattr(model, built)(getattr(model.Config, size)(stages=4)).parameters()
+    assert sum(p.numel() for p in parameters) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_latent_attention_under_a_composed_strategy_gives_the_numbers_of_one_device() -> None:
+    cell = Cell(case="deepseek", schedule="zero-bubble", dp=2, zero=3, ways=2, clip=0.3)
+    report = check(compile(job(cell)), launch_inline, batches(cell, 2))
+    assert report.ok, report
 
 
 def test_hugging_face_experts_equal_its_own() -> None:
@@ -170,6 +236,21 @@ def test_experts_with_biases_are_refused() -> None:
             "  top_k:   5\n"
             "  experts: 4\n"
             "  hint:    choose top_k from 1 to 4",
+        ),
+        (
+            lambda: deepseek.Config(experts=4, top_k=5),
+            "Config: a token cannot go to that many experts\n"
+            "  top_k:   5\n"
+            "  experts: 4\n"
+            "  hint:    choose top_k from 1 to 4",
+        ),
+        (
+            lambda: deepseek.Config(kv_heads=4),
+            "Config: latent attention gives every head its own keys, with positions in pairs of features\n"
+            "  heads:    16\n"
+            "  kv_heads: 4\n"
+            "  rope_dim: 32\n"
+            "  hint:     choose kv_heads equal to heads, and an even rope_dim",
         ),
     ],
 )

@@ -43,23 +43,28 @@ def begin(path: Path) -> Path:
 
 def commit(path: Path, record: Record) -> None:
     """Let the checkpoint that was begun take its place, complete."""
-    partial, old = beside(path, "partial"), beside(path, "old")
+    written = beside(path, "partial") / FILE
     try:
-        written = partial / FILE
         written.write_text(record.to_json(), encoding="utf-8")
         sync(written)
-        sync(partial)
-        if path.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            path.rename(old)
-        partial.rename(path)
-        sync(path.parent)
-        if old.exists():
-            shutil.rmtree(old)
+        take_place(path)
     except OSError as error:
         discard(path)
         raise unwritten(path, str(error)) from error
+
+
+def take_place(path: Path) -> None:
+    """Put the folder that was begun in its place, and drop the one that was there."""
+    partial, old = beside(path, "partial"), beside(path, "old")
+    sync(partial)
+    if path.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        path.rename(old)
+    partial.rename(path)
+    sync(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def discard(path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.ir.chunk import Outline
 from piper.plan.plan import Plans
+from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
 
@@ -41,6 +42,9 @@ class Run(Protocol):
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients in full, before clipping, where they are kept."""
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """What every chunk returned in the last step, by device, where it is kept."""
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None

@@ -23,10 +23,14 @@ def save(path: Path, step: int) -> None:
     partial = begin(path)
     value = torch.full((6,), float(step))
     placed = [
-        write_parts(partial, f"device-{i}", [Part(key="model.w", size=6, start=start, tensor=value[start:end])])
+        write_parts(
+            partial, f"device-{i}", [Part(key="model.w", size=6, start=start, tensor=value[start:end])]
+        )
         for i, (start, end) in enumerate([(0, 2), (2, 6)])
     ]
-    files = {name: (partial / name).stat().st_size for name in ("device-0.safetensors", "device-1.safetensors")}
+    files = {
+        name: (partial / name).stat().st_size for name in ("device-0.safetensors", "device-1.safetensors")
+    }
     record = Record(step=step, model={"w": Spec(shape=(6,))}, tensors=index_of(placed), files=files)
     commit(path, record)
 
@@ -144,13 +148,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert str(error.value).replace(str(tmp_path), "TMP") == cleandoc("""
         save: the checkpoint could not be written
           path:    TMP/file/step-00000001
-          why:     [Errno 20] Not a directory: 'TMP/file'
+          why:     [Errno 17] File exists: 'TMP/file'
           earlier: every checkpoint that was complete still is
           hint:    make room or choose another folder, then save again; training can go on
     """)
 
 
-def test_a_replacement_that_fails_gives_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_fails_gives_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = step_path(tmp_path, 1)
     save(path, 1)
     rename = Path.rename

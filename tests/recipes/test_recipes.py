@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import piper
+from piper.launch.start import launch
 from piper.recipe import import_file, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -32,7 +33,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 def losses(name: str, steps: int = 2) -> list[float]:
     job = load_recipe(f"{RECIPES}/{name}")
     program = piper.compile(job)
-    with piper.launch(program, on="inline") as run:
+    with launch(program, on="inline") as run:
         return [run.step(batch).loss for batch in islice(job.data(), steps)]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import piper
+from piper.launch.start import launch
 from piper.recipe import load_recipe
 from tests.recipes.test_recipes import RECIPES
 
@@ -43,9 +44,8 @@ def test_the_dense_recipe_under_a_composed_strategy() -> None:
     ]
     wanted = plain_curve(job, job.steps)
     program = piper.compile(replace(job, strategy=strategy))
-    with piper.launch(program, on="inline") as run:
+    with launch(program, on="inline") as run:
         got = [run.step(batch).loss for batch in islice(job.data(), job.steps)]
     worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
     assert len(got) == 200 and got[-1] < 0.6 * got[0]
     assert worst < TOLERANCE, f"{worst:.2e} apart"
-    print(f"200 steps: {wanted[0]:.4f} -> {wanted[-1]:.4f}, at most {worst:.1e} apart")

@@ -1,0 +1,182 @@
+"""Weights in and out of Hugging Face folders: safetensors files, with names as transformers has them.
+
+export_hf(run.state_dict(), model.config, "out")         # AutoModelForCausalLM.from_pretrained("out")
+write_start(program, import_hf("in"), "start")           # launch(program, resume="start")
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from piper.checkpoint.folder import begin, discard, take_place, unwritten
+from piper.checkpoint.match import listed
+from piper.checkpoint.storage import sync
+from piper.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # how a folder stores one expert
+
+
+def export_hf(
+    state: Mapping[str, Tensor],
+    config: "PretrainedConfig",
+    folder: Path | str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a causal language model that `from_pretrained` reads, all at once or not at all.
+
+    state: every parameter by transformers' own name, as `run.state_dict()` has them. dtype: of what is written.
+    """
+    model = shell(config)
+    check_names(model, state)
+    given = {name: value if dtype is None else value.to(dtype) for name, value in state.items()}
+    kinds = {value.dtype for value in given.values() if value.is_floating_point()}
+    path = Path(folder).absolute()
+    partial = begin(path)
+    try:
+        with quiet():
+            model.to(kinds.pop() if len(kinds) == 1 else torch.float32).save_pretrained(
+                partial, state_dict=given
+            )
+        for file in partial.iterdir():
+            sync(file)
+        take_place(path)
+    except (OSError, SafetensorError) as error:
+        discard(path)
+        raise unwritten(path, str(error)) from error
+
+
+def shell(config: "PretrainedConfig") -> Any:  # noqa: ANN401  transformers has no types for it
+    """The model of a config, without any memory for its parameters."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Refuse a state that is not this model's. A tied parameter needs one of its names."""
+    groups: dict[int, list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(value), []).append(name)
+        shapes[name] = tuple(value.shape)
+    missing = [names[0] for names in groups.values() if not any(name in state for name in names)]
+    unexpected = [name for name in state if name not in shapes]
+    differ = [
+        f"{name}: {list(state[name].shape)} given, {list(shape)} wanted"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if missing or unexpected or differ:
+        facts = {"missing": listed(missing), "unexpected": listed(unexpected), "other": listed(differ, "\n")}
+        raise ConfigError(
+            f"the state is not that of a {type(model).__name__} of this config",
+            by="export_hf",
+            facts={key: text for key, text in facts.items() if text},
+            hint="pass run.state_dict() and the config of the model that the job builds",
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def import_hf(folder: Path | str) -> Mapping[str, Tensor]:
+    """The weights in a Hugging Face folder, by the names transformers gives them, each read when asked for.
+
+    A folder stores every expert of Qwen3-MoE by itself; transformers, and so this, has those of a layer in one
+    tensor.
+    """
+    return Weights(Path(folder))
+
+
+class Weights(Mapping[str, Tensor]):
+    """Tensors in safetensors files, experts fused."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = files_of(folder)
+        self.experts: dict[str, int] = {}
+        self.names: list[str] = []
+        for name in self.files:
+            if (match := EXPERT.fullmatch(name)) is not None:
+                self.experts[match[1]] = max(self.experts.get(match[1], 0), int(match[2]) + 1)
+            else:
+                self.names.append(name)
+        for layer in self.experts:
+            self.names += [f"{layer}.gate_up_proj", f"{layer}.down_proj"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        layer, _, which = name.rpartition(".")
+        if layer not in self.experts or name in self.files:
+            return self._read(name)
+        every = range(self.experts[layer])
+        if which == "down_proj":
+            return torch.stack([self._read(f"{layer}.{e}.down_proj.weight") for e in every])
+        if which == "gate_up_proj":
+            return torch.stack([self._gate_up(layer, e) for e in every])
+        raise KeyError(name)
+
+    def _gate_up(self, layer: str, expert: int) -> Tensor:
+        return torch.cat([self._read(f"{layer}.{expert}.{half}_proj.weight") for half in ("gate", "up")])
+
+    def _read(self, name: str) -> Tensor:
+        path = self.folder / self.files[name]
+        try:
+            with safe_open(path, framework="pt") as opened:
+                found: Tensor = opened.get_tensor(name)
+                return found
+        except (OSError, SafetensorError) as error:
+            raise unusable(self.folder, f"{path.name}: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Which file of a folder holds which tensor."""
+    try:
+        if (folder / INDEX).exists():
+            found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            for file in set(found.values()):
+                if Path(file).name != file or not (folder / file).is_file():
+                    raise unusable(folder, f"{INDEX} names {file!r}, which is not a file of the folder")
+            return found
+        with safe_open(folder / SINGLE, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SINGLE)
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise unusable(folder, f"{type(error).__name__}: {error}") from error
+
+
+def unusable(folder: Path, why: str) -> ConfigError:
+    """The error of a folder that holds no weights."""
+    return ConfigError(
+        "there are no safetensors weights to read here",
+        by="import_hf",
+        facts={"path": str(folder), "why": why},
+        hint=f"give a folder with {SINGLE} or {INDEX}; files of other formats are not read",
+    )

@@ -1,0 +1,144 @@
+"""Trained weights go to transformers and come back, and transformers computes the same with them."""
+
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from piper.api import compile
+from piper.checkpoint.huggingface import export_hf, import_hf
+from piper.checkpoint.whole import Values
+from piper.directives import replicate, shard
+from piper.errors import ConfigError
+from piper.ir.select import at
+from piper.launch.begin import write_start
+from piper.launch.start import launch
+from tests import zoo
+from tests.checkpoint.jobs import equal_bits
+from tests.runtime.grid import Cell, job
+
+FAMILIES = ["llama_hf", "qwen3_hf", "qwen3_moe_hf"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_model_goes_to_transformers_and_back(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = zoo.case(family)
+    batch = case.batch(4, 0)
+    strategy = [replicate(at(), [0, 1], zero=1)]
+    if case.experts:
+        strategy = [*strategy, shard(at(EP="*"), [0, 1], ways=2)]  # type: ignore[list-item]
+    program = compile(
+        job(
+            Cell(case="mlp"),
+            model=case.model,
+            loss=case.loss,
+            data=lambda: [batch],
+            strategy=strategy,
+            precision="fp32",
+        )
+    )
+    plain: Any = zoo.build(case)
+    with launch(program) as run:
+        run.step(batch)
+        run.save(tmp_path / "checkpoint")
+        state = run.state_dict()
+        loss = run.step(batch).loss
+    export_hf(state, plain.config, tmp_path / "out")
+    assert not (tmp_path / ".out.partial").exists()
+
+    plain.load_state_dict(state)
+    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(read(batch["tokens"]).logits, plain(batch["tokens"]).logits)
+
+    values = import_hf(tmp_path / "out")
+    names = dict.fromkeys(name for name in values if name in state)
+    assert len(names) == len(values)
+    assert equal_bits({name: values[name] for name in names}, {name: state[name] for name in names})
+
+    write_start(program, values, tmp_path / "start")
+    with launch(program, resume=tmp_path / "start") as run:
+        assert equal_bits(run.state_dict(), state)
+        assert run.step(batch).loss == loss  # the optimizer begins anew after a step that only moved weights
+
+    export_hf({name: Values(tmp_path / "checkpoint")[name] for name in names}, plain.config, tmp_path / "out")
+    again = import_hf(tmp_path / "out")
+    assert equal_bits({name: again[name] for name in names}, {name: state[name] for name in names})
+
+
+def small() -> Any:  # noqa: ANN401
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**zoo.hf_sizes(1))
+
+
+def test_a_state_of_another_model_is_not_exported(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    state = LlamaForCausalLM(small()).state_dict()
+    norm = state.pop("model.norm.weight")
+    state |= {"norm": norm, "lm_head.weight": torch.zeros(2, 32)}
+    with pytest.raises(ConfigError) as error:
+        export_hf(state, small(), tmp_path / "out")
+    assert str(error.value) == cleandoc("""
+        export_hf: the state is not that of a LlamaForCausalLM of this config
+          missing:    model.norm.weight
+          unexpected: norm
+          other:      lm_head.weight: [2, 32] given, [64, 32] wanted
+          hint:       pass run.state_dict() and the config of the model that the job builds
+    """)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_weights_in_several_files_and_another_type(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(small())
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    values = import_hf(tmp_path)
+    assert equal_bits({name: values[name] for name in values}, {n: v for n, v in model.state_dict().items()})
+    export_hf(dict(values), small(), tmp_path / "half", dtype=torch.bfloat16)
+    assert {value.dtype for value in import_hf(tmp_path / "half").values()} == {torch.bfloat16}
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ConfigError) as error:
+        import_hf(tmp_path)
+    shown = str(error.value).replace(str(tmp_path), "TMP")
+    assert shown == cleandoc("""
+        import_hf: there are no safetensors weights to read here
+          path: TMP
+          why:  FileNotFoundError: No such file or directory: TMP/model.safetensors
+          hint: give a folder with model.safetensors or model.safetensors.index.json; files of other formats are not read
+    """)
+
+
+def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../w.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"names '../w.safetensors', which is not a file of the folder"):
+        import_hf(tmp_path)
+
+
+def test_weights_of_another_model_start_nothing(tmp_path: Path) -> None:
+    made = zoo.case("mlp", 2)
+    program = compile(
+        job(Cell(case="mlp"), model=made.model, loss=made.loss, data=lambda: [made.batch(4, 0)], strategy=[])
+    )
+    values = {**made.model().state_dict(), "layers.0.bias": torch.zeros(3)}
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        write_start(program, import_hf(tmp_path), tmp_path / "start")
+    assert str(error.value).replace(str(tmp_path), "TMP") == cleandoc("""
+        load: this checkpoint is of another model
+          path:  TMP/start
+          other: layers.0.bias: saved [3] of any type, here [16] float64 trained
+          hint:  load it into the model and precision that it was saved from
+    """)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
