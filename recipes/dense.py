@@ -18,8 +18,8 @@ def single() -> piper.Job:
     return piper.Job(
         model=lambda: decoder.Decoder(CONFIG),
         loss=decoder.loss,
-        data=lambda: TextFile(TEXT, length=64, batch=16),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
+        data=lambda: TextFile(TEXT, length=32, batch=16),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         clip_norm=1.0,
         steps=200,
     )

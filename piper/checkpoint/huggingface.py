@@ -35,11 +35,15 @@ def export_hf(
 ) -> None:
     """Write a causal language model that `from_pretrained` reads, all at once or not at all.
 
-    state: every parameter by transformers' own name, as `run.state_dict()` has them. dtype: of what is written.
+    state: every parameter by transformers' own name, as `run.state_dict()` has them.
+    dtype: what to write them as; None: as they are.
     """
     model = shell(config)
-    check_names(model, state)
-    given = {name: value if dtype is None else value.to(dtype) for name, value in state.items()}
+    ties = ties_of(model)
+    check_names(model, state, ties)
+    given = {names[0]: state[next(name for name in names if name in state)] for names in ties}
+    if dtype is not None:
+        given = {name: value.to(dtype) for name, value in given.items()}
     kinds = {value.dtype for value in given.values() if value.is_floating_point()}
     path = Path(folder).absolute()
     partial = begin(path)
@@ -64,14 +68,18 @@ def shell(config: "PretrainedConfig") -> Any:  # noqa: ANN401  transformers has 
         return AutoModelForCausalLM.from_config(config)
 
 
-def check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Refuse a state that is not this model's. A tied parameter needs one of its names."""
+def ties_of(model: nn.Module) -> list[list[str]]:
+    """The names of each value of a model: several, where it is tied."""
     groups: dict[int, list[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(value), []).append(name)
-        shapes[name] = tuple(value.shape)
-    missing = [names[0] for names in groups.values() if not any(name in state for name in names)]
+    return [*groups.values()]
+
+
+def check_names(model: nn.Module, state: Mapping[str, Tensor], ties: list[list[str]]) -> None:
+    """Refuse a state that is not this model's. A tied parameter needs one of its names."""
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    missing = [names[0] for names in ties if not any(name in state for name in names)]
     unexpected = [name for name in state if name not in shapes]
     differ = [
         f"{name}: {list(state[name].shape)} given, {list(shape)} wanted"
@@ -105,8 +113,8 @@ def quiet() -> Iterator[None]:
 def import_hf(folder: Path | str) -> Mapping[str, Tensor]:
     """The weights in a Hugging Face folder, by the names transformers gives them, each read when asked for.
 
-    A folder stores every expert of Qwen3-MoE by itself; transformers, and so this, has those of a layer in one
-    tensor.
+    A folder stores every expert of Qwen3-MoE by itself; transformers, and so this, has those of a layer in
+    one tensor.
     """
     return Weights(Path(folder))
 

@@ -101,7 +101,7 @@ def read_entry(entry: object, where: str) -> Directive:
         return replace(READERS[op](entry, where), source=where)
     except ScheduleError as error:
         raise ConfigError(
-            "this filter selects nothing", by=where, facts={"why": str(error)}, hint="mend it"
+            f"{op} refuses this", by=where, facts={"why": str(error)}, hint="mend what it names"
         ) from None
 
 

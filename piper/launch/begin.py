@@ -20,8 +20,8 @@ MOST = 2**30  # bytes of values that are held at a time
 def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path | str) -> None:
     """Write a checkpoint of step 0 that holds these weights: `launch(program, resume=path)` begins with them.
 
-    values: every parameter and persistent buffer by name; a tied one by any of its names. Buffers that a model
-    does not save are as it makes them.
+    values: every parameter and persistent buffer by name; a tied one by any of its names. Buffers that a
+    model does not save are as it makes them.
     """
     target = Path(path).absolute()
     wanted = wanted_model(program.plans, program.outline)

@@ -65,8 +65,6 @@ def whole(bucket: Bucket) -> str:
 
 
 def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:
-    """The runs of neighbouring compute nodes that read a bucket; its chunks' other nodes break none."""
+    """The runs of neighbouring compute nodes that read a bucket: a weight gradient, which does not, ends one."""
     slot = param_slot(bucket)
-    belongs = [slot in line[place].reads for place in places]
-    keeps = [line[place].chunk in bucket.chunks for place in places]  # type: ignore[union-attr]
-    return runs(places, belongs, keeps)
+    return runs([slot in line[place].reads for place in places])

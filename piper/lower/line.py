@@ -33,13 +33,13 @@ def computes_by_set(line: Sequence[Node], sets: Iterable[Devices]) -> dict[Devic
     return found
 
 
-def runs(places: Sequence[int], belongs: Sequence[bool], keeps: Sequence[bool]) -> Iterator[list[int]]:
-    """Maximal runs of neighbouring uses; a place that keeps neither is a use nor breaks a run."""
+def runs(uses: Sequence[bool]) -> Iterator[list[int]]:
+    """Maximal runs of neighbouring uses, by their positions."""
     current: list[int] = []
-    for i in range(len(places)):
-        if belongs[i]:
+    for i, use in enumerate(uses):
+        if use:
             current.append(i)
-        elif not keeps[i] and current:
+        elif current:
             yield current
             current = []
     if current:

@@ -154,8 +154,7 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None
 
 def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], places: list[int]) -> None:
     """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its run."""
-    belongs = [place in given for place in places]
-    for count, run in enumerate(runs(places, belongs, [False] * len(places))):
+    for count, run in enumerate(runs([place in given for place in places])):
         where = [places[use] for use in run]
         value = given[where[0]]
         if len(where) > 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from piper.api import Program, compile
@@ -43,11 +44,11 @@ def full_disk(*_: object) -> None:
 def test_training_goes_on_while_a_save_is_written(
     run: InlineRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write = threading.Event(), storage.save_file
+    gate = threading.Event()
 
     def slowly(tensors: dict[str, Tensor], path: Path) -> None:
         assert gate.wait(20)
-        write(tensors, path)
+        save_file(tensors, path)
 
     monkeypatch.setattr(storage, "save_file", slowly)
     before = run.state_dict()
@@ -135,6 +136,10 @@ def truncate(path: Path) -> None:
         file.truncate(100)
 
 
+def pickle_it(path: Path) -> None:
+    (path / "checkpoint.json").write_bytes(b"\x80\x04.")
+
+
 def edit(**fields: object) -> Callable[[Path], None]:
     def edited(path: Path) -> None:
         record = path / "checkpoint.json"
@@ -151,7 +156,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "short": (truncate, "device-00000.safetensors has 100 bytes, not SIZE"),
     "no json": (
-        lambda path: (path / "checkpoint.json").write_bytes(b"\x80\x04."),
+        pickle_it,
         "checkpoint.json: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",
     ),
     "other": (edit(format="zip"), "checkpoint.json: ValueError: it is not a piper checkpoint"),
