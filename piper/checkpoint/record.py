@@ -136,7 +136,7 @@ def parse(folder: Path, text: str) -> Record:
         if found["version"] != VERSION:
             raise ValueError(f"it has version {found['version']!r}, and this Piper reads version {VERSION}")
         return record_of(found)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise unreadable(folder, f"{FILE}: {type(error).__name__}: {error}") from error
 
 

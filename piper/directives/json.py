@@ -6,13 +6,13 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from piper.directives.base import Directive
+from piper.directives.base import STREAM, Directive
 from piper.directives.order import order
 from piper.directives.place import place
 from piper.directives.replicate import replicate
 from piper.directives.shard import shard
 from piper.directives.split import split
-from piper.errors import ConfigError, ScheduleError
+from piper.errors import ConfigError
 from piper.ir.select import PASSES, At, Index, at
 
 KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # op: what it needs, what it may have
@@ -97,12 +97,7 @@ def read_entry(entry: object, where: str) -> Directive:
             raise ConfigError(
                 f"{op} needs the key {key!r}", by=where, facts={"has": ", ".join(entry)}, hint=f"add {key!r}"
             )
-    try:
-        return replace(READERS[op](entry, where), source=where)
-    except ScheduleError as error:
-        raise ConfigError(
-            f"{op} refuses this", by=where, facts={"why": str(error)}, hint="mend what it names"
-        ) from None
+    return replace(READERS[op](entry, where), source=where)
 
 
 def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
@@ -144,8 +139,8 @@ def read_devices(entry: Mapping[str, object], where: str) -> list[int]:
 
 def read_text(entry: Mapping[str, object], key: str, where: str) -> str | None:
     value = entry.get(key)
-    if value is not None and not isinstance(value, str):
-        raise wrong(where, key, value, "a name")
+    if value is not None and not (isinstance(value, str) and STREAM.fullmatch(value)):
+        raise wrong(where, key, value, "a name in one word")
     return value
 
 

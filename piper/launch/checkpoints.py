@@ -11,7 +11,7 @@ from torch import Tensor
 from piper.checkpoint.folder import begin, beside, commit, discard, retain, settled, unwritten
 from piper.checkpoint.layout import buffers_of
 from piper.checkpoint.match import check_model, check_trainer, wanted_model
-from piper.checkpoint.plain import Plain, decode, encode
+from piper.checkpoint.plain import Plain, decode, dtype_named, encode
 from piper.checkpoint.record import Record, Spec, Trainer, read_record, unreadable
 from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, index_of, write_parts
 from piper.errors import ConfigError
@@ -60,7 +60,7 @@ class Checkpoints:
         plain = encode(data, "data")
         partial = begin(target)
         try:
-            unread = write_parts(partial, "driver", [*whole_parts(self.unread)])
+            unread = write_parts(partial, "driver", [*whole_parts(self._kept())])
             self.ask("save", dict.fromkeys(self.devices, str(partial)))
         except StorageError as error:
             discard(target)
@@ -122,9 +122,14 @@ class Checkpoints:
     def _model(self) -> dict[str, Spec]:
         """What this program's checkpoints hold; the types of unread values are those they have."""
         found = wanted_model(self.program.plans, self.program.outline)
-        for name, value in self.unread.items():
+        for name, value in self._kept().items():
             found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
         return found
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The values that no device holds and a checkpoint does."""
+        wanted = wanted_model(self.program.plans, self.program.outline)
+        return {name: value for name, value in self.unread.items() if name in wanted}
 
     def load(self, path: Path | str) -> Resumed:
         """Take the state of a checkpoint, whatever strategy it was saved under."""
@@ -186,7 +191,7 @@ def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, spec in shelf.record.model.items():
         if name not in held:
-            found[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype or "float32"))
+            found[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
     shelf.read(
         Part(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
         for name, value in found.items()

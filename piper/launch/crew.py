@@ -71,9 +71,10 @@ class CrewRun:
             raise ended()
         try:
             return self.crew.ask(call, arguments)
-        except WorkerError:
-            self.checkpoints.abandon()
-            self.close()
+        except BaseException as error:
+            self.checkpoints.abandon()  # what workers still answer is not the answer to the next call
+            if isinstance(error, WorkerError):
+                self.close()
             raise
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:

@@ -64,7 +64,7 @@ def test_a_trained_model_goes_to_transformers_and_back(family: str, tmp_path: Pa
     write_start(program, values, tmp_path / "start")
     with launch(program, resume=tmp_path / "start") as run:
         assert equal_bits(run.state_dict(), state)
-        assert run.step(batch).loss == loss  # the optimizer begins anew after a step that only moved weights
+        assert run.step(batch).loss == loss  # which depends on the weights alone
 
     saved = {name: value for name, value in Values(tmp_path / "checkpoint").items() if name in state}
     export_hf(saved, plain.config, tmp_path / "out")

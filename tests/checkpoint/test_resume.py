@@ -3,8 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.checkpoint.jobs import batches, equal_bits, program, resume, train_and_save
+from piper.api import compile
+from tests.checkpoint.jobs import (
+    ROWS,
+    batches,
+    case,
+    equal_bits,
+    program,
+    resume,
+    strategy,
+    train_and_save,
+)
+from tests.runtime.grid import Cell, job
 
 SAME = [
     ("decoder", "pp2-dp2-zero3", "adamw"),  # its embedding is tied across stages
@@ -27,11 +40,11 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(("case", "strategy", "settings"), SAME)
+@pytest.mark.parametrize(("model", "name", "settings"), SAME)
 def test_the_same_strategy_goes_on_to_the_bit(
     case: str, strategy: str, settings: str, tmp_path: Path
 ) -> None:
-    made, given = program(case, strategy, settings), batches(case, 0, 4)
+    made, given = program(model, name, settings), batches(model, 0, 4)
     losses, saved, last = train_and_save(made, given, 2, tmp_path / "checkpoint")
     again, loaded, end = resume(made, given[2:], tmp_path / "checkpoint")
     assert equal_bits(loaded, saved)
@@ -39,13 +52,13 @@ def test_the_same_strategy_goes_on_to_the_bit(
     assert equal_bits(end, last)
 
 
-@pytest.mark.parametrize(("case", "before", "after", "settings"), OTHER)
+@pytest.mark.parametrize(("model", "before", "after", "settings"), OTHER)
 def test_another_strategy_goes_on_from_the_same_numbers(
-    case: str, before: str, after: str, settings: str, tmp_path: Path
+    model: str, before: str, after: str, settings: str, tmp_path: Path
 ) -> None:
-    given = batches(case, 0, 4)
-    losses, saved, _ = train_and_save(program(case, before, settings), given, 2, tmp_path / "checkpoint")
-    again, loaded, _ = resume(program(case, after, settings), given[2:], tmp_path / "checkpoint")
+    given = batches(model, 0, 4)
+    losses, saved, _ = train_and_save(program(model, before, settings), given, 2, tmp_path / "checkpoint")
+    again, loaded, _ = resume(program(model, after, settings), given[2:], tmp_path / "checkpoint")
     assert equal_bits(loaded, saved)
     assert again == pytest.approx(losses, rel=1e-9)
 
@@ -58,6 +71,47 @@ def test_buffers_go_on(before: str, after: str, tmp_path: Path) -> None:
     _, loaded, _ = resume(program("convnet", after), given[2:3], tmp_path / "checkpoint")
     assert equal_bits(loaded, saved)
     assert any(name.endswith("running_mean") for name in saved)
+
+
+class Unread(nn.Module):
+    """A model with values that its forward never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(16, 4), nn.Parameter(torch.rand(3))
+        self.scale = nn.Parameter(torch.tensor(2.0))  # a single number, which shards hold as a run of one
+        self.register_buffer("note", torch.rand(2))
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.used(x) * self.scale
+        return result
+
+
+def test_what_no_device_reads_and_single_numbers_go_on(tmp_path: Path) -> None:
+    made = case("mlp")
+    given = [made.batch(ROWS, seed) for seed in range(4)]
+    one, sharded = (
+        compile(
+            job(
+                Cell(case="mlp"),
+                model=Unread,
+                loss=made.loss,
+                data=lambda: given,
+                strategy=strategy(name, 1),
+            )
+        )
+        for name in ("one", "dp4-zero2")
+    )
+    losses, saved, _ = train_and_save(one, given, 2, tmp_path / "a")
+    assert {"spare", "note", "scale"} <= saved.keys() and "scratch" not in saved
+    again, loaded, _ = resume(sharded, given[2:], tmp_path / "a")
+    assert equal_bits(loaded, saved)
+    assert again == pytest.approx(losses, rel=1e-9)
+    losses, saved, _ = train_and_save(sharded, given, 2, tmp_path / "b")
+    again, loaded, _ = resume(one, given[2:], tmp_path / "b")
+    assert equal_bits(loaded, saved)
+    assert again == pytest.approx(losses, rel=1e-9)
 
 
 def test_bf16_keeps_its_exact_weights(tmp_path: Path) -> None:

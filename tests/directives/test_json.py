@@ -137,7 +137,14 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"op": "place", "filter": {}, "devices": [0], "stream": 1}]',
             """
             strategy[0]: 'stream' is 1
-              hint: 'stream' is a name
+              hint: 'stream' is a name in one word
+            """,
+        ),
+        (
+            '[{"op": "split", "filter": {}, "num_microbatches": 2, "dim_name": "M B"}]',
+            """
+            strategy[0]: 'dim_name' is "M B"
+              hint: 'dim_name' is a name in one word
             """,
         ),
         (

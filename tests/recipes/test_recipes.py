@@ -20,9 +20,9 @@ ALL = (
     "experts.py:ep",
     "qwen3_moe.py:ep",
     "moe_dualpipe.py:demo",
-    "paper_example.py:example",
 )
-DENSE = 5.558  # what a model that knows nothing of 256 bytes begins with: about ln 256
+ELSEWHERE = {"paper_example.py"}  # beside the paper's own numbers
+DENSE = (5.54854, 5.46)  # the first is about ln 256: a model that knows nothing of bytes
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +42,12 @@ def test_a_recipe_steps(name: str) -> None:
     first, second = losses(name)
     assert 0 < second < first
     if name.startswith("dense"):
-        assert first == pytest.approx(DENSE, abs=1e-3)
-        assert second == pytest.approx(5.3075, abs=1e-3), "whatever the strategy"
+        assert (first, second) == pytest.approx(DENSE, rel=1e-5), "whatever the strategy"
 
 
 def test_every_recipe_is_here() -> None:
-    assert {path.name for path in RECIPES.glob("*.py")} == {name.partition(":")[0] for name in ALL}
+    here = {name.partition(":")[0] for name in ALL}
+    assert {path.name for path in RECIPES.glob("*.py")} == here | ELSEWHERE
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.name)
