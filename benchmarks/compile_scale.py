@@ -1,7 +1,7 @@
 """How long compiling takes: a Hugging Face model of 8B shape, and synthetic chains up to 16,384 devices.
 
-Each case runs in a process of its own, so that its peak memory is its own. `all CPU` is that process's CPU time,
-imports included: where it is well under the time, the machine had other work.
+Each case runs in a process of its own, so that its peak memory is its own. `all CPU` is that process's CPU
+time, imports included: where it is well under the time, the machine had other work.
 """
 
 import argparse

@@ -41,9 +41,7 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("model", "name", "settings"), SAME)
-def test_the_same_strategy_goes_on_to_the_bit(
-    case: str, strategy: str, settings: str, tmp_path: Path
-) -> None:
+def test_the_same_strategy_goes_on_to_the_bit(model: str, name: str, settings: str, tmp_path: Path) -> None:
     made, given = program(model, name, settings), batches(model, 0, 4)
     losses, saved, last = train_and_save(made, given, 2, tmp_path / "checkpoint")
     again, loaded, end = resume(made, given[2:], tmp_path / "checkpoint")
