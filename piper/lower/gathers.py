@@ -65,6 +65,6 @@ def whole(bucket: Bucket) -> str:
 
 
 def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:
-    """The runs of neighbouring compute nodes that read a bucket: a weight gradient, which does not, ends one."""
+    """The runs of neighbouring compute nodes that read a bucket; weight gradients, which do not, end one."""
     slot = param_slot(bucket)
     return runs([slot in line[place].reads for place in places])

@@ -15,7 +15,7 @@ from tests.checkpoint.jobs import batches, equal_bits, program
 
 @pytest.mark.timeout(120)
 def test_processes_save_and_load_what_threads_do(tmp_path: Path) -> None:
-    made, given = program("decoder", "pp2-dp2-zero3"), batches("decoder", 0, 3)
+    made, given = program("mlp", "pp2-dp2-zero3"), batches("mlp", 0, 3)
     with launch_local(made, Options()) as run:
         run.step(given[0])
         run.save(tmp_path / "step-1", data=[1, 2], wait=False)
@@ -38,7 +38,7 @@ def test_processes_save_and_load_what_threads_do(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("on", ["inline", "local"])
 def test_a_run_that_resumes_builds_no_model(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, given = program("decoder", "pp2-dp2-zero3"), batches("decoder", 0, 2)
+    made, given = program("mlp", "pp2-dp2-zero3"), batches("mlp", 0, 2)
     with launch(made) as run:
         run.step(given[0])
         run.save(tmp_path / "a")
