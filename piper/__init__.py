@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from piper.api import compile
     from piper.capture.annotate import annotate, annotate_modules
     from piper.experts import grouped_mm, route, unroute
-    from piper.launch.base import Run
-    from piper.launch.start import launch
+    from piper.launchers.base import Run
+    from piper.launchers.start import launch
 
 __all__ = [
     "CaptureError",
@@ -50,9 +50,9 @@ NEEDS_TORCH = {
     "annotate": "piper.capture.annotate",
     "annotate_modules": "piper.capture.annotate",
     "compile": "piper.api",
-    "Run": "piper.launch.base",
+    "Run": "piper.launchers.base",
     "grouped_mm": "piper.experts",
-    "launch": "piper.launch.start",
+    "launch": "piper.launchers.start",
     "route": "piper.experts",
     "unroute": "piper.experts",
 }

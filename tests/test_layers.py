@@ -22,7 +22,7 @@ ROOMS = {
     "fields",
     "ir",
     "job",
-    "launch",
+    "launchers",
     "lower",
     "models",
     "plan",
@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"errors", "ir", "directives", "torch"},
     "checkpoint": {"errors", "devices", "ir", "plan", "torch"},
     "runtime": {"errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
-    "launch": {
+    "launchers": {
         "checkpoint",
         "errors",
         "experts",
@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 PURE = ("ir", "plan", "directives", "schedules", "lower", "view")  # readable anywhere, in milliseconds
 WATCHED = {"torch", "ray"}  # third parties that only some rooms may import
-RAY = "launch/ray.py"  # the only file that may import ray
+RAY = "launchers/ray.py"  # the only file that may import ray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from piper.api import compile
 from piper.errors import ConfigError
-from piper.launch.inline import launch_inline
+from piper.launchers.inline import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
 from piper.runtime.check import check
 from tests import zoo

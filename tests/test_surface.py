@@ -40,6 +40,12 @@ def test_public_names() -> None:
     assert all(getattr(piper, name) is not None for name in piper.__all__)
 
 
+def test_launch_stays_a_function_when_its_room_is_imported() -> None:
+    import piper.launchers.start
+
+    assert piper.launch is piper.launchers.start.launch
+
+
 def test_job_fields() -> None:
     assert [field.name for field in fields(piper.Job)] == [
         "model",

@@ -11,7 +11,7 @@ from torch import Tensor
 from piper.api import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
 from piper.ir.select import at
-from piper.launch.inline import launch_inline
+from piper.launchers.inline import launch_inline
 from piper.models import decoder
 from piper.runtime.worker import Options
 from tests import zoo

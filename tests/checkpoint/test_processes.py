@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from piper.checkpoint import folder
-from piper.launch.inline import launch_inline
-from piper.launch.local import launch_local
-from piper.launch.start import On, launch
+from piper.launchers.inline import launch_inline
+from piper.launchers.local import launch_local
+from piper.launchers.start import On, launch
 from piper.runtime import setup
 from piper.runtime.worker import Options
 from tests.checkpoint.jobs import batches, equal_bits, program

@@ -19,7 +19,7 @@ from piper.checkpoint.folder import latest, step_path
 from piper.checkpoint.match import check_model, check_trainer
 from piper.checkpoint.record import Record, Spec, Trainer, read_record
 from piper.errors import ConfigError
-from piper.launch.inline import InlineRun, launch_inline
+from piper.launchers.inline import InlineRun, launch_inline
 from tests.checkpoint.jobs import batches, case, equal_bits, program, strategy
 from tests.runtime.grid import Cell, job
 

@@ -17,13 +17,13 @@ from torch.optim import SGD, Optimizer
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launch.crew import CrewRun
-from piper.launch.local import LocalCrew, launch_local
-from piper.launch.nursery import Nursery, nursery
+from piper.launchers.crew import CrewRun
+from piper.launchers.local import LocalCrew, launch_local
+from piper.launchers.nursery import Nursery, nursery
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from tests.launch import sabotage
-from tests.launch.sabotage import Sabotaged
+from tests.launchers import sabotage
+from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
 
 CELL = Cell(case="mlp", schedule="1f1b", dp=1, parts=2)  # stage 0 on device 0, stage 1 on device 1
@@ -192,7 +192,7 @@ def test_a_job_that_cannot_be_sent(forks: Nursery) -> None:
 
 SCRIPT = """
 import os, signal, socket
-from piper.launch.nursery import Nursery
+from piper.launchers.nursery import Nursery
 made = Nursery()
 ends = [socket.socketpair() for _ in range(3)]
 pids = [made.fork([there.fileno()] * 3) for _, there in ends]

@@ -19,14 +19,14 @@ from ray.cluster_utils import Cluster
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launch import ray as launcher
-from piper.launch.crew import CrewRun
-from piper.launch.inline import launch_inline
-from piper.launch.ray import RayCrew, launch_ray
+from piper.launchers import ray as launcher
+from piper.launchers.crew import CrewRun
+from piper.launchers.inline import launch_inline
+from piper.launchers.ray import RayCrew, launch_ray
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from tests.launch import sabotage
-from tests.launch.sabotage import Sabotaged
+from tests.launchers import sabotage
+from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

@@ -9,7 +9,7 @@ pytest.importorskip("ray")
 import ray
 
 from piper.api import compile
-from piper.launch.start import launch
+from piper.launchers.start import launch
 from tests.runtime.grid import Cell, batches, job
 
 CELL = Cell(case="mlp", schedule="1f1b", dp=1)

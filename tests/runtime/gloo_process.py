@@ -7,7 +7,7 @@ from typing import cast
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from piper.launch.channel import Channel, ClosedError
+from piper.launchers.channel import Channel, ClosedError
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.launch.channel import Channel
-from piper.launch.nursery import nursery
-from piper.launch.store import LOOPBACK, store_on
+from piper.launchers.channel import Channel
+from piper.launchers.nursery import nursery
+from piper.launchers.store import LOOPBACK, store_on
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, summed
 from piper.runtime.comm.gloo import GlooComms

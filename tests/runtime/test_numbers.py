@@ -8,7 +8,7 @@ import torch
 from piper.api import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
-from piper.launch.inline import launch_inline
+from piper.launchers.inline import launch_inline
 from piper.runtime.check import check
 from piper.runtime.reference import Reference
 from piper.runtime.worker import Options

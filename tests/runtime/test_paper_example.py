@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from piper.api import compile
-from piper.launch.inline import launch_inline
+from piper.launchers.inline import launch_inline
 from piper.runtime.check import check
 from tests.runtime.grid import Cell, case_of, job
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from piper.api import Program, compile
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk, Phase
-from piper.launch.inline import launch_inline
+from piper.launchers.inline import launch_inline
 from piper.plan.memory import timeline
 from piper.runtime.check import check
 from piper.runtime.comm.gloo import GlooComms

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launch.base import Resumed, StepResult, ended, result_of, state_by_name, streams_of
-from piper.launch.blame import Scene, Sighting, blame
-from piper.launch.checkpoints import Checkpoints
-from piper.launch.look import running
-from piper.launch.member import Call
-from piper.launch.persist import Keeper, blank_values
-from piper.launch.watch import Failure, Watcher, new_cells
+from piper.launchers.base import Resumed, StepResult, Trains, ended, result_of, state_by_name, streams_of
+from piper.launchers.blame import Scene, Sighting, blame
+from piper.launchers.checkpoints import Checkpoints
+from piper.launchers.look import running
+from piper.launchers.member import Call
+from piper.launchers.persist import Keeper, blank_values
+from piper.launchers.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.inline import World
@@ -26,7 +26,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 
 
-class InlineRun:
+class InlineRun(Trains):
     """A job whose devices are threads."""
 
     def __init__(self, program: ProgramLike, options: Options) -> None:

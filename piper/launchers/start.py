@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from piper.errors import ConfigError
-from piper.launch.base import Run
+from piper.launchers.base import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -52,15 +52,15 @@ def launcher(program: ProgramLike, on: str, options: Options) -> AbstractContext
     """The launcher of a name; the others are not imported."""
     match on:
         case "inline":
-            from piper.launch.inline import launch_inline
+            from piper.launchers.inline import launch_inline
 
             return launch_inline(program, options)
         case "local":
-            from piper.launch.local import launch_local
+            from piper.launchers.local import launch_local
 
             return launch_local(program, options)
         case "ray":
-            from piper.launch.ray import launch_ray
+            from piper.launchers.ray import launch_ray
 
             return launch_ray(program, options)
     raise ConfigError(

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
-from piper.launch.channel import Channel, ClosedError
-from piper.launch.freight import unpack
-from piper.launch.persist import Done, Keeper, blank_values
-from piper.launch.shared import Entry, Marks, SharedValues
-from piper.launch.watch import Failure, Watcher, failure_of
+from piper.launchers.channel import Channel, ClosedError
+from piper.launchers.freight import unpack
+from piper.launchers.persist import Done, Keeper, blank_values
+from piper.launchers.shared import Entry, Marks, SharedValues
+from piper.launchers.watch import Failure, Watcher, failure_of
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.env import Rows
 from piper.runtime.setup import Initial, Setup

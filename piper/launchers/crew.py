@@ -8,10 +8,10 @@ from typing import cast
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launch.base import Resumed, StepResult, ended, result_of, state_by_name
-from piper.launch.checkpoints import Checkpoints
-from piper.launch.excerpt import Cutter
-from piper.launch.member import Call
+from piper.launchers.base import Resumed, StepResult, Trains, ended, result_of, state_by_name
+from piper.launchers.checkpoints import Checkpoints
+from piper.launchers.excerpt import Cutter
+from piper.launchers.member import Call
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.assemble import whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
@@ -54,7 +54,7 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 
-class CrewRun:
+class CrewRun(Trains):
     """A job whose devices are processes somewhere."""
 
     def __init__(self, program: ProgramLike, crew: Crew, unread: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from piper.checkpoint.plain import dtype_named
 from piper.checkpoint.record import Record, Spec
 from piper.checkpoint.storage import Part, StorageError, index_of, write_parts
 from piper.errors import ConfigError
-from piper.launch.checkpoints import sizes_of, whole_parts
+from piper.launchers.checkpoints import sizes_of, whole_parts
 from piper.runtime.setup import ProgramLike, initial_tensors
 
 MOST = 2**30  # bytes of values that are held at a time

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.launch.excerpt import Cutter, Excerpt
-from piper.launch.freight import importable, modules_of, pack, unpack
+from piper.launchers.excerpt import Cutter, Excerpt
+from piper.launchers.freight import importable, modules_of, pack, unpack
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
 from piper.recipe import import_file
@@ -53,7 +53,7 @@ def test_a_recipe_is_not_importable_and_the_package_is(tmp_path: Path) -> None:
     module = import_file(recipe)
     assert not importable(module.__name__)
     assert not importable("__main__")
-    assert importable("piper.launch.member")
+    assert importable("piper.launchers.member")
 
 
 RECIPE = """
@@ -84,7 +84,7 @@ def tiny():
 """
 RUN = """
 from piper.api import compile
-from piper.launch.start import launch
+from piper.launchers.start import launch
 from piper.recipe import load_recipe
 program = compile(load_recipe("{path}:tiny"))
 for on in ("inline", "local"):

@@ -15,9 +15,9 @@ from piper.checkpoint.plain import Plain, decode, dtype_named, encode
 from piper.checkpoint.record import Record, Spec, Trainer, read_record, unreadable
 from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, index_of, write_parts
 from piper.errors import ConfigError
-from piper.launch.base import Resumed
-from piper.launch.member import Call
-from piper.launch.persist import Copied, Done, name_of
+from piper.launchers.base import Resumed
+from piper.launchers.member import Call
+from piper.launchers.persist import Copied, Done, name_of
 from piper.runtime.setup import JobLike, ProgramLike
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from typing import NoReturn
 from piper.errors import LaunchError
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
-PROGRAM = "import sys; from piper.launch.nursery import serve; serve(int(sys.argv[1]), sys.argv[2])"
-WORKER = "piper.launch.member"  # the module whose `main` a worker runs
+PROGRAM = "import sys; from piper.launchers.nursery import serve; serve(int(sys.argv[1]), sys.argv[2])"
+WORKER = "piper.launchers.member"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code

@@ -6,7 +6,7 @@ import secrets
 import socket
 import struct
 
-from piper.launch.freight import pack, unpack
+from piper.launchers.freight import pack, unpack
 
 LENGTH = struct.Struct("!Q")
 NAME = struct.Struct("!I")

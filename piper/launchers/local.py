@@ -7,18 +7,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from piper.launch.base import streams_of
-from piper.launch.blame import Sighting
-from piper.launch.channel import Channel
-from piper.launch.crew import CrewRun, unread_values
-from piper.launch.freight import pack_setup
-from piper.launch.look import running, stopped
-from piper.launch.member import PATIENCE, Meeting, Order, Places
-from piper.launch.nursery import Nursery
-from piper.launch.nursery import nursery as started_nursery
-from piper.launch.shared import Marks, layout, nameless_file, share
-from piper.launch.store import LOOPBACK, store_on
-from piper.launch.wired import Readable, WiredCrew
+from piper.launchers.base import streams_of
+from piper.launchers.blame import Sighting
+from piper.launchers.channel import Channel
+from piper.launchers.crew import CrewRun, unread_values
+from piper.launchers.freight import pack_setup
+from piper.launchers.look import running, stopped
+from piper.launchers.member import PATIENCE, Meeting, Order, Places
+from piper.launchers.nursery import Nursery
+from piper.launchers.nursery import nursery as started_nursery
+from piper.launchers.shared import Marks, layout, nameless_file, share
+from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.wired import Readable, WiredCrew
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 

@@ -2,8 +2,8 @@
 
 from inspect import cleandoc
 
-from piper.launch.blame import Scene, Sighting, blame
-from piper.launch.watch import Failure
+from piper.launchers.blame import Scene, Sighting, blame
+from piper.launchers.watch import Failure
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from piper.api import Program, compile
 from piper.errors import ConfigError, WorkerError
-from piper.launch.base import Run, StepResult
-from piper.launch.inline import launch_inline
-from piper.launch.local import launch_local
-from piper.launch.nursery import nursery
-from piper.launch.start import launch
+from piper.launchers.base import Run, StepResult
+from piper.launchers.inline import launch_inline
+from piper.launchers.local import launch_local
+from piper.launchers.nursery import nursery
+from piper.launchers.start import launch
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from tests.launch import sabotage
-from tests.launch.sabotage import Sabotaged
+from tests.launchers import sabotage
+from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
 
 COMPOSED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)  # pipeline, replicas, shards, ties
@@ -51,7 +51,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
                 yield lambda program, options: launch_local(program, options, forks)
         case "ray":
             pytest.importorskip("ray")
-            from piper.launch.ray import cluster, launch_ray
+            from piper.launchers.ray import cluster, launch_ray
 
             with cluster(4):
                 yield launch_ray

@@ -1,8 +1,10 @@
 """What every launcher shares: what a running job offers, and what a step gives back."""
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.ir.chunk import Outline
 from piper.plan.plan import Plans
+from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
@@ -31,11 +34,32 @@ class Resumed:
     data: object = None
 
 
+class Trains(ABC):
+    """A job that takes its steps from its own data."""
+
+    program: ProgramLike
+    batches: Iterator[Mapping[str, Tensor]] | None = None  # begun with the first call
+
+    @abstractmethod
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch."""
+
+    def train(self, steps: int | None = None) -> Iterator[StepResult]:
+        """Train on the job's data, as many steps as it says unless told otherwise; another call goes on from there."""
+        if self.batches is None:
+            self.batches = iter(self.program.job.data())
+        for batch in islice(self.batches, self.program.job.steps if steps is None else steps):
+            yield self.step(batch)
+
+
 class Run(Protocol):
     """A job that is running."""
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
+
+    def train(self, steps: int | None = None) -> Iterator[StepResult]:
+        """Train on the job's own data, step by step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, by fully qualified name."""

@@ -20,17 +20,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from piper.errors import LaunchError
-from piper.launch.base import streams_of
-from piper.launch.blame import Sighting
-from piper.launch.channel import admit, join
-from piper.launch.crew import CrewRun, devices_of, unread_values
-from piper.launch.freight import pack, pack_setup, unpack
-from piper.launch.look import Look, look_at, sweep
-from piper.launch.member import PATIENCE, Meeting, Member, Order, serve
-from piper.launch.shared import Bytes, Entry, HeldValues, Marks, joined, layout
-from piper.launch.store import LOOPBACK, store_on
-from piper.launch.watch import failure_of
-from piper.launch.wired import WiredCrew
+from piper.launchers.base import streams_of
+from piper.launchers.blame import Sighting
+from piper.launchers.channel import admit, join
+from piper.launchers.crew import CrewRun, devices_of, unread_values
+from piper.launchers.freight import pack, pack_setup, unpack
+from piper.launchers.look import Look, look_at, sweep
+from piper.launchers.member import PATIENCE, Meeting, Member, Order, serve
+from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout
+from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.watch import failure_of
+from piper.launchers.wired import WiredCrew
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 

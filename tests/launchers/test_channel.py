@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from piper.launch.channel import Channel, ClosedError, admit, join
+from piper.launchers.channel import Channel, ClosedError, admit, join
 
 KEY = b"k" * 32
 

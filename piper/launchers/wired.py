@@ -7,11 +7,11 @@ from time import monotonic
 from typing import Protocol
 
 from piper.errors import WorkerError
-from piper.launch.blame import Scene, Sighting, blame
-from piper.launch.channel import Channel, ClosedError
-from piper.launch.crew import Crew, devices_of
-from piper.launch.member import Call
-from piper.launch.watch import Failure
+from piper.launchers.blame import Scene, Sighting, blame
+from piper.launchers.channel import Channel, ClosedError
+from piper.launchers.crew import Crew, devices_of
+from piper.launchers.member import Call
+from piper.launchers.watch import Failure
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 

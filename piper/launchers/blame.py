@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper.errors import WorkerError
-from piper.launch.watch import Failure
+from piper.launchers.watch import Failure
 from piper.plan.instr import COMMUNICATION, Instr
 from piper.plan.plan import Plans
 
