@@ -45,7 +45,7 @@ class Trains(ABC):
         """Train on one global batch."""
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
-        """Train on the job's data, as many steps as it says unless told otherwise; another call goes on from there."""
+        """Train on the job's data, as many steps as it says or as asked; another call goes on from there."""
         if self.batches is None:
             self.batches = iter(self.program.job.data())
         for batch in islice(self.batches, self.program.job.steps if steps is None else steps):
