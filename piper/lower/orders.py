@@ -30,6 +30,7 @@ def add_orders(work: Work) -> Work:
                 edges += chain_groups(work.graph, ordering.by, groups, nodes)
     else:
         edges += limit_in_flight(work.graph)
+        edges += keep_buffers_in_step(work.graph)
     return replace(work, temporal=tuple(dict.fromkeys(edges)))
 
 
@@ -124,16 +125,22 @@ def ends(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
     """The members of a group whose results no other member reads."""
     if len(members) == 1:
         return members
-    read = {value for node in members for value in node.reads}
-    return [node for node in members if not any(value in read for value in node.writes)]
+    readers: dict[str, set[str]] = {}
+    for node in members:
+        for value in node.reads:
+            readers.setdefault(value, set()).add(node.name)
+    # a buffer that a node both reads and writes is no edge to itself
+    return [node for node in members if not any(readers.get(v, set()) - {node.name} for v in node.writes)]
 
 
 def starts(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
     """The members of a group that read no other member's result."""
     if len(members) == 1:
         return members
-    written = {value for node in members for value in node.writes}
-    return [node for node in members if not any(value in written for value in node.reads)]
+    writer = {value: node.name for node in members for value in node.writes}
+    return [
+        node for node in members if all(writer.get(value, node.name) == node.name for value in node.reads)
+    ]
 
 
 def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
@@ -152,6 +159,18 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
         for done, then in zip(all_parts, all_parts[depth[chunk] :], strict=False):
             if compute_name(chunk, "B", done) in graph.nodes:
                 yield (compute_name(chunk, "B", done), compute_name(chunk, "F", then), -1)
+
+
+def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
+    """Without an order, let a region that writes buffers see the parts of the samples one after another."""
+    writes = {chunk.name for chunk in graph.outline.chunks if chunk.mutated}
+    last: dict[str, Tags] = {}
+    for cell in graph.index.cells:
+        if cell.chunk in writes:
+            if cell.chunk in last:
+                before = compute_name(cell.chunk, "F", last[cell.chunk])
+                yield (before, compute_name(cell.chunk, "F", cell.part), -1)
+            last[cell.chunk] = cell.part
 
 
 def depths(graph: Graph) -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from inspect import cleandoc
 
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import Buffer, Outline
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.buckets import itemsize
@@ -16,7 +17,7 @@ from piper.lower.lower import lower
 from piper.lower.work import Settings
 from piper.plan.check import prove
 from piper.plan.plan import Plan, Plans
-from piper.schedules import one_f_one_b, zero_bubble
+from piper.schedules import gpipe, one_f_one_b, zero_bubble
 from tests.lower.outlines import SCALAR, Drawing, X, Y, pp
 
 
@@ -250,3 +251,26 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
         for seed in "12"
     }
     assert len(texts) == 1 and len(texts.pop()) > 1000
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_parts_that_write_a_buffer_stay_in_step(ordered: bool) -> None:
+    outline = chain(1, experts=4)
+    first, *rest = outline.chunks
+    spec = replace(first.phases["F"], buffers=("seen",))
+    phases = {**first.phases, "F": spec}
+    first = replace(first, buffers=("seen",), mutated=("seen",), phases=phases)
+    buffer = Buffer(name="seen", shape=(4,), dtype="int64", nbytes=32)
+    outline = replace(outline, chunks=(first, *rest), buffers=(buffer,))
+    strategy: list[Directive] = [
+        replicate(at(), [0, 1]),
+        shard(at(EP="*"), [0, 1]),
+        split(at(), parts=4),
+        *(gpipe(1, 4) if ordered else []),
+    ]
+    plans = compiled(outline, *strategy)
+    forwards = [ins.part for ins in plans.of(0).instrs if ins.op == "compute" and ins.arg == "F PP=0"]
+    assert forwards == [(("MB", part),) for part in range(4)]
+    if ordered:  # each part's pieces come before the next part's
+        pieces = [ins.part[0][1] for ins in plans.of(0).instrs if ins.arg.startswith("F ")]
+        assert pieces == sorted(pieces)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from piper.api import Program, compile
-from piper.errors import ConfigError
+from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.memory import timeline
@@ -185,9 +185,10 @@ def test_a_failing_chunk_shows_the_plan_around_it_and_ends_the_others() -> None:
         raise ZeroDivisionError("in a chunk")
 
     wrong = Wrong(compile(job(cell)), "PP=1", "B", fail)
-    with launch_inline(wrong) as run, pytest.raises(ZeroDivisionError) as caught:
+    with launch_inline(wrong) as run, pytest.raises(WorkerError) as caught:
         run.step(batches(cell, 1)[0])
-    (note,) = caught.value.__notes__
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    (note,) = caught.value.__cause__.__notes__
     assert note.startswith(("on device 2, at the arrow:\n", "on device 3, at the arrow:\n"))
     (arrow,) = [line for line in note.splitlines() if line.startswith("-->")]
     assert arrow.endswith("compute        B[PP=1 MB=0]")
