@@ -1,7 +1,6 @@
 """Objects as bytes, on their way from one process to another: tensors, lambdas and captured code included."""
 
 import importlib
-import importlib.machinery
 import io
 import pickle
 import sys
@@ -145,7 +144,8 @@ def modules_of(graph: fx.Graph) -> list[str]:
 def importable(module: str) -> bool:
     """Whether another process finds a module by its name."""
     top = module.partition(".")[0]
-    return top != "__main__" and importlib.machinery.PathFinder.find_spec(top) is not None
+    # not importlib.util.find_spec: it answers for what is loaded here, such as a recipe, however it was found
+    return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
 
 
 def attribute(module: nn.Module, path: str) -> object:

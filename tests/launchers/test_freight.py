@@ -141,3 +141,11 @@ def test_operators_are_imported_before_they_are_called() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(torch.ops.piper_tests.square.default, (graph.placeholder("x"),)),))
     assert modules_of(graph) == [test_fallback.__name__]
+
+
+def test_an_installed_package_is_importable_from_anywhere(tmp_path: Path) -> None:
+    program = "from piper.launchers.freight import importable; assert importable('piper.experts')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, timeout=50, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
