@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
+SUITE ?= tests
 SCHEDULES := gpipe 1f1b interleaved-1f1b zero-bubble interleaved-zero-bubble zbv dualpipe-v
 
 .PHONY: help setup test matrix demo lint format bench gallery
@@ -31,7 +32,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 matrix: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m matrix
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m matrix $(SUITE)
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/piper train recipes/moe_dualpipe.py:demo --on local
