@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
     "capture",
+    "collector",
     "checkpoint",
     "data",
     "devices",
@@ -34,6 +35,7 @@ ROOMS = {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "collector": set(),
     "devices": set(),
     "fields": {"errors"},
     "experts": {"errors", "torch"},
@@ -41,9 +43,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors", "devices", "fields"},
     "directives": {"errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
-    "lower": {"errors", "devices", "ir", "plan"},
+    "lower": {"collector", "errors", "devices", "ir", "plan"},
     "view": {"errors", "devices", "ir", "plan"},
-    "capture": {"errors", "ir", "experts", "torch"},  # experts: the markers at which a region is cut
+    "capture": {
+        "collector",
+        "errors",
+        "ir",
+        "experts",
+        "torch",
+    },  # experts: the markers at which a region is cut
     "models": {"errors", "experts", "capture", "torch"},
     "job": {"errors", "ir", "directives", "torch"},
     "checkpoint": {"errors", "devices", "ir", "plan", "torch"},

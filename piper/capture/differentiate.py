@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from piper.capture.code import Code, PhaseCode, Shape
-from piper.capture.collector import no_collection
 from piper.capture.piece import Piece
 from piper.capture.trace import Traced
+from piper.collector import no_collection
 from piper.errors import CaptureError
 from piper.ir.chunk import PHASES, Chunk, Outline, Output, Parameter, Phase, PhaseSpec, TensorSpec
 

@@ -11,7 +11,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.assemble import Assembler
 from piper.capture.blame import quiet, refused
-from piper.capture.collector import no_collection
 from piper.capture.cut import cut
 from piper.capture.library import Library
 from piper.capture.piece import Piece
@@ -20,6 +19,7 @@ from piper.capture.recording import Recording
 from piper.capture.regions import Regions, find_regions
 from piper.capture.rewrite import simplify, value
 from piper.capture.sizes import Sizes, dtype_name
+from piper.collector import no_collection
 from piper.errors import CaptureError
 from piper.ir.chunk import Buffer, Outline, Parameter
 

@@ -98,6 +98,13 @@ class Chunk:
     experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
 
 
+def bundles(chunk: Chunk) -> dict[str, list[int]]:
+    """The saved values in two bundles: those the weight gradients need live longer than the others."""
+    late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
+    early = [i for i in range(len(chunk.saved)) if i not in late]
+    return {name: members for name, members in (("saved", early), ("kept", sorted(late))) if members}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter of the model, once, whatever its aliases."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from piper.devices import Devices, show
-from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags
+from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.node import Add, Compute, Counts, Exchange, Node, Transfer, compute_name, show_part
 from piper.lower.buckets import homes_of, param_slot
 from piper.lower.exchanges import exchange_backward, exchange_forward
@@ -81,13 +81,6 @@ def forward(flow: Flow, chunk: Chunk) -> None:
         writes=tuple(writes),
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase="F"))
-
-
-def bundles(chunk: Chunk) -> dict[str, list[int]]:
-    """The saved values in two bundles: those the weight gradients need live longer than the others."""
-    late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
-    early = [i for i in range(len(chunk.saved)) if i not in late]
-    return {name: members for name, members in (("saved", early), ("kept", sorted(late))) if members}
 
 
 def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[str]:

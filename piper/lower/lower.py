@@ -1,10 +1,8 @@
 """The compiler from a directed graph to plans: read the list to know it."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
+from piper.collector import no_collection
 from piper.ir.chunk import Outline
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
@@ -56,21 +54,9 @@ def lower(
     if outline is not None:
         graph = replace(graph, outline=outline)
     work = Work(graph=graph, settings=settings or Settings())
-    with collector_paused():
+    with no_collection():
         for rewrite, holds in LOWERING:
             work = rewrite(work)
             broken = next(holds(work), None)
             assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
         return emit(work), work
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Stop looking for cyclic garbage: plans are many small records without a cycle, all of which stay."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

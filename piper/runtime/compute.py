@@ -6,21 +6,12 @@ from typing import cast
 
 import torch
 
-from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags
+from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.env import Bound, Env, draw_seed
 
 ITSELF = -1  # an argument that is a whole slot, not one of several values in it
-
-
-def bundles(chunk: Chunk) -> dict[str, list[int]]:
-    """Which saved values a slot holds: those that BW needs live longer than the others."""
-    late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
-    return {
-        "saved": [i for i in range(len(chunk.saved)) if i not in late],
-        "kept": [i for i in range(len(chunk.saved)) if i in late],
-    }
 
 
 def compute(env: Env, ins: Instr) -> Bound:
@@ -110,9 +101,7 @@ def results(
     if phase == "F":
         first = len(chunk.outputs)
         single += [(next(writes), i) for i in range(first)]
-        several += [
-            (next(writes), [first + i for i in members]) for members in bundles(chunk).values() if members
-        ]
+        several += [(next(writes), [first + i for i in members]) for members in bundles(chunk).values()]
         first += len(chunk.saved)
         single += [(next(writes), first + i) for i in range(len(chunk.mutated))]
     else:

@@ -1,4 +1,4 @@
-"""Keeps Python's cycle collector out of the way of a trace."""
+"""Keeps Python's cycle collector out of the way of work that makes many objects which stay."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no cycles inside. A trace makes millions of objects that stay; a sixth of it went on them."""
+    """Collect no cycles inside. A sixth of a trace went on them; plans are many small records without one."""
     enabled = gc.isenabled()
     gc.disable()
     try:
