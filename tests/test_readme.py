@@ -3,10 +3,17 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from piper import ScheduleError, at, order, place, split
+from piper.directives import apply
+from piper.ir.chain import chain
+from piper.ir.graph import start
+from piper.lower.lower import lower
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,6 +52,19 @@ def test_console_blocks_print_what_they_show(block: str) -> None:
         check=True,
     )
     assert done.stdout == shown
+
+
+def test_the_refused_strategy_is_refused_in_these_words() -> None:
+    swapped = order([[at(PP=1, MB=0, PASS="F")], [at(PP=0, MB=0, PASS="F")]])
+    strategy = [
+        place(at(PP=0), [0]),
+        place(at(PP=1), [0]),
+        split(at(), parts=2),
+        replace(swapped, source="llama.py:41"),
+    ]
+    with pytest.raises(ScheduleError) as error:
+        lower(apply(start(chain(2)), strategy))
+    assert f"{error.value}\n" in [text for _, text in blocks("text")]
 
 
 def test_every_link_leads_somewhere() -> None:
