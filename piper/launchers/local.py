@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from piper.launchers.base import streams_of
 from piper.launchers.blame import Sighting
@@ -90,7 +90,8 @@ class LocalCrew(WiredCrew):
         ended = self.nursery.ended()
         left = [pid for pid in self.pids.values() if pid not in ended]
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended since the nursery was asked, which is what we want
+                os.kill(pid, signal.SIGKILL)
         self.nursery.wait(left, END)
         self.channels.clear()
         self.pids.clear()

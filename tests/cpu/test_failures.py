@@ -151,9 +151,9 @@ def test_a_worker_that_is_lost_between_steps(program: Program, forks: Nursery, h
         with pytest.raises(WorkerError) as caught:
             run.step(BATCHES[1])
     done = "was killed by SIGKILL" if how == signal.SIGKILL else "is stopped by a signal"
-    assert text(caught.value).startswith(
-        f"device 0 (process N): the process {done}\n  at:      no instruction of its plan\n"
-    )
+    # whether another worker already waits for it, which widens the column, is a matter of microseconds
+    first = rf"device 0 \(process N\): the process {done}\n  at: +no instruction of its plan\n"
+    assert re.match(first, text(caught.value))
     assert not any(map(alive, pids))
 
 
