@@ -31,6 +31,7 @@ ROOMS = {
     "recipe",
     "runtime",
     "schedules",
+    "simulate",
     "view",
 }
 MAY_IMPORT: dict[str, set[str]] = {
@@ -44,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "directives": {"errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
     "lower": {"collector", "errors", "devices", "ir", "plan"},
-    "view": {"errors", "devices", "ir", "plan"},
+    "simulate": {"collector", "errors", "devices", "ir", "plan"},
+    "view": {"errors", "devices", "ir", "plan", "simulate"},  # simulate: when things happen
     "capture": {
         "collector",
         "errors",
@@ -77,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": ROOMS | {"api"},
     "__main__": {"cli"},
 }
-PURE = ("ir", "plan", "directives", "schedules", "lower", "view")  # readable anywhere, in milliseconds
+PURE = ("ir", "plan", "directives", "schedules", "lower", "simulate", "view")  # readable anywhere, in milliseconds
 WATCHED = {"torch", "ray"}  # third parties that only some rooms may import
 RAY = "launchers/ray.py"  # the only file that may import ray
 
