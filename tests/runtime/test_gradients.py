@@ -1,0 +1,15 @@
+"""Sums that the end of a step takes."""
+
+import pytest
+import torch
+
+from piper.runtime.gradients import BLOCK, squares
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-14), ("float32", 1e-7), ("bfloat16", 1e-6)])
+def test_squares_are_more_exact_than_the_type(length: int, dtype: str, tolerance: float) -> None:
+    flat = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    found = squares(flat)
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(float(flat.double().square().sum()), rel=tolerance)
