@@ -16,11 +16,18 @@ class Weaving:
     """Nodes to put into the line, and the values they need."""
 
     line: tuple[Node, ...]
-    after: dict[int, list[Node]] = field(default_factory=dict)
     values: dict[str, Slot] = field(default_factory=dict)
+    behind: dict[int, list[tuple[int, Node]]] = field(default_factory=dict)
 
-    def put(self, place: int, node: Node) -> None:
-        self.after.setdefault(place, []).append(node)
+    def put(self, place: int, node: Node, behind: int | None = None) -> None:
+        """Put a node after the place that makes what it reads, or further back."""
+        self.behind.setdefault(place if behind is None else behind, []).append((place, node))
+
+    @property
+    def after(self) -> dict[int, list[Node]]:
+        """The nodes to put after each place; what was made first comes first."""
+        first_made = {place: sorted(nodes, key=lambda made: made[0]) for place, nodes in self.behind.items()}
+        return {place: [node for _, node in nodes] for place, nodes in first_made.items()}
 
 
 def add_reductions(work: Work) -> Work:
@@ -31,7 +38,7 @@ def add_reductions(work: Work) -> Work:
     B[PP=0 MB=0], accumulate, B[PP=0 MB=1], accumulate, reduce
     """
     givers = gradient_givers(work)
-    weaving = Weaving(work.line, values=dict(work.values))
+    weaving = Weaving(line=work.line, values=dict(work.values))
     places = computes_by_set(work.line, {bucket.devices for bucket in work.buckets.values()})
     for bucket in work.buckets.values():
         given = givers.get(bucket.name, {})
@@ -120,25 +127,25 @@ def accumulate(weaving: Weaving, place: int, value: str, total: str, begun: dict
             )
 
 
-def reduce_node(weaving: Weaving, bucket: Bucket, place: int, value: str, again: bool) -> None:
-    """Reduce a gradient over the replicas after a place in line; a scattered sum adds to the shard so far."""
+def reduce_node(
+    weaving: Weaving, bucket: Bucket, place: int, value: str, *, again: bool, behind: int | None = None
+) -> None:
+    """Reduce the gradient made at a place in line, behind another; a scattered sum adds to the shard."""
     scatter = bucket.zero > 0
     result = shard_gradient(bucket) if scatter else full_gradient(bucket)
     if scatter:
         weaving.values[result] = Slot(nbytes=bucket.shard_nbytes)
-    weaving.put(
-        place,
-        Reduce(
-            bucket=bucket.name,
-            run=weaving.line[place].name,
-            devices=bucket.devices,
-            scatter=scatter,
-            reads=(value, result) if again else (value,),
-            writes=(result,),
-            stream=bucket.reduce_stream,
-            origin=bucket.origin,
-        ),
+    node = Reduce(
+        bucket=bucket.name,
+        run=weaving.line[place].name,
+        devices=bucket.devices,
+        scatter=scatter,
+        reads=(value, result) if again else (value,),
+        writes=(result,),
+        stream=bucket.reduce_stream,
+        origin=bucket.origin,
     )
+    weaving.put(place, node, behind)
 
 
 def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None:
@@ -153,9 +160,14 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None
 
 
 def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], places: list[int]) -> None:
-    """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its run."""
+    """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its reduction.
+
+    The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
+    ended, and the gradient counts as live until that node has ended too.
+    """
     for count, run in enumerate(runs([place in given for place in places])):
         where = [places[use] for use in run]
+        behind = places[min(run[-1] + 1, len(places) - 1)]
         value = given[where[0]]
         if len(where) > 1:
             value = f"{full_gradient(bucket)}[{weaving.line[where[0]].name}]"
@@ -163,7 +175,7 @@ def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], pla
             begun: dict[Devices, None] = {}
             for place in where:
                 accumulate(weaving, place, given[place], value, begun)
-        reduce_node(weaving, bucket, where[-1], value, again=count > 0)
+        reduce_node(weaving, bucket, where[-1], value, again=count > 0, behind=behind)
 
 
 def add_tied_sums(work: Work) -> Work:

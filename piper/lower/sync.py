@@ -72,6 +72,7 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[In
 
     Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
     be over is left out. A slot is freed by its last user, once the others that used it are known to be done.
+    Where a stream could run ahead and fill the memory, it is held back.
     """
     freed, dropped = last_uses(drafts, slots)
     names = {name: i for i, name in enumerate(dict.fromkeys(draft.stream for draft in drafts))}
@@ -81,13 +82,16 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[In
     ]  # by stream: how far it knows each stream, itself too, to have come
     after: list[tuple[int, ...]] = []  # the same, at the end of each instruction
     accesses = Accesses(slots, lane)
+    paced = paces(drafts, slots)
     waits: list[tuple[int, ...]] = []
     signalled: dict[int, int] = {}
     for place, draft in enumerate(drafts):
         ending = [*freed.get(place, ()), *dropped.get(place, ())]
         mine = known[lane[place]]
         asked: list[int] = []
-        for other in sorted(accesses.needed(place, draft, ending), reverse=True):
+        needed = accesses.needed(place, draft, ending)
+        needed.update(other for other in paced.get(place, ()) if lane[other] != lane[place])
+        for other in sorted(needed, reverse=True):
             if mine[lane[other]] >= other:  # the latest comes first: it may answer for the earlier ones
                 continue
             asked.append(signalled.setdefault(other, len(signalled)))
@@ -116,6 +120,29 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[In
         )
         for place, draft in enumerate(drafts)
     )
+
+
+def paces(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> dict[int, list[int]]:
+    """The earlier places that an instruction follows only to keep memory at what the order of issue says.
+
+    A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
+    those before have ended and freed what they had gathered. A backward whose gradient is scattered starts
+    when the scatters issued before it have ended, so that no whole gradients pile up behind a slow link.
+    """
+    scattered = {slot for draft in drafts if draft.op == "reduce_scatter" for slot in draft.reads}
+    found: dict[int, list[int]] = {}
+    computed: dict[str, int] = {}  # by stream: the last so far
+    reduced: dict[str, int] = {}
+    for place, draft in enumerate(drafts):
+        if draft.op == "compute":
+            if not scattered.isdisjoint(draft.writes):
+                found[place] = list(reduced.values())
+            computed[draft.stream] = place
+        elif draft.op == "reduce_scatter":
+            reduced[draft.stream] = place
+        elif draft.op == "gather" and not slots.keys().isdisjoint(draft.writes):
+            found[place] = list(computed.values())
+    return found
 
 
 def last_uses(

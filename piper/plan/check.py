@@ -5,6 +5,7 @@
 - There is one global order in which every device issues its instructions, communication being one event on
   all its devices: so nothing can wait in a circle, whatever the streams and however communicators buffer.
 - Every slot is written before it is read, freed exactly once, and then every stream is done with it.
+- Whole parameters and whole gradients are not made before those issued earlier have been given back.
 
 A device's plan stands for all devices that share it. That loses nothing: a circle among devices is also a
 circle among the plans they share.

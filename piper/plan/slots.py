@@ -1,6 +1,9 @@
-"""The proof that a plan uses its slots rightly: written before read, freed once, when nobody uses them."""
+"""The proof that a plan uses its slots rightly: written before read, freed once, when nobody uses them.
 
-from piper.plan.instr import Instr
+And that no stream runs ahead so far that memory exceeds what the order of issue says.
+"""
+
+from piper.plan.instr import Instr, Op
 from piper.plan.plan import Plan
 
 Reach = dict[str, int]  # stream -> the last of its instructions that is known to be over
@@ -19,12 +22,15 @@ class SlotProof:
         self._touched: dict[str, Reach] = {}  # slot or shared storage -> the last use by each stream
         self._sharers: dict[str, int] = {}  # storage -> how many live slots share it
         self._shares = {name: [s for s, _ in slot.shares] for name, slot in plan.slots.items() if slot.shares}
+        self._scattered = {slot for ins in plan.instrs if ins.op == "reduce_scatter" for slot in ins.reads}
+        self._last: dict[Op, Reach] = {"compute": {}, "reduce_scatter": {}}  # of each stream, so far
 
     def run(self) -> list[str]:
         """Everything that is wrong, in issue order."""
         for place, ins in enumerate(self.plan.instrs):
             mine = self._known.setdefault(ins.stream, {})
             self._wait(place, ins, mine)
+            self._pace(place, ins, mine)
             for slot in ins.reads:
                 self._read(place, ins, slot, mine)
             for slot in ins.writes:
@@ -32,6 +38,8 @@ class SlotProof:
             for slot in ins.frees:
                 self._free(place, ins, slot, mine)
             mine[ins.stream] = place
+            if ins.op in self._last:
+                self._last[ins.op][ins.stream] = place
             if ins.signals is not None:
                 if ins.signals in self._signalled:
                     self._complain(place, f"signals event {ins.signals}, which is signalled already")
@@ -53,6 +61,18 @@ class SlotProof:
             for other, reached in (*seen.items(), (stream, when)):
                 if mine.get(other, -1) < reached:
                     mine[other] = reached
+
+    def _pace(self, place: int, ins: Instr, mine: Reach) -> None:
+        """What holds much memory may not be made before what was issued earlier has given its own back."""
+        if ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes):
+            self._check_over(place, ins, "compute", mine)
+        if ins.op == "compute" and not self._scattered.isdisjoint(ins.writes):
+            self._check_over(place, ins, "reduce_scatter", mine)
+
+    def _check_over(self, place: int, ins: Instr, op: Op, mine: Reach) -> None:
+        for stream, when in self._last[op].items():
+            if stream != ins.stream and mine.get(stream, -1) < when:
+                self._complain(place, f"may run ahead of {self.plan.instrs[when].node} and fill the memory")
 
     def _read(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
         if slot in self._freed:

@@ -6,12 +6,15 @@ from piper.plan.plan import Bucket, Plan, Plans
 
 
 def check_lifetimes(plans: Plans) -> None:
-    """Assert that no whole gradient outlives its reduction, nor a gathered parameter its run of uses."""
+    """Assert that no whole gradient outlives its reduction, nor a gathered parameter its run of uses.
+
+    A reduction is issued behind one other compute, which it overlaps.
+    """
     for plan in plans:
         mine = [bucket for bucket in plans.buckets.values() if plan.devices[0] in bucket.devices]
         for bucket in mine:
             if bucket.zero >= 2:
-                check_span(plan, bucket, slots_of(plan, bucket, "g", "grad"))
+                check_span(plan, bucket, slots_of(plan, bucket, "g", "grad"), others=1)
             if bucket.zero == 3:
                 check_span(plan, bucket, slots_of(plan, bucket, "whole"))
         reduced = Counter(ins.arg for ins in plan.instrs if ins.op in ("all_reduce", "reduce_scatter"))
@@ -29,8 +32,8 @@ def slots_of(plan: Plan, bucket: Bucket, *kinds: str) -> list[str]:
     return [slot for slot in written if slot in names or slot.startswith(starts)]
 
 
-def check_span(plan: Plan, bucket: Bucket, slots: list[str]) -> None:
-    """Between its first use and its end, a slot sees nothing computed but its own chunks."""
+def check_span(plan: Plan, bucket: Bucket, slots: list[str], others: int = 0) -> None:
+    """Between its first use and its end, a slot sees nothing computed but its own chunks, and a few others."""
     for slot in slots:
         uses = [
             i
@@ -39,6 +42,9 @@ def check_span(plan: Plan, bucket: Bucket, slots: list[str]) -> None:
         ]
         first = uses[0] if uses else next(i for i, ins in enumerate(plan.instrs) if slot in ins.writes)
         end = next(i for i, ins in enumerate(plan.instrs) if slot in ins.frees)
-        for ins in plan.instrs[first:end]:
-            inside = ins.op != "compute" or ins.arg.partition(" ")[2] in bucket.chunks
-            assert inside, f"{slot} is still there when {ins.node} runs"
+        foreign = [
+            ins.node
+            for ins in plan.instrs[first:end]
+            if ins.op == "compute" and ins.arg.partition(" ")[2] not in bucket.chunks
+        ]
+        assert len(foreign) <= others, f"{slot} is still there when {foreign} run"

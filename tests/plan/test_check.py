@@ -81,6 +81,18 @@ def test_a_dropped_wait() -> None:
     """)
 
 
+def test_a_gather_that_could_run_ahead() -> None:
+    def drop(instrs: list[Instr]) -> None:
+        place = find(instrs, "gather", "for B[PP=0 MB=0]")
+        instrs[place] = replace(instrs[place], waits=())
+
+    sharded = [replicate(at(), [0, 1], zero=3), split(at(), parts=2)]
+    plans = lower(apply(start(chain(2, width=8)), [*sharded]))[0]
+    assert "gather[PP=0/0 for B[PP=0 MB=0]] may run ahead of F[PP=1 MB=0] and fill the memory" in spoilt(
+        plans, 0, drop
+    )
+
+
 @pytest.mark.parametrize("make", [pipeline, experts])
 def test_every_single_wait_is_needed(make: Callable[[], Plans]) -> None:
     plans = make()
