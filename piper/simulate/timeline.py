@@ -1,4 +1,4 @@
-"""When each instruction of a step ran, or would run: what is simulated and what is measured share this form."""
+"""When each instruction of a step ran, or would run: simulated and measured steps share this form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ class Span:
 
     start: float
     end: float
+    waited: float = 0.0  # before it started: it was its turn, but others of the communication were not ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

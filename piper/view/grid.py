@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from piper.devices import show
-from piper.ir.chunk import Tags
+from piper.ir.chunk import PHASES, Phase, Tags
 from piper.plan.plan import Plan, Plans
 
-UNIT = {"F": 1, "B": 2, "BI": 1, "BW": 1}
-LETTER = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
+UNIT: Mapping[Phase, int] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
+LETTER: Mapping[Phase, str] = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
 IDLE, STILL = ".", "--"
 
 
@@ -19,6 +19,10 @@ class Block:
 
     label: str
     cost: int
+    phase: Phase
+    stage: int | None  # the index of the outermost tag; None outside every tag
+    part: tuple[int, ...]
+    places: list[int] = field(default_factory=list)  # its instructions
     needs: set[int] = field(default_factory=set)
     start: int = 0
 
@@ -59,12 +63,15 @@ def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
     return [[blocks[i] for i in row] for row in rows]
 
 
-def block_of(arg: str, part: Tags, tags: Mapping[str, Tags]) -> tuple[str, str]:
-    """The label of a compute instruction's block, and its phase."""
-    phase, _, chunk = arg.partition(" ")
+def block_of(arg: str, part: Tags, tags: Mapping[str, Tags]) -> Block:
+    """The block that a compute instruction belongs to, as yet without a place in time."""
+    word, _, chunk = arg.partition(" ")
+    phase = next(phase for phase in PHASES if phase == word)
     outer = tags.get(chunk, ())
-    stage = str(outer[0][1]) if outer else ""
-    return f"{stage}{LETTER[phase]}{'.'.join(str(index) for _, index in part)}", phase
+    stage = outer[0][1] if outer else None
+    indices = tuple(index for _, index in part)
+    label = f"{'' if stage is None else stage}{LETTER[phase]}{'.'.join(map(str, indices))}"
+    return Block(label=label, cost=UNIT[phase], phase=phase, stage=stage, part=indices)
 
 
 def collect(
@@ -77,14 +84,15 @@ def collect(
 ) -> list[int]:
     """A program's blocks in order, and which of its values come from which."""
     row: dict[str, int] = {}
-    for ins in plan.instrs:
+    for place, ins in enumerate(plan.instrs):
         if ins.op == "compute":
-            label, phase = block_of(ins.arg, ins.part, tags)
-            if label not in row:
-                row[label] = len(blocks)
-                blocks.append(Block(label=label, cost=UNIT[phase]))
+            block = block_of(ins.arg, ins.part, tags)
+            if block.label not in row:
+                row[block.label] = len(blocks)
+                blocks.append(block)
+            blocks[row[block.label]].places.append(place)
             for slot in ins.writes:
-                written[number, slot] = row[label]
+                written[number, slot] = row[block.label]
         elif ins.op == "send" and (number, ins.reads[0]) in written:
             sent[ins.node] = written[number, ins.reads[0]]
         elif ins.op in ("exchange", "counts", "add", "copy", "concat"):
@@ -113,7 +121,7 @@ def link(
         elif ins.op in ("add", "concat", "copy", "exchange") and any(slot in arrived for slot in ins.reads):
             arrived[ins.writes[0]] = max(arrived[slot] for slot in ins.reads if slot in arrived)
         elif ins.op == "compute":
-            block = mine[block_of(ins.arg, ins.part, tags)[0]]
+            block = mine[block_of(ins.arg, ins.part, tags).label]
             for slot in ins.reads:
                 source = arrived.get(slot, written.get((number, slot)))
                 if source is not None and source != block:

@@ -1,0 +1,73 @@
+"""Draws the pictures of README and of the pages about directives: `make pictures`."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from piper import Directive, at, place, replicate, shard, split
+from piper.directives import apply
+from piper.ir.chain import chain
+from piper.ir.graph import start
+from piper.lower.lower import lower
+from piper.lower.work import Work
+from piper.plan.plan import Plans
+from piper.schedules import dualpipe_v, one_f_one_b
+from piper.view.cells import of_plans
+from piper.view.placement import placement
+from piper.view.svg import grid
+
+HERE = Path(__file__).parent
+
+
+def pictures() -> Mapping[str, str]:
+    """Every picture by the name of its file."""
+    stages: list[Directive] = [place(at(PP=stage), [stage]) for stage in range(2)]
+    pipeline = [*stages, split(at(), parts=4), *one_f_one_b(2, 4)]
+    experts = [replicate(at(), [0, 1]), shard(at(EP="*"), [0, 1])]
+    return {
+        "composed.svg": timetable(composed(), "PP x DP x EP x ZeRO-3, DualPipe-V", stages=4, experts=8),
+        "place.svg": holdings(stages, "Two stages, each on a device of its own"),
+        "replicate.svg": holdings([replicate(at(), [0, 1])], "replicate: whole on both devices"),
+        "zero.svg": holdings([replicate(at(), [0, 1], zero=3)], "replicate with zero=3: a half on each"),
+        "shard.svg": holdings(experts, "shard: the experts divided", stages=1, experts=4),
+        "split.svg": holdings(
+            [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
+        ),
+        "order.svg": timetable(pipeline, "order: one forward, one backward"),
+    }
+
+
+def composed() -> list[Directive]:
+    """Four stages in a V on two pairs of devices, which shard their parameters and divide their experts."""
+    strategy: list[Directive] = []
+    for stage in range(4):
+        devices = [0, 1] if stage in (0, 3) else [2, 3]
+        strategy += [replicate(at(PP=stage), devices, zero=3), shard(at(PP=stage, EP="*"), devices)]
+    return [*strategy, split(at(), parts=4), *dualpipe_v(2, 4)]
+
+
+def lowered(strategy: list[Directive], stages: int, experts: int) -> tuple[Plans, Work]:
+    """The plans of a chain of stages under a strategy."""
+    return lower(apply(start(chain(stages, experts=experts, rows=8)), strategy))
+
+
+def holdings(strategy: list[Directive], title: str, stages: int = 2, experts: int = 0) -> str:
+    """Who holds what."""
+    return placement(lowered(strategy, stages, experts)[0], title=title)
+
+
+def timetable(strategy: list[Directive], title: str, stages: int = 2, experts: int = 0) -> str:
+    """Who computes what, and when."""
+    plans, work = lowered(strategy, stages, experts)
+    tags = {chunk.name: chunk.tags for chunk in work.graph.outline.chunks}
+    return grid(of_plans(plans, tags, title, work.graph.orderings))
+
+
+def main() -> None:
+    for name, text in pictures().items():
+        (HERE / name).write_text(text, encoding="utf-8")
+        sys.stdout.write(f"docs/pictures/{name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Where a device's time goes: what it computes, what it waits for, and what it cannot hide."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from piper.plan.instr import COMMUNICATION, Op
+from piper.plan.plan import Plan
+from piper.simulate.timeline import Timeline
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A step of one device in seconds: `busy` and `bubble` make up the whole step."""
+
+    busy: float  # something computes
+    bubble: float  # nothing does
+    exposed: Mapping[Op, float]  # the part of the bubble in which a communication is under way, by kind
+    communication: Mapping[Op, float]  # under way at all, hidden or not
+    contention: float = 0.0  # by how much its communications took longer for sharing their links
+
+    @property
+    def rate(self) -> float:
+        """The bubble as a part of the step."""
+        step = self.busy + self.bubble
+        return self.bubble / step if step else 0.0
+
+
+def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 0.0) -> Account:
+    """Add up one device's step.
+
+    Time in which several communications are under way and nothing computes counts for the one that began
+    first.
+    """
+    spans = timeline.spans
+    busy = merged(
+        (span.start, span.end)
+        for ins, span in zip(plan.instrs, spans, strict=True)
+        if ins.op not in COMMUNICATION and ins.op != "load"
+    )
+    talking = sorted(
+        (span.start, span.end, ins.op)
+        for ins, span in zip(plan.instrs, spans, strict=True)
+        if ins.op in COMMUNICATION and span.end > span.start
+    )
+    exposed: dict[Op, float] = {}
+    total: dict[Op, float] = {}
+    reached = 0.0
+    for start, end, op in talking:
+        total[op] = total.get(op, 0.0) + end - start
+        fresh = max(start, reached)
+        if end > fresh:
+            exposed[op] = exposed.get(op, 0.0) + uncovered(fresh, end, busy)
+            reached = end
+    working = sum(end - start for start, end in busy)
+    return Account(
+        busy=working,
+        bubble=max(0.0, step - working),
+        exposed={op: seconds for op, seconds in exposed.items() if seconds > 0},
+        communication=total,
+        contention=contention,
+    )
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Intervals joined where they touch, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def uncovered(start: float, end: float, busy: Sequence[Interval]) -> float:
+    """How much of an interval lies outside all of these, which are in order."""
+    low, high = 0, len(busy)
+    while low < high:  # the first that ends after the interval begins
+        middle = (low + high) // 2
+        if busy[middle][1] <= start:
+            low = middle + 1
+        else:
+            high = middle
+    left = end - start
+    for begin, stop in busy[low:]:
+        if begin >= end:
+            break
+        left -= min(stop, end) - max(begin, start)
+    return max(0.0, left)

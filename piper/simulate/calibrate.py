@@ -1,0 +1,119 @@
+"""From a profile to costs: what chunks, copies and communication took, over all recorded steps."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from piper.plan.instr import COMMUNICATION
+from piper.plan.plan import Plan
+from piper.simulate.fit import line_through, two_features
+from piper.simulate.measured import Measured
+from piper.simulate.profile import Profile, Work
+from piper.simulate.timeline import Timeline
+from piper.simulate.web import touched
+
+LEAST = 1e-7  # seconds: what is quicker is not told apart from nothing
+Points = list[tuple[float, float]]  # size, seconds
+
+
+@dataclass(slots=True)
+class Samples:
+    """What a profile shows, before it is made into costs."""
+
+    chunks: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by chunk and phase
+    touches: dict[str, Points] = field(default_factory=dict)
+    talks: dict[str, Points] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+    wakes: list[float] = field(default_factory=list)
+
+
+def calibrate(profile: Profile, *, cores: int = 0, node: int = 64) -> Measured:
+    """Make a profile into costs. On a host, `cores` is how many its devices share.
+
+    There an instruction counts for the time its thread was computing, which other work on the machine does
+    not stretch; on an accelerator for the time between its events.
+    """
+    samples = samples_of(profile)
+    chunks: dict[str, dict[str, float]] = {}
+    for (name, phase), found in samples.chunks.items():
+        chunks.setdefault(profile.works[name].key, {})[phase] = median(found)
+    arithmetic, traffic = two_features(list(chunk_points(profile.works, chunks)))
+    any_touch = line_through([point for points in samples.touches.values() for point in points])
+    any_talk = line_through([point for points in samples.talks.values() for point in points])
+    return Measured(
+        model=profile.model,
+        source=profile.recipe,
+        chunks=chunks,
+        arithmetic=arithmetic,
+        traffic=traffic,
+        touches={op: line_through(points, any_touch) for op, points in samples.touches.items()},
+        talks={op: line_through(points, any_talk) for op, points in samples.talks.items()},
+        any_touch=any_touch,
+        any_talk=any_talk,
+        gap=median(samples.gaps) if samples.gaps else 0.0,
+        wake=median(samples.wakes) if samples.wakes else 0.0,
+        cores=cores,
+        node=node,
+    )
+
+
+def samples_of(profile: Profile) -> Samples:
+    """Everything that the recorded steps show."""
+    samples = Samples()
+    for step in range(profile.count):
+        timelines = profile.timelines(step)
+        for track in profile.tracks:
+            plan, timeline = profile.plans.of(track.device), timelines[track.device]
+            host = [row[2] for row in track.steps[step]] if profile.accelerator == "cpu" else None
+            add_spans(samples, plan, timeline, host)
+            add_gaps(samples, plan, timeline)
+    return samples
+
+
+def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
+    """Add what the instructions of one device in one step took."""
+    for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
+        took = max(span.end - span.start, LEAST)
+        if ins.op in COMMUNICATION:
+            if ins.comm is not None:
+                samples.talks.setdefault(ins.op, []).append((ins.nbytes, took))
+            continue
+        if host is not None:
+            took = max(host[place], LEAST)
+        if ins.op == "compute":
+            phase, _, chunk = ins.arg.partition(" ")
+            samples.chunks.setdefault((chunk, phase), []).append(took)
+        else:
+            samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
+
+
+def add_gaps(samples: Samples, plan: Plan, timeline: Timeline) -> None:
+    """Add how long each instruction took to start once it could: after its own stream, or after another."""
+    last: dict[str, int] = {}
+    signalled: dict[int, int] = {}
+    for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
+        turn = span.start - span.waited
+        own = timeline.spans[last[ins.stream]].end if ins.stream in last else None
+        others = [timeline.spans[signalled[event]].end for event in ins.waits]
+        if own is not None and own >= max(others, default=own):
+            samples.gaps.append(max(0.0, turn - own))
+        elif others:
+            samples.wakes.append(max(0.0, turn - max(others)))
+        last[ins.stream] = place
+        if ins.signals is not None:
+            signalled[ins.signals] = place
+
+
+def chunk_points(
+    works: Mapping[str, Work], chunks: Mapping[str, Mapping[str, float]]
+) -> Iterator[tuple[float, float, float]]:
+    """Arithmetic, traffic and seconds of every phase that was measured."""
+    seen: set[str] = set()
+    for work in works.values():
+        if work.key in seen:
+            continue
+        seen.add(work.key)
+        for phase, seconds in chunks.get(work.key, {}).items():
+            flops, moved = work.phases.get(phase, (0, 0))
+            if flops or moved:
+                yield float(flops), float(moved), seconds

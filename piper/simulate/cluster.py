@@ -1,0 +1,189 @@
+"""The machines that a step is simulated on: devices, their speed and memory, and the links between them.
+
+A cluster is a small TOML file; those in `clusters/` are known by name.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from math import ceil, inf, log2
+from pathlib import Path
+from typing import cast
+
+from piper.devices import Devices
+from piper.errors import ConfigError
+
+DIRECT = frozenset(("send", "recv", "counts", "exchange"))  # every pair by itself; all others go in a ring
+TWICE = frozenset(("all_reduce", "total"))  # round the ring two times: to sum, then to tell
+NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", "attained", "launch")
+REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One level of the network: what a device can send over it, and how long a message takes to arrive."""
+
+    name: str
+    bandwidth: float  # bytes per second, of one device, each way
+    latency: float  # seconds
+    devices: int = 0  # neighbours that it joins: 8 in a node, 256 in a rail; 0: all there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A kind of machine, many times. Logical devices fill it in order: 0 to 7 are the first node of eight."""
+
+    name: str
+    links: tuple[Link, ...]  # from the innermost level to the outermost
+    flops: Mapping[str, float]  # peak, by torch's name of the type
+    memory: float  # bytes of one device
+    memory_bandwidth: float  # bytes per second
+    attained: float = 1.0  # the part of those peaks that good kernels reach
+    launch: float = 0.0  # seconds before an instruction does anything
+    devices: int = 8  # in a node
+    cores: int = 0  # that the devices of a node share; 0: each has its own
+
+    def seconds(self, op: str, nbytes: float, devices: Devices) -> float:
+        """How long one communication takes within a group that has its links to itself.
+
+        nbytes: what each member sends, as `Instr.nbytes` has it: a ring's factor of (n - 1) / n is in it.
+        """
+        return self.latency(op, devices) + nbytes / self.bandwidth(op, devices)
+
+    def latency(self, op: str, devices: Devices) -> float:
+        """The part of a communication's time that does not depend on its size."""
+        size = len(devices)
+        if size < 2:
+            return 0.0
+        ring = 2 * (size - 1) if op in TWICE else size - 1
+        rounds = 1 if op in DIRECT else min(ring, 2 * ceil(log2(size)))  # small messages take a tree
+        return rounds * self.links[self.level(devices)].latency
+
+    def bandwidth(self, op: str, devices: Devices) -> float:
+        """Bytes per second at which each member of a group sends: that of the slowest level they span.
+
+        A ring over several nodes runs on all their adapters at once, so it crosses between them as many times
+        faster as there are members in each. Of an exchange only the share for other nodes crosses.
+        """
+        size = len(devices)
+        if size < 2:
+            return inf
+        slowest, inside = inf, 1  # `inside`: members that are together one level below
+        for number in range(self.level(devices) + 1):
+            reach = self.links[number].devices
+            together = size if not reach else ceil(size / len({device // reach for device in devices}))
+            if together > inside:
+                crossing = (size - inside) / (size - 1) if op in DIRECT else 1 / inside
+                slowest = min(slowest, self.links[number].bandwidth / crossing)
+            inside = together
+        return slowest
+
+    def level(self, devices: Devices) -> int:
+        """The innermost level that joins all these devices."""
+        for number, link in enumerate(self.links):
+            if not link.devices or len({device // link.devices for device in devices}) == 1:
+                return number
+        return len(self.links) - 1
+
+    def peak(self, dtype: str) -> float:
+        """The arithmetic a device does in a second at best; a type that is not listed goes as float32."""
+        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+
+def known_clusters() -> list[str]:
+    """The clusters that come with the package."""
+    folder = files("piper.simulate") / "clusters"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if ".toml" in entry.name)
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster by its name, or from a file of one's own."""
+    spec = str(name_or_path)
+    if spec in known_clusters():
+        text = (files("piper.simulate") / "clusters" / f"{spec}.toml").read_text(encoding="utf-8")
+        return read_cluster(text, spec, spec)
+    path = Path(spec)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no cluster {spec!r}",
+            by="--cluster",
+            facts={"known": ", ".join(known_clusters())},
+            hint="name one of these, or a TOML file; `piper profile --cluster-out FILE` writes one",
+        )
+    try:
+        return read_cluster(path.read_text(encoding="utf-8"), path.stem, spec)
+    except (OSError, UnicodeDecodeError) as error:
+        raise bad_file(spec, str(error)) from None
+
+
+def read_cluster(text: str, name: str, source: str) -> Cluster:
+    """A cluster from the text of its file."""
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise bad_file(source, str(error)) from None
+    unknown = sorted(found.keys() - {*NUMBERS, "flops", "link"})
+    if unknown:
+        raise bad_file(source, f"nothing is called {unknown[0]!r}")
+    missing = sorted(REQUIRED - found.keys())
+    if missing:
+        raise bad_file(source, f"{missing[0]!r} is missing")
+    table, links = found["flops"], found["link"]
+    if not isinstance(table, dict) or not table:
+        raise bad_file(source, "'flops' is not a table of peaks by type")
+    if not isinstance(links, list) or not links:
+        raise bad_file(source, "'link' is not a list of tables")
+    given = {key: number(source, key, found[key]) for key in NUMBERS if key in found}
+    return Cluster(
+        name=name,
+        links=read_links(links, source),
+        flops={dtype: number(source, f"flops.{dtype}", peak) for dtype, peak in table.items()},
+        memory=given["memory"],
+        memory_bandwidth=given["memory_bandwidth"],
+        attained=given.get("attained", 1.0),
+        launch=given.get("launch", 0.0),
+        devices=int(given.get("devices", 8)),
+        cores=int(given.get("cores", 0)),
+    )
+
+
+def read_links(links: list[object], source: str) -> tuple[Link, ...]:
+    """The levels of a cluster, each wider than the one before."""
+    made: list[Link] = []
+    for place, entry in enumerate(links):
+        where = f"link[{place}]"
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise bad_file(source, f"{where} has no name")
+        level = cast("dict[str, object]", entry)
+        for key in ("bandwidth", "latency"):
+            if key not in level:
+                raise bad_file(source, f"{where} ({level['name']}) has no {key!r}")
+        unknown = sorted(level.keys() - {"name", "bandwidth", "latency", "devices"})
+        if unknown:
+            raise bad_file(source, f"nothing of {where} ({level['name']}) is called {unknown[0]!r}")
+        values = {key: number(source, f"{where}.{key}", level[key]) for key in level if key != "name"}
+        devices = int(values.get("devices", 0))
+        if made and (not made[-1].devices or 0 < devices <= made[-1].devices):
+            raise bad_file(source, f"{where} ({level['name']}) joins no more devices than {made[-1].name}")
+        speed, latency = values["bandwidth"], values["latency"]
+        made.append(Link(name=str(level["name"]), devices=devices, bandwidth=speed, latency=latency))
+    return tuple(made)
+
+
+def number(source: str, key: str, value: object) -> float:
+    """A number of a cluster's file."""
+    positive = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if not positive or (not value and not key.endswith(("latency", "launch", "cores", "devices"))):
+        raise bad_file(source, f"{key} is {value!r}, not a positive number")
+    return float(cast(float, value))
+
+
+def bad_file(source: str, why: str) -> ConfigError:
+    """The error of a file that describes no cluster."""
+    return ConfigError(
+        "this file describes no cluster",
+        by=source,
+        facts={"why": why},
+        hint="`piper profile --cluster-out FILE` writes one to start from; memory in bytes, times in seconds",
+    )

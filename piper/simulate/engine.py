@@ -1,0 +1,211 @@
+"""The clock: discrete events over streams, links and cores.
+
+An instruction starts when the one before it on its stream is over and the events it waits for have come; a
+communication when that holds on all its members. What runs at the same time on one device, or on one level of
+its links in one direction, shares it evenly.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+from piper.simulate.costs import Costs
+from piper.simulate.web import Prices, Web
+
+NOBODY = -1
+ROUNDING = 1e-9  # loads of parts of a device do not add up exactly
+Uses = Sequence[tuple["Resource", float]]  # each with the load that is put on it
+
+
+class Resource:
+    """Something that its users share: at most `capacity` of their loads run at full speed."""
+
+    __slots__ = ("capacity", "load", "tasks")
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity, self.load = capacity, 0.0
+        self.tasks: dict[Task, float] = {}
+
+    @property
+    def rate(self) -> float:
+        """The speed of each user."""
+        return self.capacity / self.load if self.full else 1.0
+
+    @property
+    def full(self) -> bool:
+        """Whether its users slow each other down."""
+        return self.load > self.capacity + ROUNDING
+
+
+class Task:
+    """An instruction, or a communication of several, that is under way."""
+
+    __slots__ = ("left", "members", "rate", "since", "uses", "version")
+
+    def __init__(self, members: Sequence[int], seconds: float, uses: Uses) -> None:
+        self.members, self.left, self.uses = members, seconds, uses
+        self.rate, self.since, self.version = 0.0, 0.0, 0
+
+
+class Engine:
+    """Runs the instructions of a web once."""
+
+    def __init__(self, web: Web, prices: Prices, costs: Costs) -> None:
+        self.web, self.prices = web, prices
+        count = len(web.instrs)
+        self.ready, self.start, self.end = [0.0] * count, [0.0] * count, [0.0] * count
+        self.cause = [NOBODY] * count  # whose end let it start, on its own device
+        self.nominal = [0.0] * len(web.meetings)  # what each communication takes alone
+        self.late = [NOBODY] * len(web.meetings)  # the member that was ready last
+        self.missing = [len(members) for members in web.meetings]
+        self.waiting = list(web.waiting)
+        self.events: list[tuple[float, int, Task, int]] = []
+        self.over: list[Task] = []
+        self.now, self.ticks = 0.0, 0
+        self.wake = costs.wake
+        self.links: dict[tuple[int, int, str], Resource] = {}
+        self.devices = [Resource(1) for _ in web.plans]
+        self.cores = Resource(costs.cores) if costs.cores else None
+        self.loads = loads_of(web, costs.node)
+
+    def run(self) -> None:
+        """Run to the end; every instruction then has its times."""
+        for number, count in enumerate(self.web.waiting):
+            if not count:
+                self._ready(number)
+        while True:
+            while self.over:
+                self._finish(self.over.pop())
+            if not self.events:
+                break
+            time, _, task, version = heapq.heappop(self.events)
+            if version != task.version:
+                continue  # its speed has changed since
+            self.now = time
+            if task.rate:
+                self._leave(task)
+                self._finish(task)
+            else:
+                self._join(task)  # its latency is over
+        assert not any(self.missing), "plans that are proven never wait for ever"
+
+    def _ready(self, number: int) -> None:
+        self.ready[number] = self.now
+        meeting = self.web.meeting[number]
+        if meeting < 0:
+            self._begin_alone(number)
+            return
+        self.missing[meeting] -= 1
+        if not self.missing[meeting]:
+            self.late[meeting] = number
+            self._begin_talk(meeting, number)
+
+    def _begin_alone(self, number: int) -> None:
+        wake = self._wake(number)
+        self.start[number] = self.now + wake
+        seconds = self.prices.seconds(number)
+        if not seconds and not wake:
+            self.over.append(Task((number,), 0.0, ()))
+            return
+        program = self.web.program[number]
+        uses: list[tuple[Resource, float]] = []
+        if self.cores is not None:
+            uses.append((self.cores, self.loads[program]))
+        elif self.web.instrs[number].op != "load":  # a copy engine's work
+            uses.append((self.devices[program], 1.0))
+        task = Task((number,), seconds, uses)
+        if wake:
+            self._expect(task, self.now + wake)
+        else:
+            self._join(task)
+
+    def _wake(self, number: int) -> float:
+        """What passes until an instruction starts whose stream had stopped for another one."""
+        cause = self.cause[number]
+        if not self.wake or cause == NOBODY:
+            return 0.0
+        return self.wake if self.web.instrs[cause].stream != self.web.instrs[number].stream else 0.0
+
+    def _begin_talk(self, meeting: int, number: int) -> None:
+        members = self.web.meetings[meeting]
+        wake = self._wake(number)
+        for member in members:
+            self.start[member] = self.now + wake
+        talk = self.prices.talk(number)
+        self.nominal[meeting] = talk.latency + talk.seconds
+        task = Task(members, talk.seconds, self._lanes(members, talk.level) if talk.seconds else ())
+        if talk.latency + wake:
+            self._expect(task, self.now + wake + talk.latency)
+        elif talk.seconds:
+            self._join(task)
+        else:
+            self.over.append(task)
+
+    def _lanes(self, members: Sequence[int], level: int) -> list[tuple[Resource, float]]:
+        """What a communication uses: the links of its members, and their cores where those do the copying."""
+        uses: list[tuple[Resource, float]] = []
+        for member in members:
+            op, program = self.web.instrs[member].op, self.web.program[member]
+            for way in ("out", "in"):
+                if op == ("recv" if way == "out" else "send"):
+                    continue
+                key = (program, level, way)
+                if key not in self.links:
+                    self.links[key] = Resource(1)
+                uses.append((self.links[key], 1.0))
+            if self.cores is not None:
+                uses.append((self.cores, self.loads[program]))
+        return uses
+
+    def _expect(self, task: Task, time: float) -> None:
+        self.ticks += 1
+        task.version += 1
+        heapq.heappush(self.events, (time, self.ticks, task, task.version))
+
+    def _join(self, task: Task) -> None:
+        task.since = self.now
+        crowded: dict[Task, None] = {}
+        for resource, load in task.uses:
+            resource.load += load
+            if resource.full and resource.tasks:
+                crowded.update(dict.fromkeys(resource.tasks))
+            resource.tasks[task] = load
+        task.rate = min((resource.rate for resource, _ in task.uses), default=1.0)
+        self._expect(task, self.now + task.left / task.rate)
+        self._change(crowded)
+
+    def _leave(self, task: Task) -> None:
+        relieved: dict[Task, None] = {}
+        for resource, load in task.uses:
+            full = resource.full
+            resource.load -= load
+            resource.tasks.pop(task, None)
+            if full and resource.tasks:
+                relieved.update(dict.fromkeys(resource.tasks))
+        relieved.pop(task, None)
+        self._change(relieved)
+
+    def _change(self, tasks: dict[Task, None]) -> None:
+        """Let tasks go on at the speed that they now have."""
+        for task in tasks:
+            rate = min(resource.rate for resource, _ in task.uses)
+            if rate != task.rate:
+                task.left -= (self.now - task.since) * task.rate
+                task.since, task.rate = self.now, rate
+                self._expect(task, self.now + max(0.0, task.left) / rate)
+
+    def _finish(self, task: Task) -> None:
+        for member in task.members:
+            self.end[member] = self.now
+        for member in task.members:
+            for follower in self.web.followers[member]:
+                self.waiting[follower] -= 1
+                if not self.waiting[follower]:
+                    self.cause[follower] = member
+                    self._ready(follower)
+
+
+def loads_of(web: Web, node: int) -> list[float]:
+    """How many devices of each program are on a node, about."""
+    devices = sum(len(plan.devices) for plan in web.plans)
+    nodes = -(-devices // node)
+    return [len(plan.devices) / nodes for plan in web.plans]

@@ -1,0 +1,60 @@
+"""Lines through measured points: a time is what nothing takes, and so much for each unit of work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds for a size: neither part is below zero."""
+
+    base: float
+    slope: float
+
+    def at(self, size: float) -> float:
+        """The seconds of a size."""
+        return self.base + self.slope * size
+
+
+NOTHING = Line(base=0.0, slope=0.0)
+
+
+def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) -> Line:
+    """The line nearest to points (size, seconds) in relative terms.
+
+    Of one size only, as `like` as it can be: what it does not explain counts for each call if the size hardly
+    matters there, else for each unit.
+    Points are first joined by size, so that what happens often does not outweigh what happens once.
+    """
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in points:
+        by_size.setdefault(size, []).append(seconds)
+    joined = [(size, median(found)) for size, found in sorted(by_size.items())]
+    joined = [(size, seconds) for size, seconds in joined if seconds > 0]
+    if not joined:
+        return like
+    if len(joined) == 1:
+        size, seconds = joined[0]
+        if not size or like.slope * size < like.base:
+            return Line(base=max(0.0, seconds - like.slope * size), slope=like.slope)
+        base = min(like.base, seconds)
+        return Line(base=base, slope=(seconds - base) / size)
+    fitted = two_features([(1.0, size, seconds) for size, seconds in joined])
+    return Line(base=fitted[0], slope=fitted[1])
+
+
+def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The a, b >= 0 for which a * x + b * y is nearest to z in relative terms, over points (x, y, z)."""
+    scaled = [(x / z, y / z) for x, y, z in points if z > 0]
+    if not scaled:
+        return 0.0, 0.0
+    xx, yy = sum(x * x for x, _ in scaled), sum(y * y for _, y in scaled)
+    xy, sx, sy = sum(x * y for x, y in scaled), sum(x for x, _ in scaled), sum(y for _, y in scaled)
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-12 * xx * yy:
+        a, b = (sx * yy - sy * xy) / determinant, (sy * xx - sx * xy) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+    alone = [(sx / xx if xx else 0.0, 0.0), (0.0, sy / yy if yy else 0.0)]
+    return min(alone, key=lambda ab: sum((ab[0] * x + ab[1] * y - 1) ** 2 for x, y in scaled))

@@ -1,0 +1,152 @@
+"""Costs that were measured: what a profile says of chunks and communication, as a file of its own.
+
+What was not measured is worked out from what was: the halves of a backward from the whole, a chunk of another
+size from its arithmetic and traffic, a communication from those of other kinds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from piper.devices import Devices
+from piper.errors import ConfigError
+from piper.ir.chunk import Chunk, Outline, Phase
+from piper.plan.instr import Op
+from piper.simulate.costs import Talk
+from piper.simulate.fit import NOTHING, Line
+from piper.simulate.profile import fingerprint
+
+FORM = 1  # of the file
+HINT = "make it anew: piper profile DIR --calibrate FILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Seconds from a profile."""
+
+    model: str  # what `fingerprint` says of the model
+    source: str  # where they were measured
+    chunks: Mapping[str, Mapping[str, float]]  # by a chunk's key, then by phase
+    arithmetic: float  # seconds for each unit of arithmetic of chunks that were not measured
+    traffic: float  # and for each byte
+    touches: Mapping[str, Line] = field(default_factory=dict)  # by op
+    talks: Mapping[str, Line] = field(default_factory=dict)  # by op
+    any_touch: Line = NOTHING  # of ops that were not measured
+    any_talk: Line = NOTHING
+    gap: float = 0.0  # between an instruction and the next one of its stream
+    wake: float = 0.0  # until an instruction starts that waited for another stream, or for a peer
+    cores: int = 0
+    node: int = 8
+
+    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
+        """A phase as measured, or worked out from what was."""
+        assert chunk is not None, "measured costs need the outline"
+        found = self.chunks.get(chunk.key, {})
+        if phase in found:
+            return self.gap + found[phase]
+        guess = self.estimate(chunk, phase)
+        halves: tuple[Phase, ...] = ("BI", "BW")
+        if phase in halves and "B" in found:
+            whole = sum(self.estimate(chunk, half) for half in halves)
+            return self.gap + (found["B"] * guess / whole if whole else 0.0)
+        if phase == "B" and all(half in found for half in halves):
+            return self.gap + sum(found[half] for half in halves)
+        return self.gap + guess
+
+    def estimate(self, chunk: Chunk, phase: Phase) -> float:
+        """A phase by its arithmetic and traffic, at the speeds that the others showed."""
+        spec = chunk.phases.get(phase)
+        return self.arithmetic * spec.flops + self.traffic * spec.bytes_moved if spec else 0.0
+
+    def touch(self, op: Op, nbytes: int) -> float:
+        """What else a device does by itself."""
+        return self.gap + self.touches.get(op, self.any_touch).at(nbytes)
+
+    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
+        """A communication; more members than two make as many more rounds."""
+        twin = {"send": "recv", "recv": "send"}.get(op, op)
+        line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
+        rounds = max(1, len(devices) - 1)
+        return Talk(latency=self.gap + line.base * rounds, seconds=line.slope * nbytes)
+
+
+def check_model(costs: Measured, outline: Outline) -> None:
+    """Refuse costs of another model."""
+    mine = fingerprint(outline)
+    if costs.model != mine:
+        raise ConfigError(
+            "these costs were measured on another model",
+            by=costs.source,
+            facts={"costs": f"model {costs.model}", "recipe": f"model {mine}"},
+            hint="profile this model: piper train RECIPE --profile 5 --out DIR, then "
+            "piper profile DIR --calibrate FILE",
+        )
+
+
+def write_costs(costs: Measured, path: Path) -> None:
+    """Write costs to a file."""
+    lines = {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in costs.touches.items()}
+    talks = {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in costs.talks.items()}
+    told = {
+        "piper_costs": FORM,
+        "model": costs.model,
+        "source": costs.source,
+        "cores": costs.cores,
+        "node": costs.node,
+        "gap_s": costs.gap,
+        "wake_s": costs.wake,
+        "per_flop_s": costs.arithmetic,
+        "per_byte_s": costs.traffic,
+        "chunks": costs.chunks,
+        "touches": {**lines, "": {"base_s": costs.any_touch.base, "per_byte_s": costs.any_touch.slope}},
+        "talks": {**talks, "": {"base_s": costs.any_talk.base, "per_byte_s": costs.any_talk.slope}},
+    }
+    try:
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "the costs cannot be written",
+            by=str(path),
+            facts={"why": error.strerror or str(error)},
+            hint="name a file in a folder you own",
+        ) from None
+
+
+def read_costs(path: Path) -> Measured:
+    """Read costs from their file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["piper_costs"] != FORM:
+            raise ValueError(f"it is of form {found['piper_costs']}, not {FORM}")
+        touches, talks = read_lines(found["touches"]), read_lines(found["talks"])
+        return Measured(
+            model=str(found["model"]),
+            source=str(path),
+            chunks={key: {p: float(s) for p, s in by.items()} for key, by in found["chunks"].items()},
+            arithmetic=float(found["per_flop_s"]),
+            traffic=float(found["per_byte_s"]),
+            any_touch=touches.pop(""),
+            any_talk=talks.pop(""),
+            touches=touches,
+            talks=talks,
+            gap=float(found["gap_s"]),
+            wake=float(found["wake_s"]),
+            cores=int(found["cores"]),
+            node=int(found["node"]),
+        )
+    except OSError as error:
+        raise ConfigError(
+            "there are no costs to read",
+            by=str(path),
+            facts={"why": error.strerror or str(error)},
+            hint="write them: piper profile DIR --calibrate FILE",
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError("this file holds no costs", by=str(path), facts={"why": why}, hint=HINT) from None
+
+
+def read_lines(found: Mapping[str, Mapping[str, float]]) -> dict[str, Line]:
+    """Lines by name."""
+    return {n: Line(base=float(e["base_s"]), slope=float(e["per_byte_s"])) for n, e in found.items()}

@@ -1,0 +1,90 @@
+"""How much memory a device holds as time passes: slots live from who writes them to who frees them."""
+
+from dataclasses import dataclass
+
+from piper.plan.memory import Ledger
+from piper.plan.plan import Plan
+from piper.simulate.timeline import Timeline
+
+START, END = 1, 0  # at one time, what ends comes first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The bytes a device holds over a step, and what it holds at the peak."""
+
+    resident: int  # held between steps
+    times: tuple[float, ...]
+    live: tuple[int, ...]  # from each time to the next: residents, slots and workspaces
+    peak: int
+    peak_at: int  # the instruction that starts at the peak
+    at_peak: tuple[tuple[str, int], ...]  # largest first
+
+
+def memory_of(plan: Plan, timeline: Timeline) -> Memory:
+    """Follow the clock and count what is live.
+
+    What ends at one moment comes before what starts then, but an instruction that takes no time still starts
+    before it ends.
+    """
+    resident = sum(slot.nbytes for slot in plan.residents.values())
+    ledger = Ledger(plan)
+    held: set[str] = set()
+    running: dict[int, int] = {}  # by instruction: its workspace
+    times: list[float] = []
+    live: list[int] = []
+    peak, peak_at, snapshot = resident, 0, (set[str](), dict[int, int]())
+    for time, kind, place in moments(timeline):
+        ins = plan.instrs[place]
+        if kind == START:
+            for slot in ins.writes:
+                if slot in plan.slots and slot not in held:
+                    held.add(slot)
+                    ledger.hold(slot)
+            running[place] = ins.workspace
+        else:
+            running.pop(place, None)
+            for slot in ins.frees:
+                held.discard(slot)
+                ledger.release(slot)
+        now = resident + ledger.live + sum(running.values())
+        if now > peak:
+            peak, peak_at, snapshot = now, place, (set(held), dict(running))
+        if times and times[-1] == time:
+            live[-1] = now
+        else:
+            times.append(time)
+            live.append(now)
+    return Memory(
+        resident=resident,
+        times=tuple(times),
+        live=tuple(live),
+        peak=peak,
+        peak_at=peak_at,
+        at_peak=sizes_of(plan, *snapshot),
+    )
+
+
+def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
+    """Every start and end, in order."""
+    found: list[tuple[float, int, int, int]] = []
+    for place, span in enumerate(timeline.spans):
+        if span.end > span.start:
+            found.append((span.start, 1, place, START))
+            found.append((span.end, 0, place, END))
+        else:  # in the order of issue, between what ends and what starts then
+            found.append((span.start, 0, place, START))
+            found.append((span.end, 0, place, END))
+    found.sort(key=lambda moment: moment[:3])
+    return [(time, kind, place) for time, _, place, kind in found]
+
+
+def sizes_of(plan: Plan, held: set[str], running: dict[int, int]) -> tuple[tuple[str, int], ...]:
+    """What is live, largest first; a storage that slots share counts once."""
+    sizes = {name: slot.nbytes for name, slot in plan.residents.items()}
+    for name in held:
+        sizes[name] = plan.slots[name].nbytes
+        sizes.update(plan.slots[name].shares)
+    for place, workspace in running.items():
+        sizes[f"workspace of {plan.instrs[place].node}"] = workspace
+    return tuple(sorted(((n, b) for n, b in sizes.items() if b), key=lambda entry: (-entry[1], entry[0])))

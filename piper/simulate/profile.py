@@ -1,0 +1,252 @@
+"""A profile: when the instructions of some steps really ran, on every device, on one clock.
+
+profile.json    what was profiled            plan.txt      the plans that ran
+device-N.json   one device's times           trace.json    all of it, for Perfetto and Chrome
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from piper.errors import ConfigError
+from piper.ir.chunk import PHASES, Chunk, Outline
+from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.plan import Comm, Plans
+from piper.plan.text import read_plans, show_plans
+from piper.simulate.timeline import Span, Timeline
+
+FOLDER, ABOUT, PLANS, DEVICE = "profile", "profile.json", "plan.txt", "device-{}.json"
+DIGITS = 7  # of seconds: a tenth of a microsecond
+Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a chunk's phases have to do, as capture estimates it."""
+
+    key: str
+    phases: Mapping[str, tuple[int, int]]  # arithmetic, and bytes of memory traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One device's recorded steps, on the clock that all share."""
+
+    device: int
+    steps: tuple[tuple[Times, ...], ...]
+    error: float = 0.0  # seconds by which its clock may be off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Some steps of a run."""
+
+    plans: Plans
+    tracks: tuple[Track, ...]
+    model: str  # what `fingerprint` says of the model
+    recipe: str = ""
+    on: str = ""  # the launcher
+    accelerator: str = "cpu"
+    first: int = 0  # the number of the first step recorded, counted from 1
+    works: Mapping[str, Work] = field(default_factory=dict)  # by chunk
+
+    @property
+    def count(self) -> int:
+        """How many steps were recorded."""
+        return min((len(track.steps) for track in self.tracks), default=0)
+
+    @property
+    def error(self) -> float:
+        """Seconds by which any two devices' times may be apart at worst."""
+        return sum(sorted((track.error for track in self.tracks), reverse=True)[:2])
+
+    def seconds(self, step: int) -> float:
+        """A step from its first instruction to its last, over all devices."""
+        times = [row for track in self.tracks for row in track.steps[step]]
+        return max(end for _, end, _ in times) - min(start for start, _, _ in times) if times else 0.0
+
+    @property
+    def typical(self) -> int:
+        """The step whose time is the median."""
+        middle = median(self.seconds(step) for step in range(self.count))
+        return min(range(self.count), key=lambda step: abs(self.seconds(step) - middle))
+
+    def timelines(self, step: int | None = None) -> dict[int, Timeline]:
+        """A step by device, from its beginning; none named: the typical one.
+
+        A communication starts when its last member is ready: what the others spent before that, they waited.
+        """
+        number = self.typical if step is None else step
+        begin = min((row[0] for track in self.tracks for row in track.steps[number]), default=0.0)
+        met = meetings(self.plans, {track.device: track.steps[number] for track in self.tracks})
+        found: dict[int, Timeline] = {}
+        for track in self.tracks:
+            spans = []
+            for place, (start, end, _) in enumerate(track.steps[number]):
+                ready = min(max(start, met.get((track.device, place), start)), end)
+                spans.append(Span(start=ready - begin, end=end - begin, waited=ready - start))
+            found[track.device] = Timeline(devices=(track.device,), spans=tuple(spans))
+        return found
+
+
+def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[int, int], float]:
+    """For each communication of a device, by its place: when the last of its group was ready."""
+    latest: dict[tuple[str, str, tuple[int, ...]], float] = {}
+    keys: dict[tuple[int, int], tuple[str, str, tuple[int, ...]]] = {}
+    for device, rows in steps.items():
+        groups: dict[tuple[str, str], tuple[int, ...]] = {}
+        for place, ins in enumerate(plans.of(device).instrs):
+            if ins.comm is None or ins.op not in COMMUNICATION:
+                continue
+            if (ins.comm, ins.op) not in groups:
+                groups[ins.comm, ins.op] = group_of(plans.comms[ins.comm], ins, device)
+            key = (ins.node, ins.comm, groups[ins.comm, ins.op])
+            keys[device, place] = key
+            latest[key] = max(latest.get(key, 0.0), rows[place][0])
+    return {where: latest[key] for where, key in keys.items()}
+
+
+def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
+    """The group in which a device takes part in a communication."""
+    end = {"send": 0, "recv": -1}.get(ins.op) if comm.kind == "pairs" else None
+    for group in comm.groups:
+        if device == group[end] if end is not None else device in group:
+            return group
+    raise AssertionError(f"device {device} is not in {comm.name}")
+
+
+def fingerprint(outline: Outline) -> str:
+    """The model's parameters in a few characters: two runs of one model have the same."""
+    names = sorted(f"{p.name} {p.shape} {p.dtype}" for p in outline.parameters)
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+
+
+def works_of(chunks: Sequence[Chunk]) -> dict[str, Work]:
+    """What every chunk has to do."""
+    return {
+        chunk.name: Work(
+            key=chunk.key,
+            phases={
+                phase: (chunk.phases[phase].flops, chunk.phases[phase].bytes_moved)
+                for phase in PHASES
+                if phase in chunk.phases
+            },
+        )
+        for chunk in chunks
+    }
+
+
+def write_profile(profile: Profile, folder: Path) -> None:
+    """Write a profile into a folder of its own."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files_of(profile):
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "the profile cannot be written",
+            by=str(folder),
+            facts={"why": error.strerror or str(error)},
+            hint="name a folder you own, on a disk with room: --out DIR",
+        ) from None
+
+
+def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
+    """The files of a profile: name and text."""
+    about = {
+        "recipe": profile.recipe,
+        "on": profile.on,
+        "accelerator": profile.accelerator,
+        "model": profile.model,
+        "first_step": profile.first,
+        "steps": profile.count,
+        "step_s": [round(profile.seconds(step), DIGITS) for step in range(profile.count)],
+        "clock_error_s": profile.error,
+        "devices": [track.device for track in profile.tracks],
+        "chunks": {name: {"key": w.key, "phases": dict(w.phases)} for name, w in profile.works.items()},
+    }
+    yield ABOUT, json.dumps(about, indent=1) + "\n"
+    yield PLANS, show_plans(profile.plans)
+    begin = min((row[0] for track in profile.tracks for step in track.steps for row in step), default=0.0)
+    for track in profile.tracks:
+        columns = [
+            [[round(row[i] - (begin if i < 2 else 0.0), DIGITS) for row in step] for step in track.steps]
+            for i in range(3)
+        ]
+        told = dict(zip(("start_s", "end_s", "cpu_s"), columns, strict=True))
+        yield (
+            DEVICE.format(track.device),
+            json.dumps({"device": track.device, "clock_error_s": track.error, **told}),
+        )
+
+
+def find_profile(path: Path) -> Path:
+    """The folder of a profile: as given, or inside a run's folder."""
+    for folder in (path, path / FOLDER):
+        if (folder / ABOUT).is_file():
+            return folder
+    raise ConfigError(
+        "there is no profile" if path.exists() else "there is no such folder",
+        by=str(path),
+        facts={"looked": f"for {path / FOLDER / ABOUT}"},
+        hint="record one: piper train RECIPE --profile 5 --out DIR",
+    )
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile back from its folder, or from that of its run."""
+    folder = find_profile(path)
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        tracks = tuple(read_track(folder / DEVICE.format(device)) for device in about["devices"])
+        works = {
+            name: Work(
+                key=chunk["key"], phases={p: (int(f), int(b)) for p, (f, b) in chunk["phases"].items()}
+            )
+            for name, chunk in about["chunks"].items()
+        }
+        plans = read_plans((folder / PLANS).read_text(encoding="utf-8"), str(folder / PLANS))
+        profile = Profile(
+            plans=plans,
+            tracks=tracks,
+            model=about["model"],
+            recipe=about["recipe"],
+            on=about["on"],
+            accelerator=about["accelerator"],
+            first=about["first_step"],
+            works=works,
+        )
+        check_whole(profile)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            "this profile cannot be read",
+            by=str(folder),
+            facts={"why": f"{type(error).__name__}: {error}"},
+            hint="record it again: piper train RECIPE --profile 5 --out DIR",
+        ) from None
+    return profile
+
+
+def read_track(path: Path) -> Track:
+    """One device's recorded steps."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    columns = zip(found["start_s"], found["end_s"], found["cpu_s"], strict=True)
+    steps = tuple(
+        tuple((float(s), float(e), float(c)) for s, e, c in zip(*step, strict=True)) for step in columns
+    )
+    return Track(device=int(found["device"]), steps=steps, error=float(found["clock_error_s"]))
+
+
+def check_whole(profile: Profile) -> None:
+    """Refuse a profile whose times are not those of its plans."""
+    if not profile.tracks or not profile.count:
+        raise ValueError("it holds no step")
+    for track in profile.tracks:
+        wanted = len(profile.plans.of(track.device).instrs)
+        if any(len(step) != wanted for step in track.steps):
+            raise ValueError(f"device {track.device} has not one time for each of its {wanted} instructions")

@@ -1,0 +1,132 @@
+"""A pipeline as cells in rows: the one form that schedules and plans are drawn from."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from piper.devices import show
+from piper.ir.chunk import Phase, Tags
+from piper.ir.graph import Ordering
+from piper.plan.plan import Plans
+from piper.schedules.clock import UNIT, timeline
+from piper.schedules.grid import Grid
+from piper.view.grid import Block, block_of, placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One phase of one stage on one part, in units of time."""
+
+    start: float
+    cost: float
+    phase: Phase
+    stage: int | None  # None: the model has no stages
+    part: tuple[int, ...]  # one index per axis that splits the samples
+    pair: int = -1  # cells of one row with one number overlap
+    places: tuple[int, ...] = ()  # of plans: the instructions it stands for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Rows of cells, one per rank of a schedule or program of plans."""
+
+    title: str
+    names: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def end(self) -> float:
+        return max((cell.start + cell.cost for row in self.rows for cell in row), default=0)
+
+    @property
+    def idle(self) -> float:
+        """The share of all rows' time in which nothing runs."""
+        whole = self.end * len(self.rows)
+        return 1 - sum(cell.cost for row in self.rows for cell in row) / whole if whole else 0.0
+
+    @property
+    def stages_share_rows(self) -> bool:
+        """Whether a row runs several stages, so that a cell must say which."""
+        return any(len({cell.stage for cell in row}) > 1 for row in self.rows)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that occur, in the order people name them."""
+        used = {cell.phase for row in self.rows for cell in row}
+        order: tuple[Phase, ...] = ("F", "B", "BI", "BW")
+        return tuple(phase for phase in order if phase in used)
+
+
+def of_schedule(grid: Grid, title: str) -> Pipeline:
+    """The cells of a schedule, each started as soon as what it needs is there."""
+    rows = []
+    for row, starts in zip(grid.rows, timeline(grid).starts, strict=True):
+        cells: list[Cell] = []
+        for number, (group, start) in enumerate(zip(row, starts, strict=True)):
+            clock = start
+            for action in group:
+                cells.append(
+                    Cell(
+                        start=clock,
+                        cost=UNIT[action.phase],
+                        phase=action.phase,
+                        stage=action.stage,
+                        part=(action.microbatch,),
+                        pair=number if len(group) > 1 else -1,
+                    )
+                )
+                clock += UNIT[action.phase]
+        rows.append(tuple(cells))
+    return Pipeline(title=title, names=tuple(f"rank {i}" for i in range(len(rows))), rows=tuple(rows))
+
+
+def of_plans(
+    plans: Plans, tags: Mapping[str, Tags], title: str, orderings: Iterable[Ordering] = ()
+) -> Pipeline:
+    """The cells of plans, with transfers free; pairs are what an order lets interleave."""
+    mates = pairs_of(orderings, tags)
+    rows = []
+    for row in placed(plans, tags):
+        rows.append(tuple(cell_of(block, mates.get(block.label, -1)) for block in row))
+    kept = tuple(tuple(lone_unpaired(row)) for row in rows)
+    return Pipeline(
+        title=title,
+        names=tuple(f"device{'s' if len(plan.devices) > 1 else ''} {show(plan.devices)}" for plan in plans),
+        rows=kept,
+    )
+
+
+def cell_of(block: Block, pair: int) -> Cell:
+    """A block of the text grid as a cell."""
+    return Cell(
+        start=block.start,
+        cost=block.cost,
+        phase=block.phase,
+        stage=block.stage,
+        part=block.part,
+        pair=pair,
+        places=tuple(block.places),
+    )
+
+
+def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[str, int]:
+    """The labels of blocks that share a group of an order, each with its group's number."""
+    found: dict[str, int] = {}
+    number = 0
+    for ordering in orderings:
+        for group in ordering.groups:
+            labels = dict.fromkeys(
+                block_of(f"{step.phase} {step.chunk}", step.part, tags).label for step in group
+            )
+            if len(labels) > 1:
+                found.update(dict.fromkeys(labels, number))
+                number += 1
+    return found
+
+
+def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
+    """A row in which a cell whose mates run elsewhere, or not at all, is no pair."""
+    cells = list(row)
+    count: dict[int, int] = {}
+    for cell in cells:
+        count[cell.pair] = count.get(cell.pair, 0) + 1
+    return [cell if count[cell.pair] > 1 else replace(cell, pair=-1) for cell in cells]

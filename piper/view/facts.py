@@ -1,0 +1,224 @@
+"""Everything the page shows, as one object of columns: small, and quick to read in a browser."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, log10
+
+from piper.devices import show
+from piper.plan.plan import Plan
+from piper.simulate.memory import Memory, memory_of
+from piper.simulate.timeline import Timeline
+from piper.view.cells import Pipeline, of_plans
+from piper.view.colours import DARK, LIGHT, Paper
+from piper.view.shade import shade_of
+from piper.view.subject import Subject
+
+DIGITS = 7  # of the longest time: a pixel of any screen is far more
+MOST_AT_PEAK = 8  # of what is live at the peak
+MOST_GROUPS = 4  # of a communicator
+Columns = dict[str, object]
+
+
+class Table:
+    """Values that repeat, each kept once and named by its number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {}
+
+    def __call__(self, value: object) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    @property
+    def values(self) -> list[object]:
+        return list(self.numbers)
+
+
+class Clock:
+    """Times as whole numbers of ticks, so fine that the longest has `DIGITS` digits."""
+
+    def __init__(self, subject: Subject) -> None:
+        ends = [subject.planned.step, *(timeline.end for timeline in subject.measured.values())]
+        longest = max(ends)
+        self.rate = 10.0 ** (DIGITS - ceil(log10(longest))) if longest > 0 else 1.0  # ticks in a second
+
+    def __call__(self, seconds: float) -> int:
+        return round(seconds * self.rate)
+
+    def columns(self, timeline: Timeline) -> Columns:
+        """When each instruction starts, and for how long it runs."""
+        return {
+            "start": [self(span.start) for span in timeline.spans],
+            "length": [self(span.end - span.start) for span in timeline.spans],
+            "waited": [self(span.waited) for span in timeline.spans],
+        }
+
+
+def facts_of(subject: Subject) -> Columns:
+    """The page's data."""
+    clock, nodes, origins = Clock(subject), Table(), Table()
+    programs = [
+        {
+            **instruction_facts(subject, plan, nodes, origins),
+            **clock.columns(subject.planned.timelines[number]),
+            "memory": memory_facts(subject.planned.memories[number], clock),
+        }
+        for number, plan in enumerate(subject.plans)
+    ]
+    return {
+        "title": subject.title,
+        "clock": subject.clock,
+        "seconds": subject.clock != "whole units",
+        "ticks": clock.rate,
+        "step": clock(subject.planned.step),
+        "bubble": round(subject.planned.bubble, 6),
+        "devices": subject.devices,
+        "notes": list(subject.notes),
+        "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
+        "source": subject.source,
+        "sourceName": subject.source_name,
+        "pipeline": pipeline_facts(of_plans(subject.plans, subject.tags, subject.title, subject.orderings)),
+        "programs": programs,
+        "path": [[link.program, link.place, link.reason] for link in subject.planned.path],
+        "comms": list(comm_facts(subject)),
+        "measured": {device: measured_facts(subject, device, clock) for device in sorted(subject.measured)},
+        "nodes": nodes.values,
+        "origins": origins.values,
+        "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
+    }
+
+
+def paper_facts(paper: Paper) -> Columns:
+    """The colours of one scheme."""
+    single = {name: getattr(paper, name) for name in Paper.__slots__ if name != "phases"}
+    phases = {phase: {"fills": ink.fills, "text": ink.text} for phase, ink in paper.phases.items()}
+    return {**single, "phases": phases}
+
+
+def pipeline_facts(pipeline: Pipeline) -> Columns:
+    """The grid, row by row, a column for each property of its cells."""
+    return {
+        "names": list(pipeline.names),
+        "end": pipeline.end,
+        "idle": round(pipeline.idle, 6),
+        "shared": pipeline.stages_share_rows,
+        "rows": [
+            {
+                "start": [cell.start for cell in row],
+                "cost": [cell.cost for cell in row],
+                "phase": [cell.phase for cell in row],
+                "stage": [cell.stage for cell in row],
+                "part": [".".join(map(str, cell.part)) for cell in row],
+                "pair": [cell.pair for cell in row],
+                "places": [cell.places for cell in row],
+            }
+            for row in pipeline.rows
+        ],
+    }
+
+
+def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table) -> Columns:
+    """One program: its instructions in columns, and the edges between them."""
+    streams, ops, comms, parts, args, indices = (Table() for _ in range(6))
+    shades = [shade_of(ins, subject.plans.axes) for ins in plan.instrs]
+    names = [pattern(ins.node, subject.plans.axes) for ins in plan.instrs]
+    columns: Columns = {
+        "op": [ops(ins.op) for ins in plan.instrs],
+        "node": [nodes(template) for template, _ in names],
+        "index": [indices(index) for _, index in names],
+        "stream": [streams(ins.stream) for ins in plan.instrs],
+        "comm": [-1 if ins.comm is None else comms(ins.comm) for ins in plan.instrs],
+        "nbytes": [ins.nbytes if ins.comm else 0 for ins in plan.instrs],
+        "arg": [args(ins.arg if ins.op == "compute" else "") for ins in plan.instrs],
+        "phase": [shade.phase or "" for shade in shades],
+        "part": [parts(".".join(map(str, shade.part))) for shade in shades],
+        "origin": [origins(subject.origins.get(ins.node, ())) for ins in plan.instrs],
+    }
+    tables = {"ops": ops, "streams": streams, "commNames": comms, "parts": parts, "args": args}
+    return {
+        "devices": list(plan.devices),
+        "name": show(plan.devices),
+        **columns,
+        **{name: table.values for name, table in tables.items()},
+        "indices": indices.values,
+        "data": flat(data_edges(plan)),
+        "temporal": flat(temporal_edges(subject, plan)),
+    }
+
+
+def pattern(node: str, axes: Iterable[str]) -> tuple[str, str]:
+    """A node's name without its parts, and those: `F[PP=0 MB=3]` is `F[PP=0 MB=@]` and `3`.
+
+    Names that differ only in their parts are most of a large page.
+    """
+    found: list[str] = []
+    for axis in axes:
+        before, *pieces = node.split(f"{axis}=")
+        node = before
+        for piece in pieces:
+            rest = piece.lstrip("0123456789")
+            found.append(piece[: len(piece) - len(rest)])
+            node += f"{axis}=@{rest}"
+    return node, ",".join(found)
+
+
+def flat(rows: Iterable[Sequence[int]]) -> list[int]:
+    """Rows of numbers, one after another."""
+    return [value for row in rows for value in row]
+
+
+def data_edges(plan: Plan) -> Iterator[tuple[int, int]]:
+    """From the instruction that wrote a slot to each that reads it, by their places."""
+    writer: dict[str, int] = {}
+    for place, ins in enumerate(plan.instrs):
+        yield from ((source, place) for source in sorted({writer[s] for s in ins.reads if s in writer}))
+        writer.update(dict.fromkeys(ins.writes, place))
+
+
+def temporal_edges(subject: Subject, plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """The orders that hold on a device, from place to place, with the directive that said so."""
+    places: dict[str, int] = {}
+    for place, ins in enumerate(plan.instrs):
+        places.setdefault(ins.node, place)
+    for first, then, by in subject.temporal:
+        if first in places and then in places:
+            yield places[first], places[then], by
+
+
+def memory_facts(memory: Memory, clock: Clock) -> Columns:
+    """A device's memory over time: only the times at which it changes."""
+    times: list[int] = []
+    live: list[int] = []
+    for time, now in zip(memory.times, memory.live, strict=True):
+        if not live or live[-1] != now:
+            times.append(clock(time))
+            live.append(now)
+    return {
+        "resident": memory.resident,
+        "times": times,
+        "live": live,
+        "peak": memory.peak,
+        "peakAt": memory.peak_at,
+        "atPeak": [list(entry) for entry in memory.at_peak[:MOST_AT_PEAK]],
+        "more": max(0, len(memory.at_peak) - MOST_AT_PEAK),
+    }
+
+
+def comm_facts(subject: Subject) -> Iterator[Columns]:
+    """What each communicator carries in a step, by operation, over all its devices, the most first."""
+    carried: dict[tuple[str, str], tuple[int, int]] = {}
+    for plan in subject.plans:
+        for ins in plan.instrs:
+            if ins.comm is not None and ins.op != "recv":
+                nbytes, times = carried.get((ins.comm, ins.op), (0, 0))
+                carried[ins.comm, ins.op] = (nbytes + ins.nbytes * len(plan.devices), times + 1)
+    for (name, op), (nbytes, times) in sorted(carried.items(), key=lambda item: (-item[1][0], item[0])):
+        groups = subject.plans.comms[name].groups
+        shown = [show(group) for group in groups[:MOST_GROUPS]]
+        more = [f"{len(groups) - MOST_GROUPS} more"] if len(groups) > MOST_GROUPS else []
+        yield {"name": name, "op": op, "groups": shown + more, "nbytes": nbytes, "times": times}
+
+
+def measured_facts(subject: Subject, device: int, clock: Clock) -> Columns:
+    """One measured step of a device, and its memory by the measured clock."""
+    timeline = subject.measured[device]
+    memory = memory_of(subject.plans.of(device), timeline)
+    return {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory_facts(memory, clock)}

@@ -1,0 +1,56 @@
+"""Writes drawings and pages; PNG through a browser, where there is one."""
+
+import shutil
+from pathlib import Path
+
+from piper.errors import ConfigError
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, or say why it cannot be."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(
+            "this file cannot be written",
+            by=str(path),
+            facts={"why": error.strerror or str(error)},
+            hint="name a file in a folder that exists and that you own",
+        ) from None
+
+
+def browser() -> str | None:
+    """The browser that draws PNG, if one is installed."""
+    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+
+
+def png(svg: str, *, scale: float = 2.0) -> bytes:
+    """Draw an SVG as PNG on light paper, `scale` pixels to its unit."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise no_browser("playwright is not installed") from None
+    chromium = browser()
+    if chromium is None:
+        raise no_browser(f"none of {', '.join(BROWSERS)} is installed")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        try:
+            page = started.new_page(device_scale_factor=scale, color_scheme="light")
+            page.set_content(f"<style>body{{margin:0}}svg{{display:block}}</style>{svg}")
+            drawn: bytes = page.locator("svg").screenshot()
+        finally:
+            started.close()
+    return drawn
+
+
+def no_browser(why: str) -> ConfigError:
+    """The error of a PNG that nothing can draw."""
+    return ConfigError(
+        "a PNG is drawn by a browser",
+        by="--png",
+        facts={"but": why},
+        hint="pip install playwright and install Chromium (Debian: apt install chromium), or use --svg",
+    )

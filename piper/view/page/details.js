@@ -1,0 +1,66 @@
+// What is selected: what it is, when it runs, what it needs, and the lines that made it.
+
+const MOST_LINKS = 6;
+
+function showDetails() {
+  const host = byId("details");
+  const chosen = state.selected;
+  if (chosen === null) {
+    host.replaceChildren(make("p", { class: "faint" }, "Click a cell, a bar or a node; or reach a drawing with Tab and use the arrow keys."));
+    return;
+  }
+  const program = facts.programs[chosen.program];
+  const { place } = chosen;
+  const rows = make("dl");
+  const add = (name, ...values) => values.length && rows.append(make("dt", {}, name), ...values.map((value) => make("dd", {}, value)));
+  const phase = program.phase[place] && program.opAt(place) === "compute" ? `, ${PHASES[program.phase[place]]}` : "";
+  add("does", `${OPS[program.opAt(place)]}${phase}`);
+  add("on", `${program.devices.length > 1 ? "devices" : "device"} ${program.name}, stream ${program.streamAt(place)}, instruction ${place} of ${program.count}`);
+  add("planned", `at ${showTime(program.start[place])}, for ${showTime(program.length[place])}`);
+  const run = measuredOf(state.device);
+  if (run && chosen.program === currentProgram()) {
+    const ratio = differenceOf(state.device, place);
+    const share = ratio === null ? "" : `; ${ratio.toFixed(2)} times its planned share of the step`;
+    add("measured", `at ${showTime(run.start[place])}, for ${showTime(run.length[place])}${share}`);
+  }
+  if (program.comm[place] >= 0) add("moves", `${showBytes(program.nbytes[place])} over ${program.commNames[program.comm[place]]}`);
+  const graph = dagOf(chosen.program);
+  add("needs", ...links(chosen.program, graph.into[place], 0));
+  add("for", ...links(chosen.program, graph.out[place], 0));
+  add("after", ...links(chosen.program, graph.into[place], 1));
+  add("before", ...links(chosen.program, graph.out[place], 1));
+  add("made by", ...program.originAt(place).map(directiveLink));
+  host.replaceChildren(make("p", { class: "what" }, program.nodeAt(place)), rows);
+}
+
+// Neighbours by one kind of edge, each a way to go there.
+function links(number, edges, kind) {
+  const program = facts.programs[number];
+  const found = edges.filter(([, of]) => of === kind);
+  const shown = found.slice(0, MOST_LINKS).map(([place, , by]) => {
+    const go = make("button", { type: "button", class: "link", onclick: () => select(number, place, { reveal: true }) }, program.nodeAt(place));
+    const said = kind && by >= 0 && facts.strategy[by] ? ` (${facts.strategy[by].title})` : "";
+    return make("span", {}, go, said);
+  });
+  if (found.length > MOST_LINKS) shown.push(`and ${found.length - MOST_LINKS} more`);
+  return shown;
+}
+
+// A directive as a way to its place in the strategy and its line of source.
+function directiveLink(number) {
+  const said = facts.strategy[number];
+  if (!said) return `directive #${number}`;
+  return make(
+    "button",
+    {
+      type: "button",
+      class: "link",
+      onclick: () => {
+        change({ pinned: number });
+        showSource(said.source);
+        byId("strategy").querySelector(`[data-directive="${number}"]`)?.scrollIntoView({ block: "nearest" });
+      },
+    },
+    said.title,
+  );
+}

@@ -1,0 +1,106 @@
+// Puts the page together.
+
+function fillHeader() {
+  const devices = plural(facts.devices.length, "device");
+  const programs = plural(facts.programs.length, "program");
+  const instructions = plural(facts.programs.reduce((sum, program) => sum + program.count, 0), "instruction");
+  const clock = facts.seconds ? `planned for ${facts.clock}` : "planned in whole units";
+  byId("subtitle").textContent = `${devices}, ${programs}, ${instructions}; ${clock}`;
+  const sent = facts.comms.reduce((sum, comm) => sum + comm.nbytes, 0);
+  const peak = Math.max(...facts.programs.map((program) => program.memory.peak));
+  const rows = [["planned step", showTime(facts.step)]];
+  if (hasMeasured) rows.push(["measured step", showTime(measuredEnd)]);
+  rows.push(["idle compute", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
+  byId("figures").append(...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  byId("notes").append(...facts.notes.map((note) => make("p", { class: "note" }, note)));
+  byId("pipeline-caption").textContent = `with free transfers: ${trim(facts.pipeline.end, 2)} units, ${showShare(facts.pipeline.idle)} idle`;
+}
+
+function fillDevices() {
+  const choice = byId("device");
+  facts.devices.forEach((device) => {
+    const run = measuredOf(device) ? ", measured" : "";
+    choice.append(make("option", { value: device }, `device ${device}${run}`));
+  });
+  choice.addEventListener("change", () => change({ device: Number(choice.value), selected: null }));
+  listen((update) => { if ("device" in update) choice.value = String(state.device); });
+}
+
+function fillSwitches() {
+  const refit = () => {
+    timeRange.end = timeEnd();
+    timeRange.least = timeRange.end / 4000;
+    timeRange.fit();
+  };
+  if (hasMeasured) {
+    const ratio = measuredEnd / Math.max(1, facts.step);
+    byId("stretch-choice").hidden = false;
+    byId("differences").hidden = false;
+    byId("stretch").checked = ratio > 1.3 || ratio < 1 / 1.3;
+    state.stretch = byId("stretch").checked;
+    refit();
+  }
+  byId("stretch").addEventListener("change", (event) => {
+    change({ stretch: event.target.checked });
+    refit();
+  });
+  byId("critical").addEventListener("change", (event) => {
+    change({ critical: event.target.checked });
+    timelineLegend();
+  });
+}
+
+function followTheme() {
+  const themes = ["auto", "light", "dark"];
+  const button = byId("theme");
+  const apply = () => {
+    if (state.theme === "auto") document.documentElement.removeAttribute("data-theme");
+    else document.documentElement.dataset.theme = state.theme;
+    button.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[state.theme];
+    button.setAttribute("aria-label", `Colour scheme: ${state.theme}`);
+    pipelineLegend();
+    timelineLegend();
+  };
+  button.addEventListener("click", () => {
+    change({ theme: themes[(themes.indexOf(state.theme) + 1) % themes.length] });
+    apply();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    change({});
+    apply();
+  });
+  apply();
+}
+
+function memoryCaption() {
+  const program = facts.programs[currentProgram()];
+  const many = program.devices.length > 1 ? "each of devices" : "device";
+  byId("memory-caption").textContent = `of ${many} ${program.name}, ${showBytes(program.memory.resident)} of it held between steps`;
+  byId("peak-summary").textContent = `Live at the peak of ${showBytes(program.memory.peak)}`;
+}
+
+fillHeader();
+fillDevices();
+fillSwitches();
+fillStrategy();
+fillSource();
+fillComms();
+fillPath();
+const views = { pipeline: pipelineView(), timeline: timelineView(), memory: memoryView(), dag: dagView() };
+for (const [name, view] of Object.entries(views)) new Scene(byId(name), view);
+addTools("pipeline", views.pipeline.range);
+addTools("timeline", timeRange);
+addTools("dag", dagRange);
+followTheme();
+whenOpen(byId("pipeline-table"), pipelineTable, []);
+whenOpen(byId("instructions-table"), instructionsTable, ["device"]);
+whenOpen(byId("edges-table"), edgesTable, ["device"]);
+whenOpen(byId("peak-table"), peakTable, ["device"]);
+whenOpen(byId("differences-table"), differencesTable, ["device"]);
+listen((update) => {
+  if ("selected" in update || "device" in update) showDetails();
+  if ("device" in update) memoryCaption();
+});
+showDetails();
+memoryCaption();
+memoryLegend();

@@ -1,0 +1,165 @@
+// Memory over time: the device in view filled, the other programs as lines, on the axis of the streams.
+
+const CHART = 190;
+
+function memoryLegend() {
+  const entry = (kind, text) => make("span", {}, make("i", { class: kind }), text);
+  const items = [entry("level", "this device, planned")];
+  if (hasMeasured) items.push(entry("dashes", "by the measured clock"));
+  if (facts.programs.length > 1) items.push(entry("hair", "other devices, planned"));
+  byId("memory-legend").replaceChildren(...items);
+}
+
+function memoryView() {
+  const highest = () => Math.max(...facts.programs.map((program) => program.memory.peak), 1);
+  let left = 80;
+
+  const y = (bytes) => 12 + (CHART - 12) * (1 - bytes / (highest() * 1.08));
+
+  // The corners of a step line within what is seen.
+  function trace(scene, memory, factor, end) {
+    const { context } = scene;
+    const first = firstAfter(memory.times, timeRange.low / factor);
+    let level = y(memory.live[first] ?? memory.resident);
+    context.moveTo(Math.max(scene.x(memory.times[first] * factor), scene.left), level);
+    let reached = -Infinity;
+    for (let i = first + 1; i < memory.times.length; i += 1) {
+      const x = scene.x(memory.times[i] * factor);
+      const next = y(memory.live[i]);
+      if (x - reached > 0.3 || Math.abs(next - level) > 0.5) {
+        context.lineTo(x, level);
+        context.lineTo(x, next);
+        reached = x;
+        level = next;
+      }
+      if (memory.times[i] * factor > timeRange.high) break;
+    }
+    context.lineTo(Math.min(scene.x(end), scene.right), level);
+  }
+
+  function drawOthers(scene) {
+    const { context } = scene;
+    context.lineWidth = 1;
+    context.strokeStyle = paper().faint;
+    context.globalAlpha = 0.45;
+    facts.programs.slice(0, 64).forEach((program, number) => {
+      if (number === currentProgram()) return;
+      context.beginPath();
+      trace(scene, program.memory, stretchFactor(), facts.step * stretchFactor());
+      context.stroke();
+    });
+    context.globalAlpha = 1;
+  }
+
+  function drawOwn(scene) {
+    const { context } = scene;
+    const { memory } = facts.programs[currentProgram()];
+    const factor = stretchFactor();
+    const colour = accent();
+    const end = facts.step * factor;
+    context.beginPath();
+    trace(scene, memory, factor, end);
+    context.lineTo(Math.min(scene.x(end), scene.right), y(0));
+    context.lineTo(scene.left, y(0));
+    context.closePath();
+    context.globalAlpha = 0.16;
+    context.fillStyle = colour;
+    context.fill();
+    context.fillRect(scene.left, y(memory.resident), Math.min(scene.x(end), scene.right) - scene.left, y(0) - y(memory.resident));
+    context.globalAlpha = 1;
+    context.lineWidth = 1.75;
+    context.strokeStyle = colour;
+    context.beginPath();
+    trace(scene, memory, factor, end);
+    context.stroke();
+    const run = measuredOf(state.device);
+    if (run) {
+      context.setLineDash([5, 4]);
+      context.strokeStyle = warm();
+      context.beginPath();
+      trace(scene, run.memory, 1, run.end);
+      context.stroke();
+      context.setLineDash([]);
+    }
+    drawPeak(scene, memory, factor);
+  }
+
+  function drawPeak(scene, memory, factor) {
+    const { context } = scene;
+    const at = memory.times[memory.live.indexOf(memory.peak)];
+    if (at === undefined) return;
+    const x = scene.x(at * factor);
+    if (x < scene.left || x > scene.right) return;
+    context.fillStyle = accent();
+    context.beginPath();
+    context.arc(x, y(memory.peak), 4, 0, 7);
+    context.fill();
+    setFont(context, 12, 600);
+    context.fillStyle = paper().text;
+    const text = `peak ${showBytes(memory.peak)}`;
+    const before = x + 12 + context.measureText(text).width > scene.right;
+    context.textAlign = before ? "right" : "left";
+    context.textBaseline = "bottom";
+    context.fillText(text, before ? x - 8 : x + 8, y(memory.peak) - 2);
+  }
+
+  function drawScale(scene) {
+    const { context } = scene;
+    const most = highest();
+    const unit = 2 ** Math.floor(Math.log2(most / 3));
+    setFont(context, 11);
+    for (let bytes = 0; bytes <= most * 1.06; bytes += unit) {
+      context.strokeStyle = paper().line;
+      context.globalAlpha = 0.6;
+      context.beginPath();
+      context.moveTo(scene.left, Math.round(y(bytes)) + 0.5);
+      context.lineTo(scene.right, Math.round(y(bytes)) + 0.5);
+      context.stroke();
+      context.globalAlpha = 1;
+      context.fillStyle = paper().faint;
+      context.textAlign = "right";
+      context.textBaseline = "middle";
+      context.fillText(bytes ? showBytes(bytes) : "0", left - 10, y(bytes));
+    }
+  }
+
+  // The level of memory at a time.
+  const levelAt = (memory, time) => memory.live[firstAfter(memory.times, time + 0.5)] ?? memory.resident;
+
+  return {
+    name: "Memory over time",
+    range: timeRange,
+    left: () => left,
+    height: () => CHART + 24,
+    draw(scene) {
+      left = Math.max(timeLeft(), 20);
+      drawScale(scene);
+      drawAxis(scene, CHART, showTick);
+      scene.clipped(() => {
+        drawOthers(scene);
+        drawOwn(scene);
+      });
+    },
+    hit(scene, x, y) {
+      return x >= scene.left && x <= scene.right && y < CHART ? { time: scene.value(x) } : null;
+    },
+    tip({ time }) {
+      const program = facts.programs[currentProgram()];
+      const planned = levelAt(program.memory, time / stretchFactor());
+      const run = measuredOf(state.device);
+      const lines = [showBytes(planned), `at ${showTime(time)}, devices ${program.name}`, `${showBytes(program.memory.resident)} of it held between steps`];
+      if (run) lines.push(`by the measured clock ${showBytes(levelAt(run.memory, time))}`);
+      return lines;
+    },
+    choose() {
+      const program = facts.programs[currentProgram()];
+      select(currentProgram(), program.memory.peakAt, { reveal: true });
+    },
+    move(direction) {
+      const shift = { left: -0.1, right: 0.1 }[direction];
+      if (shift) timeRange.pan(shift * timeRange.span);
+      else if (direction === "first") timeRange.pan(-timeRange.end);
+      else if (direction === "last") timeRange.pan(timeRange.end);
+    },
+  };
+}

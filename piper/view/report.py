@@ -1,0 +1,41 @@
+"""The page: template, style and scripts from `page/`, and the facts, in one file that needs nothing else."""
+
+import json
+import re
+from html import escape
+from importlib.resources import files
+
+from piper.view.facts import facts_of
+from piper.view.subject import Subject
+
+SCRIPTS = (
+    "state.js",
+    "format.js",
+    "scene.js",
+    "pipeline.js",
+    "timeline.js",
+    "memory.js",
+    "dag.js",
+    "strategy.js",
+    "details.js",
+    "tables.js",
+    "main.js",
+)
+
+
+def page(subject: Subject) -> str:
+    """The whole page as text. It opens from a file, without a network."""
+    facts = json.dumps(facts_of(subject), separators=(",", ":"), ensure_ascii=False)
+    scripts = "\n".join(read(name) for name in SCRIPTS)
+    parts = {
+        "title": escape(subject.title),
+        "style": read("page.css"),
+        "facts": facts.replace("<", "\\u003c"),  # nothing in it can end the script that holds it
+        "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], read("page.html"))
+
+
+def read(name: str) -> str:
+    """A file of the page's."""
+    return (files("piper.view") / "page" / name).read_text(encoding="utf-8")

@@ -1,0 +1,56 @@
+"""What an instruction looks like: the phase it works for and the part of the samples, hence its colour."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from piper.ir.chunk import PHASES, Phase
+from piper.plan.instr import Instr
+
+PHASE = re.compile(r"\b(BI|BW|F|B)\[")
+VERBS = {
+    "load": "load",
+    "send": "send",
+    "recv": "receive",
+    "counts": "counts",
+    "exchange": "all-to-all",
+    "gather": "gather",
+    "accumulate": "add",
+    "all_reduce": "reduce",
+    "reduce_scatter": "reduce",
+    "norm": "norm",
+    "total": "total",
+    "update": "update",
+    "broadcast": "broadcast",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shade:
+    """The phase and part an instruction works for; neither, where it works for all of a step."""
+
+    phase: Phase | None
+    part: tuple[int, ...]
+
+
+def shade_of(ins: Instr, axes: Iterable[str]) -> Shade:
+    """Read phase and part off an instruction, or off the node it is named for."""
+    match = PHASE.search(ins.node)
+    phase = next((phase for phase in PHASES if match and phase == match[1]), None)
+    if phase is None and ins.op in ("send", "recv"):
+        phase = "B" if re.search(r"\.din\d", ins.node) else "F"
+    if phase is None and ins.op in ("counts", "load"):
+        phase = "F"  # a backward goes the way that its forward found
+    part = tuple(index for _, index in ins.part)
+    if not part:
+        found = (re.findall(rf"\b{re.escape(axis)}=(\d+)", ins.node) for axis in axes)
+        part = tuple(int(indices[-1]) for indices in found if indices)
+    return Shade(phase=phase, part=part)
+
+
+def caption(ins: Instr) -> str:
+    """An instruction in one or two words, to stand in its bar."""
+    if ins.op == "compute":
+        phase, _, chunk = ins.arg.partition(" ")
+        return f"{phase} {chunk}"
+    return VERBS.get(ins.op, ins.op)

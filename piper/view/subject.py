@@ -1,0 +1,65 @@
+"""What is viewed: plans, when they run, and which line of the strategy made each of their nodes."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from piper.ir.chunk import Tags
+from piper.ir.graph import Ordering
+from piper.plan.plan import Plans
+from piper.simulate.simulate import Simulation
+from piper.simulate.timeline import Timeline
+
+TAG = re.compile(r"(\w+)=(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One directive of a strategy: how messages name it, what it was given, and where it was written."""
+
+    title: str  # "replicate #0 (llama.py:41)"
+    text: str  # "at=at(PP=0), devices=[0, 1], zero=3"
+    source: str  # "llama.py:41"
+
+    @property
+    def verb(self) -> str:
+        return self.title.partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A program, or a run, as drawings and pages need it."""
+
+    title: str
+    plans: Plans
+    planned: Simulation
+    clock: str  # what the planned times rest on: "h100", "whole units"
+    tags: Mapping[str, Tags] = field(default_factory=dict)  # the annotations of each chunk
+    orderings: tuple[Ordering, ...] = ()
+    strategy: tuple[Said, ...] = ()
+    origins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by node: directives, by number
+    temporal: tuple[tuple[str, str, int], ...] = ()  # this node, before that one, said by this directive
+    measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
+    source: str = ""  # the recipe's text, if it is at hand
+    source_name: str = ""  # and the name of its file
+    notes: tuple[str, ...] = ()  # what a reader should know: what is missing, and why
+
+    @property
+    def devices(self) -> list[int]:
+        return sorted(device for plan in self.plans for device in plan.devices)
+
+
+def tags_by_name(plans: Plans) -> dict[str, Tags]:
+    """The annotations of each chunk, read off their names: all there is of plans from a file."""
+    chunks = {ins.arg.partition(" ")[2] for plan in plans for ins in plan.instrs if ins.op == "compute"}
+    return {chunk: tuple((tag, int(index)) for tag, index in TAG.findall(chunk)) for chunk in sorted(chunks)}
+
+
+def said_by(lines: Iterable[str]) -> tuple[Said, ...]:
+    """A strategy read back from a run folder's `strategy.txt`: `title (source): what it was given`."""
+    found = []
+    for line in lines:
+        match = re.fullmatch(r"(\w+ #\d+ \((.*?)\)): (.*)", line)
+        if match:
+            found.append(Said(title=match[1], source=match[2], text=match[3]))
+    return tuple(found)

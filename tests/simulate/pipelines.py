@@ -1,0 +1,38 @@
+"""Chains of stages under a schedule, lowered to plans, for tests of the simulator."""
+
+from collections.abc import Callable, Sequence
+
+from piper import at, replicate, split
+from piper.directives import Directive, apply
+from piper.ir.chain import chain
+from piper.ir.chunk import Outline
+from piper.ir.graph import start
+from piper.lower.lower import lower
+from piper.lower.work import Work
+from piper.plan.plan import Plans
+
+Schedule = Callable[[int, int], Sequence[Directive]]
+
+
+def pipeline(
+    schedule: Schedule,
+    ranks: int,
+    microbatches: int,
+    *,
+    stages_per_rank: int = 1,
+    v_shape: bool = False,
+    replicas: int = 1,
+    zero: int = 0,
+    width: int = 1024,
+) -> tuple[Plans, Outline, Work]:
+    """A chain whose stages go round the ranks, or there and back in a V."""
+    stages = ranks * stages_per_rank
+    strategy: list[Directive] = []
+    for stage in range(stages):
+        rank = min(stage, stages - 1 - stage) if v_shape else stage % ranks
+        devices = range(rank * replicas, (rank + 1) * replicas)
+        strategy.append(replicate(at(PP=stage), devices, zero=zero))
+    strategy += [split(at(), parts=microbatches), *schedule(ranks, microbatches)]
+    outline = chain(stages, width=width)
+    plans, work = lower(apply(start(outline), strategy))
+    return plans, outline, work

@@ -1,0 +1,129 @@
+"""Costs from a profile: what was measured comes back, what was not is worked out, what is wrong is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from piper import schedules
+from piper.errors import ConfigError
+from piper.ir.chain import chain
+from piper.simulate.calibrate import calibrate
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.fit import NOTHING, Line, line_through, two_features
+from piper.simulate.measured import Measured, check_model, read_costs, write_costs
+from piper.simulate.profile import fingerprint, works_of
+from piper.simulate.simulate import simulate
+from tests.simulate.pipelines import Schedule, pipeline
+from tests.simulate.test_profiles import measured
+
+OTHERS: list[tuple[Schedule, int]] = [
+    (schedules.gpipe, 8),
+    (schedules.one_f_one_b, 4),
+    (schedules.zero_bubble, 8),
+]
+
+
+def calibrated() -> Measured:
+    plans, outline, _ = pipeline(schedules.one_f_one_b, 4, 8)
+    found = simulate(plans, outline, Roofline(load_cluster("h100")))
+    profile = measured(plans, found, steps=2, scale=1.0)
+    profile = replace(profile, model=fingerprint(outline), works=works_of(outline.chunks))
+    return calibrate(profile)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), OTHERS)
+def test_costs_of_one_strategy_foretell_others(schedule: Schedule, microbatches: int) -> None:
+    plans, outline, _ = pipeline(schedule, 4, microbatches)
+    truth = simulate(plans, outline, Roofline(load_cluster("h100")))
+    foretold = simulate(plans, outline, calibrated())
+    assert foretold.step == pytest.approx(truth.step, rel=0.02)
+
+
+def test_halves_of_a_backward_come_from_the_whole_and_the_other_way_round() -> None:
+    chunk = chain(2, split_cost=(1, 3, 1)).chunks[1]
+    costs = Measured(
+        model="", source="", chunks={chunk.key: {"F": 1.0, "B": 8.0}}, arithmetic=1e-12, traffic=0.0, gap=0.5
+    )
+    assert costs.compute(chunk, "F") == 1.5
+    assert costs.compute(chunk, "BI") == pytest.approx(6.5)
+    assert costs.compute(chunk, "BW") == pytest.approx(2.5)
+    halves = replace(costs, chunks={chunk.key: {"BI": 2.0, "BW": 1.0}})
+    assert halves.compute(chunk, "B") == 3.5
+    assert replace(costs, chunks={}).compute(chunk, "F") == pytest.approx(1.5)
+
+
+def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    costs, path = calibrated(), tmp_path / "costs.json"
+    write_costs(costs, path)
+    assert read_costs(path) == replace(costs, source=str(path))
+
+
+def test_lines() -> None:
+    line = line_through([(1, 4), (10, 22), (10, 22), (5, 12)])
+    assert (line.base, line.slope) == pytest.approx((2, 2))
+    assert line_through([]) == NOTHING
+    assert line_through([(10, 30)]) == Line(base=0.0, slope=3.0)
+    small = line_through([(10, 30)], Line(base=20, slope=0.1))
+    assert (small.base, small.slope) == pytest.approx((29, 0.1))
+    assert two_features([(1, 0, 3), (0, 1, 5), (1, 1, 8)]) == pytest.approx((3, 5))
+    assert two_features([(1, 1, 2), (2, 2, 4)]) == pytest.approx((2, 0))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_costs(path)
+    return str(caught.value)
+
+
+def test_costs_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    assert refusal(path) == (
+        f"{path}: there are no costs to read\n"
+        "  why:  No such file or directory\n"
+        "  hint: write them: piper profile DIR --calibrate FILE"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{}", "KeyError: 'piper_costs'"),
+        ('{"piper_costs": 9}', "ValueError: it is of form 9, not 1"),
+        ("[]", "TypeError: list indices must be integers or slices, not str"),
+    ],
+)
+def test_a_file_without_costs(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    assert refusal(path) == (
+        f"{path}: this file holds no costs\n"
+        f"  why:  {why}\n"
+        "  hint: make it anew: piper profile DIR --calibrate FILE"
+    )
+
+
+def test_costs_of_another_model() -> None:
+    costs = replace(calibrated(), source="costs.json")
+    check_model(costs, chain(4))
+    with pytest.raises(ConfigError) as caught:
+        check_model(costs, chain(3))
+    assert str(caught.value) == (
+        "costs.json: these costs were measured on another model\n"
+        f"  costs:  model {fingerprint(chain(4))}\n"
+        f"  recipe: model {fingerprint(chain(3))}\n"
+        "  hint:   profile this model: piper train RECIPE --profile 5 --out DIR, then "
+        "piper profile DIR --calibrate FILE"
+    )
+
+
+def test_costs_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        write_costs(calibrated(), tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: the costs cannot be written\n"
+        "  why:  Is a directory\n"
+        "  hint: name a file in a folder you own"
+    )

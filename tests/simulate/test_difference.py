@@ -1,0 +1,126 @@
+"""`piper diff`: which nodes two plans share, and which of them moved."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piper import schedules
+from piper.cli import main
+from piper.plan.text import show_plans
+from piper.simulate.difference import difference, longest_run
+from tests.simulate.pipelines import pipeline
+from tests.simulate.test_simulate import job, step
+
+
+def test_plans_are_like_themselves() -> None:
+    plans, _, _ = pipeline(schedules.one_f_one_b, 3, 4)
+    found = difference(plans, plans)
+    assert (found.gone, found.new, found.moved, found.shifted) == ((), (), (), ())
+
+
+def test_what_is_gone_new_moved_and_shifted() -> None:
+    first = job([step("compute", name, "x") for name in "abcd"], [step("compute", "e", "x")])
+    second = job(
+        [
+            step("compute", "b", "x"),
+            step("compute", "c", "y"),
+            step("compute", "a", "x"),
+            step("compute", "e", "x"),
+        ],
+        [step("compute", "f", "x")],
+    )
+    found = difference(first, second)
+    assert (found.gone, found.new) == (("d",), ("f",))
+    assert [
+        (m.node, m.before.devices, m.before.stream, m.after.devices, m.after.stream) for m in found.moved
+    ] == [
+        ("c", (0,), "x", (0,), "y"),
+        ("e", (1,), "x", (0,), "x"),
+    ]
+    assert [(s.node, s.device, s.before, s.after) for s in found.shifted] == [("a", 0, 0, 2)]
+
+
+def test_schedules_differ_in_the_order_alone() -> None:
+    one, _, _ = pipeline(schedules.one_f_one_b, 2, 4)
+    fill, _, _ = pipeline(schedules.gpipe, 2, 4)
+    found = difference(one, fill)
+    assert not found.gone and not found.new and not found.moved
+    assert {s.device for s in found.shifted} == {0, 1}
+
+
+def test_the_longest_rising_part() -> None:
+    assert longest_run([]) == set()
+    assert longest_run([3, 0, 1, 2]) == {1, 2, 3}
+    assert longest_run([0, 1, 2]) == {0, 1, 2}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["piper", "diff", *words])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[str, str]:
+    paths = []
+    for name, schedule in (("a", schedules.one_f_one_b), ("b", schedules.gpipe)):
+        paths.append(tmp_path / f"{name}.txt")
+        paths[-1].write_text(show_plans(pipeline(schedule, 2, 4)[0]))
+    return str(paths[0]), str(paths[1])
+
+
+def test_saved_plans_side_by_side(
+    texts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, *texts) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [
+        f"A  {texts[0]}",
+        f"B  {texts[1]}",
+        "In units, F = I = W = 1, communication free: plans in a file say no more of costs",
+    ]
+    assert [line.split() for line in lines[5:7]] == [
+        ["step", "15", "15", "1.00"],
+        ["bubble,", "all", "devices", "20.0", "%", "20.0", "%", "1.00"],
+    ]
+    assert "At another place in their device's order: " in "\n".join(lines)
+
+
+def test_one_object(
+    texts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, *texts, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"clock", "a", "b", "only_a", "only_b", "moved", "shifted"}
+    assert told["clock"] == "units"
+    assert told["a"]["step"] == told["b"]["step"] == 15
+    assert told["b"]["peak_bytes"] > told["a"]["peak_bytes"], "gpipe holds every microbatch"
+    assert told["shifted"] and not told["moved"]
+
+
+def test_something_that_is_neither(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(monkeypatch, str(tmp_path / "none.py:f"), "b.txt") == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/none.py: there is no such file\n"
+        "  hint: give the path of a Python file, then :function\n"
+    )
+
+
+def test_a_file_that_holds_no_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    assert call(monkeypatch, str(path), str(path)) == 2
+    assert capsys.readouterr().err == (
+        f"error: {path}:1: this line cannot be read\n"
+        "  line: hello\n"
+        "  why:  'hello' begins no line here\n"
+        "  hint: use the text as `piper plan --text` writes it\n"
+    )

@@ -1,0 +1,67 @@
+"""`piper simulate` as a user calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piper.cli import main
+from tests.test_cli import RECIPE
+
+FIELDS = {
+    "on", "step_s", "bubble", "devices", "busy_s", "bubble_s", "bubble_rate", "exposed_s", "communication_s",
+    "contention_s", "peak_bytes", "at_peak", "critical_path",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipes") / "net.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["piper", *words])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_the_report(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "simulate", f"{recipe}:pipeline", "--cluster", "a100") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Step ")
+    assert " on 4 devices of a100; bubble " in text
+    for heading in ("Exposed communication of", "Live at the peak of", "Why the step is this long"):
+        assert heading in text
+
+
+def test_one_object(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "simulate", f"{recipe}:pipeline", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == FIELDS
+    assert told["devices"] == [0, 1, 2, 3]
+    assert all(
+        len(told[name]) == 4 for name in FIELDS if name.endswith(("_s", "_bytes")) and name != "step_s"
+    )
+    assert told["critical_path"][-1]["end_s"] == told["step_s"]
+    for busy, bubble in zip(told["busy_s"], told["bubble_s"], strict=True):
+        assert busy + bubble == pytest.approx(told["step_s"])
+
+
+def test_an_unknown_cluster(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "simulate", f"{recipe}:pipeline", "--cluster", "b300") == 2
+    assert capsys.readouterr().err == (
+        "error: --cluster: there is no cluster 'b300'\n"
+        "  known: a100, cpu, h100, h200\n"
+        "  hint:  name one of these, or a TOML file; `piper profile --cluster-out FILE` writes one\n"
+    )

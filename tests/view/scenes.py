@@ -1,0 +1,87 @@
+"""Small subjects for tests of drawings: compiled from a chain of stages, timed by the simulator."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from piper import at, replicate, schedules, shard, split
+from piper.devices import Devices
+from piper.directives import Directive, apply
+from piper.ir.chain import chain
+from piper.ir.graph import start
+from piper.lower.lower import lower
+from piper.plan.instr import Op
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline, Talk, Unit
+from piper.simulate.simulate import simulate
+from piper.simulate.timeline import Span, Timeline
+from piper.view.subject import Said, Subject
+
+SOURCE = '"""A recipe."""\n\nstrategy = [\n    replicate(...),\n    shard(...),\n]\n'
+
+
+class Talking(Unit):
+    """Unit costs, and communication that takes half a forward."""
+
+    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
+        return Talk(seconds=0.5)
+
+
+def v_shaped(ranks: int, microbatches: int, *, experts: bool = True) -> list[Directive]:
+    """DualPipe-V over pairs of devices that shard their state and divide their experts."""
+    strategy: list[Directive] = []
+    for stage in range(2 * ranks):
+        rank = min(stage, 2 * ranks - 1 - stage)
+        devices = (2 * rank, 2 * rank + 1)
+        strategy.append(replicate(at(PP=stage), devices, zero=3))
+        strategy += [shard(at(PP=stage, EP="*"), devices)] if experts else []
+    return [*strategy, split(at(), parts=microbatches), *schedules.dualpipe_v(ranks, microbatches)]
+
+
+def subject_of(
+    stages: int, strategy: Sequence[Directive], *, experts: int = 4, title: str = "moe.py:demo"
+) -> Subject:
+    """A chain under a strategy, timed on h100."""
+    outline = chain(stages, experts=experts)
+    plans, work = lower(apply(start(outline), strategy))
+    return Subject(
+        title=title,
+        plans=plans,
+        planned=simulate(plans, outline, Roofline(load_cluster("h100"))),
+        clock="h100",
+        tags={chunk.name: chunk.tags for chunk in outline.chunks},
+        orderings=work.graph.orderings,
+        strategy=tuple(
+            Said(
+                title=f"{said.verb} #{number} (moe.py:{4 + number % 2})",
+                text=f"number {number}",
+                source=f"moe.py:{4 + number % 2}",
+            )
+            for number, said in enumerate(strategy)
+        ),
+        origins={node.name: node.origin for node in work.line},
+        temporal=work.temporal,
+        source=SOURCE,
+        source_name="moe.py",
+    )
+
+
+@cache
+def demo() -> Subject:
+    """Four stages with experts in a V on four devices: two programs, four microbatches."""
+    return subject_of(4, v_shaped(2, 4))
+
+
+def measured(subject: Subject, slow: str, factor: float = 3.0) -> dict[int, Timeline]:
+    """A run of a subject: as planned, but twice as slow, and one node `factor` times slower still."""
+    found = {}
+    for plan, planned in zip(subject.plans, subject.planned.timelines, strict=True):
+        late = 0.0
+        spans = []
+        for ins, span in zip(plan.instrs, planned.spans, strict=True):
+            start, length = 2 * span.start + late, 2 * (span.end - span.start)
+            if ins.node == slow:
+                late += length * (factor - 1)
+                length *= factor
+            spans.append(Span(start=start, end=start + length))
+        found[plan.devices[0]] = Timeline(devices=plan.devices[:1], spans=spans)
+    return found

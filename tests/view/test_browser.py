@@ -1,0 +1,285 @@
+"""The page in a real browser: it loads, zooms, lights up, leads from a node to its line, and obeys the keyboard."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+from piper.view.files import browser
+from piper.view.report import page
+from tests.view.scenes import demo, measured, subject_of, v_shaped
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, FloatRect, Page
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+CHROMIUM = browser()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium")
+SLOW_NODE = "B[PP=3 MB=1]"
+
+
+@dataclass(slots=True)
+class Opened:
+    """A page, and what it complained of."""
+
+    page: "Page"
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> "Iterator[Browser]":
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    subject = demo()
+    path.write_text(page(replace(subject, measured=measured(subject, SLOW_NODE))), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(chromium: "Browser", file: Path) -> Iterator[Opened]:
+    """The page from its file, at a laptop's size; nothing may complain or ask the network."""
+    found = Opened(page=chromium.new_page(viewport={"width": 1280, "height": 800}))
+    found.page.on("console", lambda message: found.complaints.append(message.text))
+    found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
+    found.page.on("request", lambda request: found.requests.append(request.url))
+    found.page.goto(file.as_uri())
+    yield found
+    found.page.close()
+    assert found.complaints == []
+    assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def ink(page: "Page", scene: str) -> str:
+    """What a canvas shows now."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    drawn: str = page.evaluate("(scene) => document.querySelector(`#${scene} canvas`).toDataURL()", scene)
+    return drawn
+
+
+def box_of(page: "Page", scene: str) -> "FloatRect":
+    """Where a drawing is on the screen."""
+    canvas = page.locator(f"#{scene} canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    return box
+
+
+def press(page: "Page", scene: str, *keys: str) -> None:
+    page.locator(f"#{scene} canvas").focus()
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def test_it_loads_with_everything_on_it(opened: Opened) -> None:
+    page = opened.page
+    assert page.title() == "moe.py:demo · Piper"
+    assert page.locator("h1").inner_text() == "moe.py:demo"
+    assert page.locator("#subtitle").inner_text().startswith("4 devices, 2 programs, ")
+    assert page.locator("canvas").count() == 4
+    assert page.locator("#strategy button").count() == len(demo().strategy)
+    assert page.locator("#figures dt").all_inner_texts() == [
+        "planned step",
+        "measured step",
+        "idle compute",
+        "highest memory",
+        "sent in a step",
+    ]
+    assert page.locator("#comms tbody tr").count() > 3
+    for scene in ("pipeline", "timeline", "memory", "dag"):
+        page.locator(f"#{scene} canvas").scroll_into_view_if_needed()
+        assert len(ink(page, scene)) > 5000, "more than an empty picture"
+
+
+def test_wheel_drag_and_buttons_zoom_and_pan(opened: Opened) -> None:
+    page = opened.page
+    whole = ink(page, "pipeline")
+    box = box_of(page, "pipeline")
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.wheel(0, -400)
+    closer = ink(page, "pipeline")
+    assert closer != whole
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2 - 150, box["y"] + 20, steps=4)
+    page.mouse.up()
+    moved = ink(page, "pipeline")
+    assert moved not in (closer, whole)
+    page.mouse.move(2, 2)
+    page.get_by_role("button", name="Show all: pipeline").click()
+    assert ink(page, "pipeline") == whole
+    page.get_by_role("button", name="Zoom in: pipeline").click()
+    assert ink(page, "pipeline") != whole
+
+
+def test_a_wheel_that_has_nothing_to_zoom_out_of_scrolls_the_page(opened: Opened) -> None:
+    page = opened.page
+    box = box_of(page, "pipeline")
+    page.mouse.move(box["x"] + 300, box["y"] + 20)
+    page.mouse.wheel(0, 300)
+    page.wait_for_function("scrollY > 100", timeout=5000)
+
+
+def test_pointing_at_a_directive_lights_up_what_it_touched(opened: Opened) -> None:
+    page = opened.page
+    plain = ink(page, "pipeline")
+    page.locator("[data-directive='0']").hover()
+    lit = ink(page, "pipeline")
+    assert lit != plain
+    page.locator("[data-directive='2']").hover()
+    assert ink(page, "pipeline") not in (lit, plain)
+    page.mouse.move(2, 2)
+    assert ink(page, "pipeline") == plain
+
+
+def test_a_click_leads_from_a_cell_to_the_directive_and_its_line(opened: Opened) -> None:
+    page = opened.page
+    box = box_of(page, "pipeline")
+    page.mouse.click(box["x"] + box["width"] - 16, box["y"] + 20)  # the last cell ends where the drawing does
+    details = page.locator("#details")
+    assert details.locator(".what").inner_text() == "BW[PP=0 #1 MB=3]"
+    details.get_by_role("button", name="replicate #0 (moe.py:4)").click()
+    assert page.locator("#strategy .pinned").get_attribute("data-directive") == "0"
+    assert page.locator("#source .lit").get_attribute("data-line") == "4"
+    details.get_by_role("button", name="BI[PP=0 #1 MB=3]").first.click()
+    assert details.locator(".what").inner_text() == "BI[PP=0 #1 MB=3]"
+
+
+def test_the_tip_tells_planned_and_measured(opened: Opened) -> None:
+    page = opened.page
+    box = box_of(page, "timeline")
+    page.mouse.move(box["x"] + 150, box["y"] + 12)
+    tip = page.locator("#tip")
+    assert tip.is_visible()
+    assert "planned at" in tip.inner_text()
+    assert "measured at" in tip.inner_text()
+    page.mouse.move(2, 2)
+    assert not tip.is_visible()
+
+
+def test_differences_are_listed_and_lead_to_their_node(opened: Opened) -> None:
+    page = opened.page
+    first = page.locator("#differences-table tbody tr").first
+    assert first.locator("td").first.inner_text() == SLOW_NODE
+    first.get_by_role("button").click()
+    assert page.locator("#details .what").inner_text() == SLOW_NODE
+    assert "times its planned share of the step" in page.locator("#details").inner_text()
+
+
+def test_the_keyboard_reaches_everything(opened: Opened) -> None:
+    page = opened.page
+    what = page.locator("#details .what")
+    press(page, "timeline", "ArrowRight")
+    first = what.inner_text()
+    press(page, "timeline", "ArrowRight")
+    assert what.inner_text() != first
+    press(page, "timeline", "ArrowLeft")
+    assert what.inner_text() == first
+    assert page.locator("#live").inner_text().startswith(first)
+    press(page, "timeline", "ArrowDown")
+    assert "stream compute" not in page.locator("#details").inner_text()
+    whole = ink(page, "timeline")
+    press(page, "timeline", "+", "+")
+    assert ink(page, "timeline") != whole
+    press(page, "timeline", "0")
+    assert ink(page, "timeline") == whole
+    press(page, "dag", "End", "Enter")
+    assert page.evaluate("document.activeElement.id") == "details-title"
+    press(page, "pipeline", "Home")
+    assert what.inner_text().startswith("F[PP=0 MB=0]")
+    press(page, "pipeline", "Escape")
+    assert what.count() == 0
+
+
+def test_another_device_changes_every_drawing_of_one_device(opened: Opened) -> None:
+    page = opened.page
+    before = ink(page, "timeline")
+    page.select_option("#device", "2")
+    assert ink(page, "timeline") != before
+    assert "devices 2,3" in page.locator("#memory-caption").inner_text()
+
+
+def test_tables_say_what_drawings_show(opened: Opened) -> None:
+    page = opened.page
+    page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    rows = page.locator("#instructions-table tbody tr")
+    assert rows.count() == len(demo().plans.plans[0].instrs)
+    assert page.locator("#pipeline-table tbody tr").count() == 2
+    assert page.locator("#edges-table tbody tr").count() > 100
+    assert page.locator("th:not([scope])").count() == 0
+
+
+def test_everything_that_acts_has_a_name(opened: Opened) -> None:
+    unnamed: list[str] = opened.page.evaluate(
+        """() => [...document.querySelectorAll("button, select, input, canvas, section")]
+            .filter((node) => !(node.innerText || node.getAttribute("aria-label") || node.labels?.length
+                || node.getAttribute("aria-labelledby")))
+            .map((node) => node.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1920])
+def test_nothing_is_wider_than_the_screen(
+    chromium: "Browser", file: Path, width: int, scheme: Literal["light", "dark"]
+) -> None:
+    page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto(file.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(14, 17, 22)"}[scheme]
+    page.get_by_role("button", name="Colour scheme: auto").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.close()
+
+
+def test_a_touch_screen_pans(chromium: "Browser", file: Path) -> None:
+    context = chromium.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    box = box_of(page, "pipeline")
+    page.touchscreen.tap(box["x"] + 120, box["y"] + 20)
+    assert page.locator("#details .what").count() == 1
+    context.close()
+
+
+def test_a_page_of_a_thousand_instructions_a_device_answers_at_once(
+    chromium: "Browser", tmp_path: Path
+) -> None:
+    file = tmp_path / "large.html"
+    subject = subject_of(32, v_shaped(16, 80, experts=False), experts=0)
+    assert min(len(plan.instrs) for plan in subject.plans) > 1000
+    file.write_text(page(subject), encoding="utf-8")
+    assert file.stat().st_size < 5_000_000
+    opened = chromium.new_page(viewport={"width": 1280, "height": 800})
+    opened.goto(file.as_uri())
+    took = opened.evaluate(
+        """async () => {
+            const frame = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            const times = [];
+            for (const scene of ["pipeline", "timeline", "dag"]) {
+                const canvas = document.querySelector(`#${scene} canvas`);
+                canvas.scrollIntoView({ block: "center" });
+                await frame();
+                for (const key of ["+", "+", "+", "-", "ArrowRight", "0"]) {
+                    const begin = performance.now();
+                    canvas.dispatchEvent(new KeyboardEvent("keydown", { key }));
+                    await frame();
+                    times.push(performance.now() - begin);
+                }
+            }
+            return times.sort((a, b) => a - b)[times.length >> 1];
+        }"""
+    )
+    opened.close()
+    assert took < 400, "milliseconds from a key to the second frame after it, the median"

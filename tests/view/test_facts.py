@@ -1,0 +1,119 @@
+"""What the page is told: complete, and small enough to send to a colleague."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from piper import at, place, schedules, split
+from piper.directives import Directive
+from piper.view.facts import Columns, data_edges, facts_of, pattern
+from piper.view.report import page
+from piper.view.subject import Said, said_by, tags_by_name
+from tests.view.scenes import demo, measured, subject_of
+
+
+def told() -> dict[str, object]:
+    found: dict[str, object] = json.loads(json.dumps(facts_of(demo())))
+    return found
+
+
+def rows(value: object) -> list[Columns]:
+    assert isinstance(value, list)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("node", "template", "parts"),
+    [
+        ("F[PP=0 MB=3]", "F[PP=0 MB=@]", "3"),
+        ("load[x MB=12 @0,1]", "load[x MB=@ @0,1]", "12"),
+        ("gather[PP=0/0 for F[PP=0 MB=0]]", "gather[PP=0/0 for F[PP=0 MB=@]]", "0"),
+        ("update[@0,1]", "update[@0,1]", ""),
+    ],
+)
+def test_names_are_kept_without_their_parts(node: str, template: str, parts: str) -> None:
+    assert pattern(node, ["MB"]) == (template, parts)
+
+
+def test_every_name_comes_back_from_its_pattern() -> None:
+    facts = told()
+    nodes = facts["nodes"]
+    assert isinstance(nodes, list)
+    for plan, program in zip(demo().plans, rows(facts["programs"]), strict=True):
+        indices = program["indices"]
+        assert isinstance(indices, list)
+        columns = zip(rows(program["node"]), rows(program["index"]), plan.instrs, strict=True)
+        for number, index, ins in columns:
+            parts = iter(str(indices[index]).split(","))  # type: ignore[call-overload]
+            assert re.sub(r"@(?!\d)", lambda _: next(parts), nodes[number]) == ins.node  # type: ignore[call-overload]  # noqa: B023
+
+
+def test_data_edges_go_from_writer_to_reader() -> None:
+    plan = demo().plans.plans[0]
+    for source, target in data_edges(plan):
+        assert source < target
+        assert set(plan.instrs[source].writes) & set(plan.instrs[target].reads)
+
+
+def test_every_communicator_is_counted_once_for_each_device_that_sends() -> None:
+    total = sum(int(str(comm["nbytes"])) for comm in rows(told()["comms"]))
+    sent = [
+        ins.nbytes * len(plan.devices)
+        for plan in demo().plans
+        for ins in plan.instrs
+        if ins.comm and ins.op != "recv"
+    ]
+    assert total == sum(sent)
+
+
+def test_nothing_in_the_facts_can_end_their_script() -> None:
+    text = page(replace(demo(), title="</script><script>alert(1)</script>", source="</script>{{script}}"))
+    embedded = re.search(r'<script type="application/json" id="facts">(.*?)</script>', text, re.S)
+    assert embedded is not None
+    assert json.loads(embedded[1])["source"] == "</script>{{script}}"
+    assert "<title>&lt;/script&gt;" in text
+
+
+def test_the_page_asks_nothing_of_the_network() -> None:
+    text = page(demo())
+    assert "default-src 'none'" in text
+    assert not re.search(r"""(?:src|href)=["'](?!#|data:,)""", text)
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_a_page_for_sixteen_stages_and_sixty_four_microbatches_is_small() -> None:
+    stages, microbatches = 16, 64
+    strategy: list[Directive] = [
+        *(place(at(PP=stage), [stage]) for stage in range(stages)),
+        split(at(), parts=microbatches),
+        *schedules.one_f_one_b(stages, microbatches),
+    ]
+    assert len(page(subject_of(stages, strategy, experts=0)).encode()) < 2_000_000
+
+
+def test_measured_times_stand_beside_planned_ones() -> None:
+    subject = demo()
+    run = replace(subject, measured=measured(subject, "F[PP=0 MB=0]"))
+    facts = json.loads(json.dumps(facts_of(run)))
+    assert sorted(facts["measured"]) == ["0", "2"]
+    assert len(facts["measured"]["0"]["start"]) == len(subject.plans.plans[0].instrs)
+    assert facts["measured"]["0"]["end"] / facts["ticks"] == pytest.approx(run.measured[0].end, rel=1e-5)
+
+
+def test_a_strategy_is_read_back_from_a_run() -> None:
+    lines = ["replicate #0 (a (b).py:4): at=at(PP=0), devices=[0, 1], zero=3", "one device"]
+    assert said_by(lines) == (
+        Said(
+            title="replicate #0 (a (b).py:4)", text="at=at(PP=0), devices=[0, 1], zero=3", source="a (b).py:4"
+        ),
+    )
+
+
+def test_tags_are_read_off_the_names_of_chunks() -> None:
+    subject = demo()
+    assert {name: tags[:1] for name, tags in tags_by_name(subject.plans).items()} == {
+        name: tags[:1] for name, tags in subject.tags.items() if not name.endswith("route")
+    }

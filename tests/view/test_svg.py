@@ -1,0 +1,139 @@
+"""Pictures: well-formed, described, and with a mark for everything they stand for."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from piper.schedules.action import Action
+from piper.schedules.grid import Grid
+from piper.schedules.names import NAMES, grid_for
+from piper.view.cells import of_plans, of_schedule
+from piper.view.lanes import lanes
+from piper.view.placement import Held, held, placement, slice_of
+from piper.view.svg import grid
+from tests.view.scenes import demo
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)
+
+
+def classes(svg: str) -> list[str]:
+    return [node.get("class", "") for node in parsed(svg).iter()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_has_a_cell_for_each_action(name: str) -> None:
+    schedule = grid_for(name, 4, 8)
+    svg = grid(of_schedule(schedule, name))
+    titles = [node.text or "" for node in parsed(svg).iter(f"{SVG}title")]
+    drawn = [title.partition(":")[0] for title in titles if ":" in title]
+    assert drawn == [str(action) for action in schedule.actions()]
+    assert titles[0] == name
+
+
+def test_a_pair_that_overlaps_is_outlined_once() -> None:
+    schedule = grid_for("dualpipe-v", 2, 4)
+    pairs = sum(len(group) > 1 for row in schedule.rows for group in row)
+    svg = grid(of_schedule(schedule, "v"))
+    assert classes(svg).count("pair") == pairs + 1, "and one in the legend"
+
+
+def test_the_description_tells_the_whole_picture() -> None:
+    schedule = Grid(
+        rows=(
+            (
+                (Action(stage=0, phase="F", microbatch=0),),
+                (Action(stage=0, phase="B", microbatch=0),),
+            ),
+        )
+    )
+    svg = grid(of_schedule(schedule, "one"))
+    described = parsed(svg).find(f"{SVG}desc")
+    assert described is not None
+    assert described.text == "3 units of time, 0% idle. rank 0: 0F0 0B0"
+
+
+def test_what_programs_draw_is_what_their_schedule_draws() -> None:
+    subject = demo()
+    pipeline = of_plans(subject.plans, subject.tags, "demo", subject.orderings)
+    schedule = of_schedule(grid_for("dualpipe-v", 2, 4), "demo")
+
+    def work(row: int, of: str) -> list[tuple[object, ...]]:
+        cells = (pipeline if of == "plans" else schedule).rows[row]
+        return sorted((str(cell.stage), cell.phase, cell.part) for cell in cells)
+
+    for row in range(2):
+        wanted = [
+            cell for cell in work(row, "schedule") if cell != ("0", "BI", (2,)) and cell != ("0", "BI", (3,))
+        ]
+        assert [cell for cell in work(row, "plans") if cell[:2] != ("0", "BI")] == wanted
+    paired = [cell for row in pipeline.rows for cell in row if cell.pair >= 0]
+    assert len(paired) == sum(cell.pair >= 0 for row in schedule.rows for cell in row)
+
+
+def test_a_drawing_is_right_on_light_and_dark_paper() -> None:
+    svg = grid(of_schedule(grid_for("zero-bubble", 2, 4), "zb"))
+    style = re.search(r"<style>(.*)</style>", svg)
+    assert style is not None
+    assert "@media(prefers-color-scheme:dark)" in style[1]
+    assert "var(" not in style[1], "converters to PDF know no CSS variables"
+    used = {word for text in classes(svg) for word in text.split()}
+    assert all(f".{word}" in style[1] for word in used - {"onF", "onB", "onBI", "onBW"})
+
+
+def test_titles_are_escaped() -> None:
+    assert (
+        parsed(grid(of_schedule(grid_for("1f1b", 1, 1), 'a <b> & "c"'))).findtext(f"{SVG}title")
+        == 'a <b> & "c"'
+    )
+
+
+def test_lanes_have_a_bar_for_each_instruction_and_an_arrow_for_each_event_across_streams() -> None:
+    subject = demo()
+    plan, timeline = subject.plans.plans[0], subject.planned.timelines[0]
+    chosen = [place for place, ins in enumerate(plan.instrs) if "MB=3" in ins.node and "PP=0" in ins.node]
+    svg = lanes(plan, timeline, title="a part", only=chosen)
+    titles = [node.text or "" for node in parsed(svg).iter(f"{SVG}title")][1:]
+    assert titles == [f"{place}: {plan.instrs[place].node}" for place in chosen]
+    signals = {plan.instrs[place].signals: plan.instrs[place].stream for place in chosen}
+    waits = [
+        (event, plan.instrs[place].stream)
+        for place in chosen
+        for event in plan.instrs[place].waits
+        if signals.get(event, plan.instrs[place].stream) != plan.instrs[place].stream
+    ]
+    assert classes(svg).count("arrow") == len(waits) > 0
+
+
+def test_a_whole_device_has_no_arrows() -> None:
+    subject = demo()
+    svg = lanes(subject.plans.plans[0], subject.planned.timelines[0], title="all")
+    assert "arrow" not in classes(svg)
+    assert "arrow is an event" not in svg
+
+
+def test_placement_shows_shards_experts_and_slices() -> None:
+    plans = demo().plans
+    dense = next(bucket for bucket in plans.buckets.values() if bucket.zero == 3)
+    expert = next(bucket for bucket in plans.buckets.values() if bucket.ways == 2)
+    first, second = dense.devices
+    assert [held(dense, device, 3) for device in (first, second)] == [
+        Held(index=0, of=2),
+        Held(index=1, of=2),
+    ]
+    assert [held(expert, device, 3) for device in expert.devices] == [
+        Held(index=0, of=2),
+        Held(index=1, of=2),
+    ]
+    assert [slice_of(plans, device) for device in range(4)] == [
+        Held(index=0, of=2),
+        Held(index=1, of=2),
+        Held(index=0, of=2),
+        Held(index=1, of=2),
+    ]
+    described = parsed(placement(plans, title="who")).findtext(f"{SVG}desc") or ""
+    assert described.startswith("device 0: samples 1/2; parameters of PP=0 1/2, gradients of PP=0 1/2")

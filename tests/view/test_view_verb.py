@@ -1,0 +1,248 @@
+"""`piper view`: what it writes, and one message for each way it can be asked wrongly."""
+
+import json
+import sys
+from collections.abc import Callable
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+
+from piper.cli import main
+from piper.errors import ConfigError
+from piper.plan.text import show_plans
+from piper.schedules.names import grid_for
+from piper.simulate.profile import Profile, Track, write_profile
+from piper.view import files
+from piper.view.cells import of_schedule
+from piper.view.svg import grid
+from tests.view.scenes import demo
+
+Piper = Callable[..., tuple[int, str, str]]
+RECIPE = """
+import torch
+from torch import nn
+import piper
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            with piper.annotate("PP"):
+                x = layer(x).relu()
+        return x
+
+def job():
+    places = [piper.place(piper.at(PP=s), [s]) for s in range(2)]
+    strategy = [*places, piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Net, loss=loss, data=lambda: [{"x": torch.ones(8, 8)}], strategy=strategy)
+"""
+
+
+@pytest.fixture
+def piper(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Piper:
+    """Run the command line in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["piper", *words])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def run_folder(folder: Path, *, profiled: bool, recipe: str = "gone.py:job") -> None:
+    """What `piper train` leaves behind, with a plan that no recipe here makes."""
+    folder.mkdir()
+    plans = demo().plans
+    (folder / "plan.txt").write_text(show_plans(plans))
+    (folder / "strategy.txt").write_text("split #0 (gone.py:3): at=at(), axis=MB, parts=4\n")
+    (folder / "run.json").write_text(json.dumps({"recipe": recipe}))
+    if profiled:
+        tracks = tuple(
+            Track(device=device, steps=(tuple((span.start, span.end, 0.0) for span in timeline.spans),))
+            for timeline in demo().planned.timelines
+            for device in timeline.devices
+        )
+        profile = Profile(plans=plans, tracks=tracks, model="a", recipe=recipe)
+        write_profile(profile, folder / "profile")
+
+
+def embedded(page: Path) -> dict[str, object]:
+    text = page.read_text(encoding="utf-8").partition('id="facts">')[2].partition("</script>")[0]
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def test_a_recipe_becomes_a_page_a_picture_a_trace_and_text(piper: Piper, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE)
+    words = ["--out", "a.html", "--svg", "a.svg", "--trace", "a.json", "--text"]
+    code, out, err = piper("view", "small.py:job", *words)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "0  0F0 0F1 .   .   0B0 --  .   0B1 --"
+    assert out.splitlines()[-1] == "a.html: open it in a browser"
+    facts = embedded(tmp_path / "a.html")
+    assert facts["title"] == "small.py:job"
+    assert facts["source"] == RECIPE
+    assert [said["title"] for said in facts["strategy"]] == [  # type: ignore[attr-defined]
+        "place #0 (small.py:20)",
+        "place #1 (small.py:20)",
+        "split #2 (small.py:21)",
+    ]
+    assert (tmp_path / "a.svg").read_text().startswith("<svg ")
+    assert json.loads((tmp_path / "a.json").read_text())["otherData"]["clock"] == "h100"
+    run_folder(tmp_path / "run", profiled=False, recipe="small.py:job")
+    piper("view", "run")
+    assert embedded(tmp_path / "report.html")["notes"] == [
+        "Only the plans are shown, in whole units of time: its recipe small.py:job makes other plans by now."
+    ]
+
+
+def test_a_run_whose_recipe_is_gone_still_shows_its_plan(piper: Piper, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", profiled=False)
+    code, out, err = piper("view", "run")
+    assert (code, out, err) == (0, "report.html: open it in a browser\n", "")
+    facts = embedded(tmp_path / "report.html")
+    assert facts["measured"] == {}
+    assert facts["notes"] == [
+        "Only the plans are shown, in whole units of time: its recipe gone.py:job is not there."
+    ]
+    assert facts["strategy"] == [
+        {"title": "split #0 (gone.py:3)", "text": "at=at(), axis=MB, parts=4", "source": "gone.py:3"}
+    ]
+
+
+def test_a_run_with_a_profile_shows_what_was_measured(piper: Piper, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", profiled=True)
+    code, _, err = piper("view", "run", "--measured", "--out", "page.html")
+    assert (code, err) == (0, "")
+    assert list(embedded(tmp_path / "page.html")["measured"]) == ["0", "1", "2", "3"]  # type: ignore[call-overload]
+
+
+def test_a_schedule_becomes_a_picture(piper: Piper, tmp_path: Path) -> None:
+    code, out, err = piper("schedule", "1f1b", "--ranks", "2", "--microbatches", "3", "--svg", "a.svg")
+    assert (code, out, err) == (0, "", "")
+    assert '<title id="title">1f1b, 2 ranks, 3 microbatches</title>' in (tmp_path / "a.svg").read_text()
+
+
+def test_an_unknown_target(piper: Piper) -> None:
+    assert piper("view", "nowhere") == (
+        2,
+        "",
+        cleandoc("""
+            error: nowhere: there is no such recipe or run
+              hint: name a recipe, file.py:function, or the folder that `piper train --out` wrote
+        """)
+        + "\n",
+    )
+
+
+def test_an_unknown_recipe(piper: Piper) -> None:
+    assert piper("view", "nowhere.py:job") == (
+        2,
+        "",
+        cleandoc("""
+            error: nowhere.py: there is no such file
+              hint: give the path of a Python file, then :function
+        """)
+        + "\n",
+    )
+
+
+def test_a_folder_that_holds_no_run(piper: Piper, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert piper("view", "empty") == (
+        2,
+        "",
+        cleandoc("""
+            error: empty: this folder holds no run
+              looked: for empty/plan.txt
+              hint:   name the folder that `piper train --out DIR` wrote, or a recipe: file.py:function
+        """)
+        + "\n",
+    )
+
+
+def test_measured_times_of_a_run_without_a_profile(piper: Piper, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", profiled=False)
+    assert piper("view", "run", "--measured") == (
+        2,
+        "",
+        cleandoc("""
+            error: run: there is no profile
+              looked: for run/profile/profile.json
+              hint:   record one: piper train RECIPE --profile 5 --out DIR
+        """)
+        + "\n",
+    )
+
+
+def test_measured_times_of_a_recipe(piper: Piper, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE)
+    assert piper("view", "small.py:job", "--measured") == (
+        2,
+        "",
+        cleandoc("""
+            error: small.py:job: a recipe has not been measured
+              hint: run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured
+        """)
+        + "\n",
+    )
+
+
+def test_a_page_that_cannot_be_written(piper: Piper, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", profiled=False)
+    assert piper("view", "run", "--out", "missing/page.html") == (
+        2,
+        "",
+        cleandoc("""
+            error: missing/page.html: this file cannot be written
+              why:  No such file or directory
+              hint: name a file in a folder that exists and that you own
+        """)
+        + "\n",
+    )
+
+
+def test_a_picture_without_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("playwright", reason="playwright is not installed")
+    monkeypatch.setattr(files, "browser", lambda: None)
+    with pytest.raises(ConfigError) as error:
+        files.png("<svg/>")
+    assert str(error.value) == cleandoc("""
+        --png: a PNG is drawn by a browser
+          but:  none of chromium, chromium-browser, google-chrome, google-chrome-stable is installed
+          hint: pip install playwright and install Chromium (Debian: apt install chromium), or use --svg
+    """)
+
+
+def test_a_picture_without_playwright(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
+    with pytest.raises(ConfigError) as error:
+        files.png("<svg/>")
+    assert str(error.value) == cleandoc("""
+        --png: a PNG is drawn by a browser
+          but:  playwright is not installed
+          hint: pip install playwright and install Chromium (Debian: apt install chromium), or use --svg
+    """)
+
+
+@pytest.mark.skipif(files.browser() is None, reason="needs a browser: apt install chromium")
+def test_a_picture_becomes_a_png() -> None:
+    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
+    svg = grid(of_schedule(grid_for("1f1b", 2, 3), "1f1b"))
+    drawn = files.png(svg, scale=1)
+    assert drawn.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(drawn[at : at + 4], "big") for at in (16, 20))
+    assert f'viewBox="0 0 {width} {height}"' in svg
