@@ -1,0 +1,57 @@
+"""Every code block of README and of the documentation does what the page says."""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import blocks_of, pages
+from tests.docs.running import Reader
+
+ROOT = Path(__file__).parents[2]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in pages(ROOT)}
+
+
+@pytest.fixture
+def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the recipes and what lies beside the page; what is imported there is forgotten after."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (ROOT / page).parent.glob("*.py"):
+        shutil.copyfile(file, tmp_path / file.name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.timeout(180)  # the tutorial compiles ten jobs
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
+    reader = Reader(Path(page).name)
+    for block in blocks_of(PAGES[page], Path(page).name):
+        reader.follow(block)
+    reader.finish()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a page's headings have, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
