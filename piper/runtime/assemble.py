@@ -1,10 +1,11 @@
 """Full values from the parts that devices hold."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece
 
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
@@ -20,6 +21,23 @@ def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tenso
                 parts = [cut(flat, piece) for flat in flats]
                 found[piece.name] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return found
+
+
+def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
+    """A buffer in full, from what devices hold of it; of copies, the first."""
+    parts: dict[int, Tensor] = {}
+    for share, value in held:
+        parts.setdefault(share.part, value)
+    return torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
+
+
+def whole_buffers(answers: Iterable[Mapping[str, tuple[Share, Tensor]]]) -> dict[str, Tensor]:
+    """Buffers in full, from what each device holds of them, by name."""
+    held: dict[str, list[tuple[Share, Tensor]]] = {}
+    for found in answers:
+        for name, value in found.items():
+            held.setdefault(name, []).append(value)
+    return {name: whole_buffer(values) for name, values in held.items()}
 
 
 def whole_flat(bucket: Bucket, part: int, owned: Owned) -> Tensor:

@@ -1,6 +1,6 @@
 """Does a strategy give the same numbers as one device? If not, where do they first differ?"""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -49,32 +49,48 @@ class Report:
     first_bad: str | None = None  # the first node that differs, else the first parameter
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a step leaves, all that is compared."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+
+def numbers(reference: Reference, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Numbers]:
+    """What each step leaves in plain PyTorch on one device, worked out as it is asked for."""
+    for batch in batches:
+        loss = reference.step(batch)
+        yield Numbers(
+            loss=loss,
+            grad_norm=reference.grad_norm,
+            gradients=reference.gradients,
+            state={name: value.clone() for name, value in reference.state_dict().items()},
+        )
+
+
 def check(
     program: ProgramLike,
     launch: Launch,
     batches: Sequence[Mapping[str, Tensor]],
     tol: float = 1e-9,
     options: Options | None = None,
+    wanted: Iterable[Numbers] | None = None,
 ) -> Report:
-    """Run a program beside plain PyTorch on one device, step by step, and compare all numbers."""
+    """Run a program beside plain PyTorch on one device, step by step, and compare all numbers.
+
+    wanted: what one device gives, if that is known already.
+    """
     options = options or Options()
     watched = replace(options, keep_gradients=True)
-    reference = Reference(program)
+    steps = numbers(Reference(program), batches) if wanted is None else wanted
     worst = {"loss": 0.0, "grad": 0.0, "param": 0.0}
     bad: str | None = None
     with launch(program, watched) as run:
-        for number, batch in enumerate(batches):
-            result, loss = run.step(batch), reference.step(batch)
-            found = [
-                ("loss", "the loss", relative(result.loss, loss)),
-                ("loss", "the gradient's norm", relative(result.grad_norm, reference.grad_norm)),
-                *(("grad", name, diff) for name, diff in differences(run.gradients(), reference.gradients)),
-                *(
-                    ("param", name, diff)
-                    for name, diff in differences(run.state_dict(), reference.state_dict())
-                ),
-            ]
-            for kind, name, diff in found:
+        for number, (batch, single) in enumerate(zip(batches, steps, strict=True)):
+            for kind, name, diff in compared(run, run.step(batch), single):
                 worst[kind] = max(worst[kind], diff)
                 if bad is None and not diff <= tol:
                     bad = f"step {number}: {name} differs by {diff:.3g}"
@@ -88,6 +104,16 @@ def check(
         max_param_diff=worst["param"],
         first_bad=bad,
     )
+
+
+def compared(run: Checked, result: Result, single: Numbers) -> Iterator[tuple[str, str, float]]:
+    """How far each number of a step is from one device: its kind, its name, and the difference."""
+    yield "loss", "the loss", relative(result.loss, single.loss)
+    yield "loss", "the gradient's norm", relative(result.grad_norm, single.grad_norm)
+    for name, diff in differences(run.gradients(), single.gradients):
+        yield "grad", name, diff
+    for name, diff in differences(run.state_dict(), single.state):
+        yield "param", name, diff
 
 
 def relative(got: float, wanted: float) -> float:
@@ -114,7 +140,7 @@ def distance(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
     """The largest difference of two tensors, in units of the second one's largest element."""
     if got.shape != wanted.shape:
         return float("inf")
-    gap = size(got.double() - wanted.double())
+    gap = size(got.to(wanted.device).double() - wanted.double())
     return gap / max(size(wanted), floor, 1e-30) if gap else 0.0
 
 

@@ -28,7 +28,8 @@ class Chunkwise:
 
     def __init__(self, setup: Setup, params: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> None:
         self.setup, self.params, self.buffers = setup, params, buffers
-        self.dice = Dice()
+        self.dice = Dice(setup.device)
+        self.constants = {name: value.to(setup.device) for name, value in setup.constants.items()}
         self.ways: dict[str, int] = {}
         for bucket in setup.plans.buckets.values():
             for chunk in bucket.chunks:
@@ -55,7 +56,7 @@ class Chunkwise:
             case Batch(field=name):
                 return walk.batch[name]
             case Constant(name=name):
-                return self.setup.constants[name]
+                return self.constants[name]
             case Output(chunk=chunk, index=index):
                 return walk.outputs[chunk, index]
 

@@ -1,10 +1,11 @@
 """Phases of chunks, and the batch fields they start from."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
@@ -22,9 +23,17 @@ def compute(env: Env, ins: Instr) -> Bound:
     slots = env.slots
     wanted = arguments(env, ins, chunk, spec)
     single, several = results(env, ins, chunk, phase, spec)
+    boxed = cast("Callable[[list[object]], Sequence[Tensor]] | None", getattr(code, "boxed", None))
+    ending = ends_with(env, ins) if boxed is not None else []
 
     def run() -> None:
-        out = code(*[slots[s] if i < 0 else slots[s][i] for s, i in wanted])  # type: ignore[index]
+        given = [slots[s] if i < 0 else slots[s][i] for s, i in wanted]  # type: ignore[index]
+        if boxed is None:
+            out: Sequence[Tensor] = code(*given)
+        else:
+            for slot in ending:
+                slots[slot] = None
+            out = boxed(given)
         for slot, i in single:
             slots[slot] = out[i]
         for slot, members in several:
@@ -33,6 +42,14 @@ def compute(env: Env, ins: Instr) -> Bound:
     if phase == "F" and chunk.random:
         run = seeded(env, ins, chunk.name, run)
     return run
+
+
+def ends_with(env: Env, ins: Instr) -> list[int]:
+    """Slots that a phase is the last to use, and whose memory may serve it as soon as it is done with them.
+
+    Only those made on its own stream: what another stream made goes back to that one, when it may.
+    """
+    return [env.at(slot) for slot in ins.frees if env.makers[slot] == ins.stream]
 
 
 def subject(chunks: Mapping[str, Chunk], arg: str) -> tuple[Phase, Chunk]:
@@ -132,9 +149,14 @@ def load(env: Env, ins: Instr) -> Bound:
         wanted = dtype if value.dtype.is_floating_point else value.dtype
         if len(spans) == 1:
             low, high = spans[0]
-            slots[target] = value[low:high].to(device, wanted, copy=True)  # the batch is not ours to keep
+            part, ours = value[low:high], False  # the batch is not ours to keep
         else:
-            slots[target] = torch.cat([value[low:high] for low, high in spans]).to(device, wanted)
+            part, ours = torch.cat([value[low:high] for low, high in spans]), True
+        if part.device.type == "cpu" and device.type == "cuda":
+            # From pinned memory, so that the host need not wait until the stream gets to it.
+            slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)
+        else:
+            slots[target] = part.to(device, wanted, copy=not ours)
 
     return run
 

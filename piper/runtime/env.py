@@ -31,19 +31,23 @@ class Rows(Protocol):
 class Dice:
     """Seeds torch's generator for one draw at a time: it is one for all threads of a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: where the numbers are drawn; each has its own generator, which lives on the host."""
         self.lock = threading.Lock()
+        self.generator = torch.default_generator
+        if device is not None and device.type == "cuda":
+            self.generator = torch.cuda.default_generators[device.index or 0]
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Draw from this seed inside, and leave the generator as it was."""
         with self.lock:
-            before = torch.get_rng_state()
-            torch.manual_seed(seed)
+            before = self.generator.get_state()
+            self.generator.manual_seed(seed)
             try:
                 yield
             finally:
-                torch.set_rng_state(before)
+                self.generator.set_state(before)
 
 
 def draw_seed(seed: int, step: int, where: str) -> int:
@@ -61,7 +65,7 @@ class Env:
         self.setup, self.device, self.comms = setup, device, comms
         self.plan: Plan = setup.plans.of(device)
         self.state = State(setup, device, initial)
-        self.dice = dice or Dice()
+        self.dice = dice or Dice(setup.device)
         self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
         self.index = {name: i for i, name in enumerate([*self.plan.residents, *self.plan.slots])}
         self.slots: list[object] = [None] * len(self.index)
@@ -73,6 +77,10 @@ class Env:
         self.grads: dict[str, Layout] = {}  # by the slot of a sum of gradients
         for name, layout in self.layouts.items():
             self.grads[f"{name}.grad"] = self.grads[f"{name}.grad_shard"] = layout
+        self.makers: dict[str, str] = {}  # the stream that made each slot
+        for ins in self.plan.instrs:
+            for slot in ins.writes:
+                self.makers.setdefault(slot, ins.stream)
         self.batch: Mapping[str, Rows] = {}
         self.step = 0
 

@@ -27,8 +27,9 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
     given = counts.view(group.size, -1).clone()  # the counts may be freed before the rows have come back
     taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
-    gives, blocks = given.sum(1).tolist(), taken.tolist()
-    return Splits(given, taken, gives, [sum(row) for row in blocks], blocks), taken.sum(0)
+    sent, blocks = torch.stack((given, taken)).tolist()  # one copy: the host waits for this stream here
+    gives, gets = ([sum(row) for row in rows] for rows in (sent, blocks))
+    return Splits(given, taken, gives, gets, blocks), taken.sum(0)
 
 
 def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:

@@ -1,6 +1,5 @@
 """From each backward's gradients to updated parameters: sums, reductions, the norm, the update."""
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -59,7 +58,8 @@ def all_reduce(env: Env, ins: Instr) -> Bound:
         value = slots[target]
         mine = value.whole if isinstance(value, Flat) else cast(Tensor, value)
         total = group.all_reduce(mine)
-        slots[target] = layout.over(total) if whole else total
+        if total is not mine:
+            slots[target] = layout.over(total) if whole else total
 
     def run_without() -> None:  # no backward reaches this copy: it adds nothing, but gets the sum
         total = group.all_reduce(torch.zeros(length, dtype=dtype, device=device))
@@ -131,14 +131,15 @@ def norm(env: Env, ins: Instr) -> Bound:
 
 
 def squares(flat: Tensor) -> Tensor:
-    """The sum of squares, exact to far below the type's own rounding: short blocks as they are, then float64.
+    """The sum of squares, exact to a rounding of its type: short blocks as they are, then float64.
 
     Reading a float32 gradient as float64 takes several times as long as this.
     """
     even = len(flat) - len(flat) % BLOCK
     blocks = torch.linalg.vector_norm(flat[:even].view(-1, BLOCK), dim=1, dtype=at_least_single(flat.dtype))
     rest = torch.linalg.vector_norm(flat[even:], dtype=torch.float64)
-    return blocks.double().square().sum() + rest.square()
+    total: Tensor = blocks.double().square().sum() + rest.square()
+    return total
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:
@@ -160,7 +161,7 @@ def total(env: Env, ins: Instr) -> Bound:
 
 def update(env: Env, ins: Instr) -> Bound:
     """Step the optimizer."""
-    slots, weighted = env.slots, env.setup.plans.weighted
+    slots = env.slots
     names = [slot.removesuffix(".param") for slot in ins.writes]
     places = {name: env.at(slot) for name, slot in zip(names, ins.reads, strict=False)}
     sums = env.at("total") if "total" in ins.reads else None
@@ -170,12 +171,7 @@ def update(env: Env, ins: Instr) -> Bound:
         for name, place in places.items():
             value = slots[place]
             gradients[name] = value.whole if isinstance(value, Flat) else cast(Tensor, value)
-        weight, length = 1.0, None
-        if sums is not None:
-            squares, _, given = cast(Tensor, slots[sums]).tolist()
-            weight = given if weighted else 1.0
-            length = math.sqrt(squares) / weight if weight else math.nan
-        env.state.update(gradients, weight, length)
+        env.state.update(gradients, None if sums is None else cast(Tensor, slots[sums]))
 
     return run
 

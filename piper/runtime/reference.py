@@ -31,7 +31,7 @@ class Reference:
     def __init__(self, program: ProgramLike) -> None:
         self.program, self.setup = program, setup_of(program)
         job = program.job
-        self.model = build_model(job)
+        self.model = build_model(job).to(self.setup.device)
         exact = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         cast(self.model, self.setup.dtype)
         self.params = dict(self.model.named_parameters())
@@ -130,7 +130,9 @@ def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Slice]:
             for name, value in batch.items():
                 rows = slices(plans, len(value), replica, len(home), part)
                 piece = torch.cat([value[low:high] for low, high in rows])
-                fields[name] = piece.to(setup.dtype) if piece.is_floating_point() else piece
+                fields[name] = piece.to(
+                    setup.device, setup.dtype if piece.is_floating_point() else piece.dtype
+                )
             yield Slice(replica=replica, device=device, part=part, batch=fields)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.errors import ConfigError
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.plan.plan import Plans
 
@@ -52,6 +53,8 @@ class ProgramLike(Protocol):
     def outline(self) -> Outline: ...
     @property
     def constants(self) -> Mapping[str, Tensor]: ...
+    @property
+    def device(self) -> str: ...
     def code(self, chunk: Chunk, phase: Phase) -> Code: ...
     def origins(self, node: str) -> list[str]: ...
 
@@ -90,7 +93,31 @@ def setup_of(program: ProgramLike) -> Setup:
         precision=job.precision,
         clip_norm=job.clip_norm,
         seed=job.seed,
+        device=device_of(program.device),
     )
+
+
+def device_kind(asked: str | None) -> str:
+    """The kind of device that a job is for: as asked, otherwise CUDA where there is any."""
+    there = torch.cuda.is_available()
+    if asked is None:
+        return "cuda" if there else "cpu"
+    if asked not in ("cpu", "cuda"):
+        raise ConfigError(f"there is no device {asked!r}", by="device", hint="device is one of cpu, cuda")
+    if asked == "cuda" and not there:
+        built = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")
+        raise ConfigError(
+            "there is no CUDA device here",
+            by="device",
+            facts={"torch": built},
+            hint="use device cpu, or start where torch.cuda.is_available()",
+        )
+    return asked
+
+
+def device_of(kind: str) -> torch.device:
+    """The device of a kind as each worker sees it: one accelerator, the first. What is captured names it."""
+    return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
 
 
 def build_model(job: JobLike) -> nn.Module:

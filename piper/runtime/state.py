@@ -1,15 +1,18 @@
 """What a device holds between steps: its part of the parameters, the optimizer over it, and buffers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.flat import Flat, Layout
 from piper.runtime.setup import Initial, Setup
+
+PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
 
 class Holding:
@@ -44,6 +47,7 @@ class State:
 
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
         self.setup = setup
+        self.shares = buffer_shares(setup.plans, {b.name: b.nbytes for b in setup.outline.buffers}, device)
         self.holdings = {
             bucket.name: Holding(bucket, device, initial, setup)
             for bucket in setup.plans.buckets.values()
@@ -67,6 +71,8 @@ class State:
                 ]
         trained = [tensor for segments in self.segments.values() for _, tensor in segments]
         self.optimizer: Optimizer | None = setup.optimizer(trained) if trained else None
+        if self.optimizer is not None and setup.device.type == "cuda":
+            fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
             setup.scheduler(self.optimizer) if setup.scheduler and self.optimizer else None
         )
@@ -75,10 +81,9 @@ class State:
         """What a slot that outlives the step holds at first."""
         kind, _, name = slot.partition(".")
         if kind == "buffer":
-            divided = {n for c in self.setup.outline.chunks if c.kind == "expert" for n in c.buffers}
-            ways = max((holding.bucket.ways for holding in self.holdings.values()), default=1)
-            assert ways == 1 or name not in divided, f"{name}: buffers of divided experts are not divided yet"
-            value = initial(name)
+            share, value = self.shares[name], initial(name)
+            if share.ways > 1:
+                value = value.chunk(share.ways)[share.part]
             dtype = self.setup.dtype if value.is_floating_point() else value.dtype
             return value.to(self.setup.device, dtype, copy=True)
         if kind == "constant":
@@ -88,28 +93,68 @@ class State:
             return self.holdings[bucket].param
         return None  # the optimizer keeps its own state; the total is written by the step
 
-    def update(self, gradients: Mapping[str, Tensor], weight: float, norm: float | None) -> None:
-        """Step the optimizer, given each bucket's summed gradient, their weight and the norm to clip by."""
+    def update(self, gradients: Mapping[str, Tensor], sums: Tensor | None) -> None:
+        """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
+
+        sums: the gradient's squared norm, the loss and the weight, which stay on the device: nothing here
+        makes the host wait.
+        """
+        weight, scale = self._factors(sums)
         for name, gradient in gradients.items():
-            if weight != 1.0:
+            if weight is not None:
                 gradient.div_(weight)
             if self.keep_gradients:
                 self.gradients[name] = gradient.clone()
-            if norm is not None and self.setup.clip_norm is not None:
-                gradient.mul_(min(1.0, self.setup.clip_norm / (norm + 1e-6)))
-            self._give(name, gradient)
+            if scale is not None:
+                gradient.mul_(scale)
         assert self.optimizer is not None
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for portion in self._portions(gradients):
+            for tensor, gradient in portion:
+                tensor.grad = gradient.to(tensor.dtype)
+            self.optimizer.step()
+            for tensor, _ in portion:
+                tensor.grad = None
         for name in gradients:
             holding = self.holdings[name]
             if holding.master is not None:
                 holding.own.copy_(holding.master)
 
-    def _give(self, name: str, gradient: Tensor) -> None:
-        holding = self.holdings[name]
-        exact = gradient if holding.master is None else gradient.float()
-        segments = dict(holding.layout.segments(exact))
-        for piece, tensor in self.segments[name]:
-            if piece in self.reached:  # the others have no gradient at all, as in plain PyTorch
-                tensor.grad = segments[piece]
+    def _factors(self, sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are divided by, and what they are scaled by to clip their norm."""
+        if sums is None:
+            return None, None
+        weight = sums[2] if self.setup.plans.weighted else None
+        if self.setup.clip_norm is None:
+            return weight, None
+        norm = sums[0].sqrt()
+        if weight is not None:
+            norm = norm / weight
+        return weight, (self.setup.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _portions(self, gradients: Mapping[str, Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """What is trained with its gradients: all of it, or so much at a time as casts may take memory for.
+
+        Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
+        """
+        assert self.optimizer is not None
+        casts = any(self.holdings[name].master is not None for name in gradients)
+        apart = casts and all(group.get("fused") for group in self.optimizer.param_groups)
+        portion: list[tuple[Tensor, Tensor]] = []
+        for name, gradient in gradients.items():
+            given = dict(self.holdings[name].layout.segments(gradient))
+            for piece, tensor in self.segments[name]:
+                if piece in self.reached:  # the others have no gradient at all, as in plain PyTorch
+                    portion.append((tensor, given[piece]))
+                    if apart and sum(tensor.numel() for tensor, _ in portion) >= PORTION:
+                        yield portion
+                        portion = []
+        if portion or not apart:
+            yield portion
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Let an optimizer work in one kernel where it has one and its maker left the choice to it."""
+    for group in optimizer.param_groups:
+        undecided = group.get("fused", True) is None and group.get("foreach") is None
+        if undecided and not (group.get("capturable") or group.get("differentiable")):
+            group["fused"] = True

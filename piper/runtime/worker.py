@@ -1,17 +1,21 @@
 """One device of a job: its state, its plan, and one step at a time. The same under every launcher."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 
-from piper.plan.instr import Instr
+from piper.plan.divided import Share
+from piper.plan.instr import Instr, Op
 from piper.runtime.comm.base import Comms
+from piper.runtime.cuda.executor import StreamExecutor
 from piper.runtime.env import Bound, Dice, Env, Rows
 from piper.runtime.executor import Executor
 from piper.runtime.kernels import KERNELS
 from piper.runtime.memory import Meter
+from piper.runtime.record import Recorder
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trail import Trail
 
@@ -36,9 +40,11 @@ class Options:
     keep_outputs: bool = False  # every result of a chunk, likewise
     measure: bool = False  # count the bytes of live slots; needs the order of issue
     blank: bool = False  # begin without first values, because a checkpoint is loaded before the first step
+    profile: int = 0  # steps whose instructions are timed, after the first few
 
 
 Watch = Callable[[int, Instr, Bound], Bound]  # an instruction of the plan, by its place, as it is to be run
+Kernels = Mapping[Op, Callable[[Env, Instr], Bound]]
 
 
 class Worker:
@@ -54,30 +60,60 @@ class Worker:
         dice: Dice | None = None,
         on_failure: Callable[[], None] = lambda: None,
         watch: Watch | None = None,
+        kernels: Kernels = KERNELS,
     ) -> None:
         self.setup, self.device = setup, device
         self.env = Env(setup, device, comms, initial, dice)
         self.env.state.keep_gradients = options.keep_gradients
         plan = self.env.plan
-        bound = [KERNELS[ins.op](self.env, ins) for ins in plan.instrs]
+        bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
         self.trail = Trail(self.env) if options.keep_outputs else None
         if self.trail is not None:
             bound = [self.trail.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
         self.meter = Meter(self.env) if options.measure else None
         if self.meter is not None:
             bound = [self.meter.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
+        self.recorder = Recorder(device, options.profile, setup.device) if options.profile else None
+        if self.recorder is not None:
+            timed = enumerate(zip(plan.instrs, bound, strict=True))
+            bound = [self.recorder.watch(place, ins, run) for place, (ins, run) in timed]
         if watch is not None:
             bound = [watch(i, ins, run) for i, (ins, run) in enumerate(zip(plan.instrs, bound, strict=True))]
-        self.executor = Executor(
-            plan,
+        self.on_host = torch.zeros(3, dtype=torch.float64, pin_memory=setup.device.type == "cuda")
+        self.executor = self._executor(bound, options, on_failure)
+
+    def _executor(
+        self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
+    ) -> Executor | StreamExecutor:
+        """What runs the plan: threads on the host, streams on an accelerator."""
+        env, streams = self.env, options.streams and not options.measure
+        if self.setup.device.type == "cuda":
+            return StreamExecutor(
+                env.plan,
+                bound,
+                env.slots,
+                env.index,
+                device=self.device,
+                accelerator=self.setup.device,
+                streams=streams,
+                timeout=options.timeout,
+                on_failure=on_failure,
+                outro=self._fetch,
+            )
+        return Executor(
+            env.plan,
             bound,
-            self.env.slots,
-            self.env.index,
-            device=device,
-            streams=options.streams and not options.measure,
+            env.slots,
+            env.index,
+            device=self.device,
+            streams=streams,
             timeout=options.timeout,
             on_failure=on_failure,
         )
+
+    def _fetch(self) -> None:
+        """Bring the step's sums to the host; on an accelerator, when it gets there."""
+        self.on_host.copy_(cast(Tensor, self.env.slots[self.env.at("total")]), non_blocking=True)
 
     def step(self, batch: Mapping[str, Rows]) -> Sums:
         """Train on one global batch, of which this device takes its rows."""
@@ -90,7 +126,9 @@ class Worker:
         env.step += 1
         if env.state.scheduler is not None:
             env.state.scheduler.step()
-        squares, loss, weight = cast(Tensor, env.slots[env.at("total")]).tolist()
+        if self.setup.device.type != "cuda":
+            self._fetch()
+        squares, loss, weight = self.on_host.tolist()
         return Sums(squares=squares, loss=loss, weight=weight)
 
     def owned(self, bucket: str) -> Tensor:
@@ -105,6 +143,12 @@ class Worker:
         """A buffer, where this device uses it."""
         slot = self.env.index.get(f"buffer.{name}")
         return None if slot is None else cast(Tensor, self.env.slots[slot])
+
+    def buffers(self, names: Iterable[str]) -> dict[str, tuple[Share, Tensor]]:
+        """The buffers that this device uses, of those asked for, and which share of each it has."""
+        found = {name: self.buffer(name) for name in names}
+        shares = self.env.state.shares
+        return {name: (shares[name], value) for name, value in found.items() if value is not None}
 
     def close(self) -> None:
         """End the worker's threads."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -71,10 +71,14 @@ RANKS = 2
 
 
 def case_of(cell: Cell) -> zoo.Case:
-    shape = SHAPES[cell.schedule]
-    if shape.stages_per_rank > 1:
-        return zoo.case(cell.case, RANKS * shape.stages_per_rank)
-    return zoo.case(cell.case)
+    per_rank = SHAPES[cell.schedule].stages_per_rank
+    return case_at(cell.case, RANKS * per_rank if per_rank > 1 else None)
+
+
+@cache
+def case_at(name: str, stages: int | None) -> zoo.Case:
+    """A case of the zoo, always the same object: what is captured of it can be kept."""
+    return zoo.case(name, stages)
 
 
 def strategy(cell: Cell) -> list[Directive]:

@@ -147,19 +147,33 @@ class GlooPipe:
 
     def send(self, value: Tensor, form: Form) -> None:
         if form.dtype is None:
-            form.shape, form.dtype = tuple(value.shape), value.dtype
-            header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
-            described = torch.tensor(header + [0] * (HEADER - len(header)))
-            finish(self.made.send([described], 1, 0), self.name, self.timeout)
+            finish(self.made.send([describe(value, form)], 1, 0), self.name, self.timeout)
         assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
         finish(self.made.send([value.contiguous()], 1, 0), self.name, self.timeout)
 
     def recv(self, form: Form) -> Tensor:
         if form.dtype is None:
-            described = torch.zeros(HEADER, dtype=torch.int64)
+            described = room_for(torch.device("cpu"))
             finish(self.made.recv([described], 0, 0), self.name, self.timeout)
-            code, axes, *lengths = described.tolist()
-            form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]
+            described_by(described, form)
         value = torch.empty(form.shape, dtype=form.dtype)
         finish(self.made.recv([value], 0, 0), self.name, self.timeout)
         return value
+
+
+def describe(value: Tensor, form: Form) -> Tensor:
+    """The shape and type of a value as numbers; the form learns them too."""
+    form.shape, form.dtype = tuple(value.shape), value.dtype
+    header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
+    return torch.tensor(header + [0] * (HEADER - len(header)))
+
+
+def room_for(device: torch.device) -> Tensor:
+    """Room for a description that is to arrive."""
+    return torch.zeros(HEADER, dtype=torch.int64, device=device)
+
+
+def described_by(numbers: Tensor, form: Form) -> None:
+    """Let a form learn what numbers describe."""
+    code, axes, *lengths = numbers.tolist()
+    form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]

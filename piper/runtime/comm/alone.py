@@ -1,0 +1,120 @@
+"""Communication of a device whose peers are not there: values of the right shape, made of its own.
+
+A device that runs alone computes with real kernels on real memory, so what arrives must have the shape that
+it would have, and be numbers like those it would be. A sum is this device's share of it, gathered shards are
+its own shard, an exchange brings back the rows it would have sent: as many, grouped as its own routing says,
+which is what a balanced router gives every device.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from piper.ir.chunk import Chunk, TensorSpec
+from piper.plan.instr import Instr
+from piper.plan.plan import Plans
+from piper.runtime.comm.base import Form, Group
+from piper.runtime.env import Bound, Env
+
+VALUE = re.compile(r"(?P<chunk>.+)\.(?P<kind>out|din|grad)(?P<index>\d+)(\.\d+)?(@[^\[]*)?(\[.*\])?")
+
+
+class AloneComms:
+    """The communicators of a device that is alone."""
+
+    def __init__(self, plans: Plans, device: int) -> None:
+        self.comms, self.device = plans.comms, device
+
+    def group(self, name: str) -> "AloneGroup":
+        members = next(group for group in self.comms[name].groups if self.device in group)
+        return AloneGroup(name, members.index(self.device), len(members))
+
+    def outgoing(self, name: str) -> "Drain":
+        return Drain()
+
+    def incoming(self, name: str) -> "Drain":
+        return Drain()
+
+
+class AloneGroup(Group):
+    """A group of which only one member is there."""
+
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        assert [len(part) for part in parts] == list(lengths), "rows come back as they would have gone"
+        return list(torch.cat(list(parts)).split(list(lengths)))
+
+    def all_reduce(self, flat: Tensor) -> Tensor:
+        return flat
+
+    def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
+        mine = flat[self.rank * length : (self.rank + 1) * length]
+        shard = flat.new_zeros(length)
+        shard[: len(mine)] = mine
+        return shard
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        whole = out[: len(shard) * self.size].view(self.size, len(shard))
+        for member in range(self.size):
+            if whole[member].data_ptr() != shard.data_ptr():
+                whole[member].copy_(shard)
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        return value
+
+
+class Drain:
+    """A pipe that leads nowhere."""
+
+    def send(self, value: Tensor, form: Form) -> None:
+        """Let a value go."""
+
+    def recv(self, form: Form) -> Tensor:
+        raise AssertionError("what arrives is made by `arriving`, which knows its shape")
+
+
+def arriving(env: Env, ins: Instr) -> Bound:
+    """Make a value like the one that another device would send: small numbers, or counts of one."""
+    slots, target = env.slots, env.at(ins.writes[0])
+    form = form_of(env.setup.plans, env.chunks, env.device, ins)
+    assert form.dtype is not None
+    device, dtype, shape = env.setup.device, form.dtype, form.shape
+    scale = 0.02 if dtype.is_floating_point else 0.0
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(1021, generator=generator).mul(scale).to(device, dtype)  # a prime: rows differ
+
+    def run() -> None:
+        value = torch.empty(shape, dtype=dtype, device=device)
+        flat = value.view(-1)
+        even = len(flat) - len(flat) % len(sample)
+        flat[:even].view(-1, len(sample)).copy_(sample)
+        flat[even:].copy_(sample[: len(flat) - even])
+        slots[target] = value
+
+    return run
+
+
+def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) -> Form:
+    """The shape and type of what a receive brings: that of the value it was sent from, or some rows of it."""
+    assert ins.comm is not None
+    sender = next(pair[0] for pair in plans.comms[ins.comm].groups if pair[1] == device)
+    sends = (
+        s for s in plans.of(sender).instrs if s.op == "send" and s.node == ins.node and s.comm == ins.comm
+    )
+    send = next(sends)
+    spec = spec_of(chunks, send.reads[0])
+    shape = spec.shape
+    if send.arg:
+        span, _, of = send.arg.partition("/")
+        start, stop = map(int, span.split(":"))
+        shape = (shape[0] * stop // int(of) - shape[0] * start // int(of), *shape[1:])
+    return Form(shape, getattr(torch, spec.dtype))
+
+
+def spec_of(chunks: Mapping[str, Chunk], slot: str) -> TensorSpec:
+    """What a slot between chunks holds: an output, the gradient of an input, or a sum of such gradients."""
+    match = VALUE.fullmatch(slot)
+    assert match, f"{slot} is not a value between chunks"
+    chunk, index = chunks[match["chunk"]], int(match["index"])
+    return chunk.input_specs[index] if match["kind"] == "din" else chunk.outputs[index]

@@ -1,0 +1,172 @@
+"""Devices as processes with an accelerator each: communication over NCCL, on the stream that is current.
+
+Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it may differ in its last bits
+from what the other groups give, and from one number of members to another, though not from run to run. What
+only moves (exchanges, gathers, broadcasts, transfers) has the same bits.
+
+Nothing here makes the host wait but the first step, in which transfers are described. Whoever waits for the
+stream watches the clock, and calls `abort` if it stands still: NCCL's kernels then end.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from piper.plan.plan import Plans
+from piper.runtime.comm.base import CommError, Form, Group
+from piper.runtime.comm.gloo import describe, described_by, room_for
+
+GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL ends the process
+
+
+class Wire(Protocol):
+    """What is used of a process group; torch's own annotations do not say."""
+
+    def allreduce(self, values: list[Tensor], options: AllreduceOptions) -> Work: ...
+    def _reduce_scatter_base(self, out: Tensor, whole: Tensor, options: ReduceScatterOptions) -> Work: ...
+    def _allgather_base(self, out: Tensor, shard: Tensor, options: AllgatherOptions) -> Work: ...
+    def alltoall_base(
+        self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int], options: AllToAllOptions
+    ) -> Work: ...
+    def broadcast(self, values: list[Tensor], options: BroadcastOptions) -> Work: ...
+    def send(self, values: list[Tensor], to: int, tag: int) -> Work: ...
+    def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+    def abort(self) -> None: ...
+
+
+class NcclComms:
+    """The communicators of one device of a job, met over a store that all its workers share.
+
+    Every device makes its groups in the order of the plans, and members of a group wait for each other, so no
+    two wait in a circle. Each communicator of a plan is one of its own: sends, receives and collectives never
+    queue behind each other.
+    """
+
+    def __init__(
+        self, plans: Plans, device: int, store: Store, accelerator: torch.device, timeout: float
+    ) -> None:
+        self.device, self.accelerator, self.comms = device, accelerator, plans.comms
+        self.timeout = timedelta(seconds=timeout)
+        self.made: dict[tuple[str, tuple[int, ...]], Wire] = {}
+        for comm in plans.comms.values():
+            for number, members in enumerate(comm.groups):
+                if device in members:
+                    prefix = PrefixStore(f"nccl/{comm.name}/{number}", store)
+                    self.made[comm.name, members] = self._make(prefix, members)
+
+    def _make(self, store: Store, members: tuple[int, ...]) -> Wire:
+        from torch.distributed import ProcessGroupNCCL  # only where torch is built with it
+
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self.timeout + GRACE
+        made = cast(Wire, ProcessGroupNCCL(store, members.index(self.device), len(members), options))
+        made.eager_connect_single_device(self.accelerator)
+        return made
+
+    def group(self, name: str) -> "NcclGroup":
+        members = next(group for group in self.comms[name].groups if self.device in group)
+        return NcclGroup(self.made[name, members], name, members.index(self.device), len(members))
+
+    def outgoing(self, name: str) -> "NcclPipe":
+        pair = next(pair for pair in self.comms[name].groups if pair[0] == self.device)
+        return NcclPipe(self.made[name, pair], name, self.accelerator)
+
+    def incoming(self, name: str) -> "NcclPipe":
+        pair = next(pair for pair in self.comms[name].groups if pair[1] == self.device)
+        return NcclPipe(self.made[name, pair], name, self.accelerator)
+
+    def abort(self) -> None:
+        """End all that is under way on every communicator, here."""
+        for made in self.made.values():
+            made.abort()
+
+
+def issue(work: Work | None, name: str) -> None:
+    """Let the current stream run after an operation; the host goes on."""
+    try:
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise CommError(f"on {name}: {error}") from error
+
+
+class NcclGroup(Group):
+    """A group of processes with an accelerator each."""
+
+    def __init__(self, made: Wire, name: str, rank: int, size: int) -> None:
+        super().__init__(name, rank, size)
+        self.made = made
+
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        gives = [len(part) for part in parts]
+        rows = torch.cat(list(parts))
+        out = rows.new_empty((sum(lengths), *rows.shape[1:]))
+        options = AllToAllOptions()
+        options.asyncOp = False  # on the current stream: no other one, and no memory shared with it
+        issue(self.made.alltoall_base(out, rows, list(lengths), gives, options), self.name)
+        return list(out.split(list(lengths)))
+
+    def all_reduce(self, flat: Tensor) -> Tensor:
+        """The sum of everybody's tensor, in its own memory."""
+        options = AllreduceOptions()
+        options.asyncOp = False
+        issue(self.made.allreduce([flat], options), self.name)
+        return flat
+
+    def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
+        if len(flat) != length * self.size:  # beyond its end there are zeros
+            whole = flat.new_zeros(length * self.size)
+            whole[: len(flat)] = flat
+            flat = whole
+        shard = flat.new_empty(length)
+        options = ReduceScatterOptions()
+        options.asyncOp = False
+        issue(self.made._reduce_scatter_base(shard, flat, options), self.name)
+        return shard
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        options = AllgatherOptions()
+        options.asyncOp = False
+        issue(self.made._allgather_base(out, shard, options), self.name)  # NCCL allows it to lie inside `out`
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        mine = value if self.rank == 0 else torch.empty_like(value)
+        options = BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, False
+        issue(self.made.broadcast([mine], options), self.name)
+        return mine
+
+
+class NcclPipe:
+    """A way from one process to another. What a transfer moves is described in its first step only."""
+
+    def __init__(self, made: Wire, name: str, accelerator: torch.device) -> None:
+        self.made, self.name, self.accelerator = made, name, accelerator
+
+    def send(self, value: Tensor, form: Form) -> None:
+        if form.dtype is None:
+            issue(self.made.send([describe(value, form).to(self.accelerator)], 1, 0), self.name)
+        assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
+        issue(self.made.send([value.contiguous()], 1, 0), self.name)
+
+    def recv(self, form: Form) -> Tensor:
+        if form.dtype is None:
+            described = room_for(self.accelerator)
+            issue(self.made.recv([described], 0, 0), self.name)
+            described_by(described, form)
+        value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
+        issue(self.made.recv([value], 0, 0), self.name)
+        return value

@@ -1,0 +1,1 @@
+"""The runtime on CUDA devices: streams, and when memory that crossed them goes back."""

@@ -1,0 +1,170 @@
+"""Runs one device's plan on CUDA streams, issued by one host thread in the order of the plan."""
+
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic, sleep
+
+import torch
+
+from piper.plan.instr import COMMUNICATION
+from piper.plan.plan import Plan
+from piper.runtime.comm.base import CommError
+from piper.runtime.cuda.releases import releases
+from piper.runtime.env import Bound
+
+Step = tuple[
+    int,  # place
+    Bound,
+    torch.cuda.Stream,
+    tuple[torch.cuda.Event, ...],  # waits
+    tuple[int, ...],  # parked slots to drop first
+    tuple[int, ...],  # slots it frees
+    tuple[int, ...],  # slots it parks
+    tuple[int, ...],  # residents that it may replace
+    torch.cuda.Event | None,  # signal
+]
+
+GLANCE = 5e-5  # seconds between looks at whether the step is over
+POLL = 0.2  # seconds between looks at whether anything moves
+
+
+class StreamExecutor:
+    """The instructions of a plan, bound to their kernels, on streams that run side by side.
+
+    The host issues everything in the order of the plan and waits for nothing until the end of the step, but
+    where an instruction needs a number on the host. Streams wait for each other by events, made once and
+    recorded anew in each step. With `streams=False` all is issued on the stream that is current.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bound: Sequence[Bound],
+        slots: list[object],
+        index: Mapping[str, int],
+        *,
+        device: int,
+        accelerator: torch.device,
+        streams: bool = True,
+        timeout: float = 60.0,
+        on_failure: Callable[[], None] = lambda: None,
+        outro: Bound = lambda: None,
+    ) -> None:
+        """`outro` is issued last, when all streams have been joined: it brings the results to the host."""
+        self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
+        self.timeout, self.on_failure, self.outro = timeout, on_failure, outro
+        self.parked: list[object] = [None] * len(slots)
+        self.replaced: list[object] = []
+        self.begin, self.done = torch.cuda.Event(), torch.cuda.Event()
+        self.events: dict[int, torch.cuda.Event] = {}  # by the place that signals
+        with torch.cuda.device(accelerator):
+            self.streams = self._streams() if streams else {}
+            self.ends = {name: torch.cuda.Event() for name in self.streams}
+            self.home = torch.cuda.default_stream()
+        self.steps = self._bind(bound, index)
+
+    def _streams(self) -> dict[str, torch.cuda.Stream]:
+        """A stream for each of the plan's; those that communicate go before those that compute."""
+        talking = {ins.stream for ins in self.plan.instrs if ins.op in COMMUNICATION}
+        names = dict.fromkeys(ins.stream for ins in self.plan.instrs)
+        return {name: torch.cuda.Stream(priority=-1 if name in talking else 0) for name in names}
+
+    def _bind(self, bound: Sequence[Bound], index: Mapping[str, int]) -> list[Step]:
+        plan = self.plan
+        handlings = releases(plan)
+        signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
+        asked = {place for handling in handlings for place in handling.waits}
+        self.events = {place: torch.cuda.Event() for place in sorted({*signalled.values(), *asked})}
+        steps: list[Step] = []
+        for place, (ins, run, handling) in enumerate(zip(plan.instrs, bound, handlings, strict=True)):
+            replaces = tuple(index[slot] for slot in ins.writes if slot.startswith("buffer."))
+            if not self.streams:
+                frees = tuple(index[slot] for slot in ins.frees)
+                steps.append((place, run, self.home, (), (), frees, (), (), self.events.get(place)))
+                continue
+            places = dict.fromkeys([*(signalled[event] for event in ins.waits), *handling.waits])
+            steps.append(
+                (
+                    place,
+                    run,
+                    self.streams[ins.stream],
+                    tuple(self.events[other] for other in places),
+                    tuple(index[slot] for slot in handling.drops),
+                    tuple(index[slot] for slot in handling.frees),
+                    tuple(index[slot] for slot in handling.parks),
+                    replaces,
+                    self.events.get(place),
+                )
+            )
+        return steps
+
+    def run(self) -> None:
+        """Run the plan once; returns when every stream is at its end."""
+        with torch.cuda.device(self.accelerator), torch.no_grad():
+            home = self.home
+            self.begin.record(home)  # what was done to the state between steps was done here
+            for stream in self.streams.values():
+                stream.wait_event(self.begin)
+            self._issue()
+            for name, stream in self.streams.items():
+                self.ends[name].record(stream)
+                home.wait_event(self.ends[name])
+            with torch.cuda.stream(home):
+                self.outro()
+            self.done.record(home)
+            self._wait()
+            self.parked = [None] * len(self.slots)
+            self.replaced.clear()
+
+    def _issue(self) -> None:
+        slots, parked, place = self.slots, self.parked, 0
+        before = torch.cuda.current_stream()
+        try:
+            now = before
+            for place, run, stream, waits, drops, frees, parks, replaces, signal in self.steps:  # noqa: B007
+                if stream is not now:
+                    torch.cuda.set_stream(stream)
+                    now = stream
+                for event in waits:
+                    stream.wait_event(event)
+                for slot in drops:
+                    parked[slot] = None
+                for slot in replaces:  # another stream may have taken its memory, and this one still reads it
+                    self.replaced.append(slots[slot])
+                run()
+                for slot in frees:
+                    slots[slot] = None
+                for slot in parks:
+                    parked[slot], slots[slot] = slots[slot], None
+                if signal is not None:
+                    signal.record(stream)
+        except Exception as error:
+            error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(place)}")
+            self.on_failure()
+            raise
+        finally:
+            torch.cuda.set_stream(before)
+
+    def _wait(self) -> None:
+        """Wait until the step is over, as long as anything moves."""
+        done, seen, moved, looked = self.done, -1, monotonic(), monotonic()
+        while not done.query():
+            sleep(GLANCE)
+            now = monotonic()
+            if now - looked < POLL:
+                continue
+            looked, over = now, sum(event.query() for event in self.events.values())
+            if over != seen:
+                seen, moved = over, now
+            elif now - moved > self.timeout:
+                error = CommError(f"nothing has moved for {self.timeout:g} s")
+                error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(self.stuck())}")
+                self.on_failure()
+                raise error
+
+    def stuck(self) -> int:
+        """The place of the first instruction that is known not to be over."""
+        waiting = [place for place, event in self.events.items() if not event.query()]
+        return min(waiting, default=len(self.plan.instrs) - 1)
+
+    def close(self) -> None:
+        """Nothing is left running: the streams are at their end after each step."""

@@ -1,0 +1,139 @@
+"""When memory that has crossed streams goes back to the one that took it, worked out from the plan alone.
+
+PyTorch's allocator keeps memory by stream. What a stream took goes back to that stream as soon as its last
+tensor is gone on the host, and may be written again by the stream's next kernel, though another stream is
+still to read it. A plan frees a slot at an instruction that runs after all uses of it. So a slot that is
+freed where it was made can go at once. One that is freed on another stream is *parked*: its tensors are held
+until the stream that made it is known to run after the free, and then dropped. Mostly that stream comes to
+know by the plan's own events. Where it does not, it is made to wait, but not at once: that would hold it up
+for a send or a reduction that nothing else waits for. It may begin one more piece of work first, which is the
+time in which the other stream is expected to finish. Nothing is marked with `record_stream`, which would let
+memory grow with how far the host runs ahead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.memory import Ledger
+from piper.plan.plan import Plan
+
+LAG = 1  # pieces of work that a stream begins before it waits for what another stream has freed
+WORK = COMMUNICATION | {"compute", "load"}  # the ops that count as a piece of work: the others take no time
+
+
+@dataclass(slots=True, kw_only=True)
+class Handling:
+    """What one instruction does beyond what its plan says."""
+
+    waits: list[int] = field(default_factory=list)  # places on other streams that it begins after
+    drops: list[str] = field(default_factory=list)  # parked slots that go back before it begins
+    frees: list[str] = field(default_factory=list)  # its plan's frees: slots that go back at its end
+    parks: list[str] = field(default_factory=list)  # and slots that are held until a later instruction
+
+
+@dataclass(slots=True, kw_only=True)
+class Parked:
+    """A slot on its way back to the stream that made it."""
+
+    slot: str
+    place: int  # where it was freed
+    age: int = 0  # pieces of work that its stream has begun since
+
+
+class Releases:
+    """Walks a plan in the order of issue, with what each stream knows of the others."""
+
+    def __init__(self, plan: Plan, lag: int = LAG) -> None:
+        self.plan, self.lag = plan, lag
+        names = {name: i for i, name in enumerate(dict.fromkeys(ins.stream for ins in plan.instrs))}
+        self.lane = [names[ins.stream] for ins in plan.instrs]  # the stream of each place, by number
+        self.known = [[-1] * len(names) for _ in names]  # by stream: how far it knows each to have come
+        self.after: list[tuple[int, ...]] = []  # the same, at the end of each instruction
+        self.maker: dict[str, int] = {}  # slot -> the stream that took its memory
+        self.parked: list[list[Parked]] = [[] for _ in names]  # by the stream that they go back to
+        self.signalled: dict[int, int] = {}  # event -> place
+
+    def run(self) -> list[Handling]:
+        """What each instruction has to do. What is parked at the end goes when the step is over."""
+        return [self._handle(place, ins) for place, ins in enumerate(self.plan.instrs)]
+
+    def _handle(self, place: int, ins: Instr) -> Handling:
+        lane, found = self.lane[place], Handling()
+        for event in ins.waits:
+            self._learn(lane, self.signalled[event])
+        self._unpark(lane, ins, found)
+        for slot in ins.writes:
+            self.maker.setdefault(slot, lane)
+        for slot in ins.frees:
+            maker = self.maker[slot]
+            if maker == lane:
+                found.frees.append(slot)
+            else:
+                found.parks.append(slot)
+                self.parked[maker].append(Parked(slot=slot, place=place))
+        self.known[lane][lane] = place
+        self.after.append(tuple(self.known[lane]))
+        if ins.signals is not None:
+            self.signalled[ins.signals] = place
+        return found
+
+    def _unpark(self, lane: int, ins: Instr, found: Handling) -> None:
+        """Drop what this stream knows to be over; wait for what has been parked for long enough."""
+        if not self.parked[lane]:
+            return
+        works = ins.op in WORK
+        if works:
+            late: dict[int, int] = {}  # other stream -> the last place of it to wait for
+            for slot in self.parked[lane]:
+                other = self.lane[slot.place]
+                if slot.age >= self.lag and self.known[lane][other] < slot.place:
+                    late[other] = slot.place  # they are in the order of their places
+            for place in sorted(late.values()):
+                found.waits.append(place)
+                self._learn(lane, place)
+        left = []
+        for slot in self.parked[lane]:
+            if self.known[lane][self.lane[slot.place]] >= slot.place:
+                found.drops.append(slot.slot)
+            else:
+                slot.age += works
+                left.append(slot)
+        self.parked[lane] = left
+
+    def _learn(self, lane: int, place: int) -> None:
+        """A stream has waited for an instruction of another, and so for all that one knew of."""
+        mine = self.known[lane]
+        for other, reached in enumerate(self.after[place]):
+            mine[other] = max(mine[other], reached)
+
+
+def releases(plan: Plan, lag: int = LAG) -> list[Handling]:
+    """What each instruction of a plan does so that memory goes back only when nobody uses it."""
+    return Releases(plan, lag).run()
+
+
+def foretold_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
+    """The most bytes that a device holds in a step: what the plan counts, and what is parked meanwhile."""
+    ledger = Ledger(plan)
+    held: set[str] = set()
+    resident = sum(slot.nbytes for slot in plan.residents.values())
+    peak = resident
+    for ins, handling in zip(plan.instrs, handlings or releases(plan), strict=True):
+        for slot in handling.drops:
+            ledger.release(slot)
+        for slot in ins.writes:
+            if slot in plan.slots and slot not in held:
+                held.add(slot)
+                ledger.hold(slot)
+        peak = max(peak, resident + ledger.live + max(ins.workspace, flattened(plan, ins)))
+        for slot in handling.frees:
+            ledger.release(slot)
+    return peak
+
+
+def flattened(plan: Plan, ins: Instr) -> int:
+    """The bytes of gradients that a reduction lays one after another first, if no sum has done so before."""
+    if ins.op != "reduce_scatter" or ".grad" in ins.reads[0]:
+        return 0
+    return plan.slots[ins.reads[0]].nbytes

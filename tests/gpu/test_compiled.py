@@ -1,0 +1,38 @@
+"""Compiled chunks on a CUDA device: the numbers of plain PyTorch, whatever is kept and however often compiled."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import piper
+from piper.api import compile
+from piper.launchers.start import launcher
+from piper.runtime.check import check
+from tests.runtime.grid import Cell, batches, job
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
+CELLS = [
+    Cell(case="decoder", schedule="zero-bubble", parts=4),
+    Cell(case="moe", schedule="1f1b", dp=2, ways=2),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("budget", [None, 0.3])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_compiled_chunks_give_the_numbers_of_one_device(
+    cell: Cell, budget: float | None, cache: Path
+) -> None:
+    asked = job(cell)
+    if budget is not None:
+        asked = replace(asked, strategy=[*asked.strategy, piper.remat(piper.at(), budget)])
+    program = compile(asked, device="cuda", compile=True, cache=cache)
+    report = check(
+        program, lambda started, options: launcher(started, "inline", options), batches(cell, 2), 1e-9
+    )
+    assert report.ok, report

@@ -1,0 +1,61 @@
+"""On CUDA every strategy gives the numbers of plain PyTorch on one device, in fp64 to 1e-9."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from piper.api import compile
+from piper.launchers.base import Run
+from piper.launchers.inline import launch_inline
+from piper.launchers.local import launch_local
+from piper.runtime.check import check
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from tests.runtime.grid import Cell, batches, job
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]  # each process takes seconds to get there
+LAUNCHERS: dict[str, Callable[[ProgramLike, Options], AbstractContextManager[Run]]] = {
+    "inline": launch_inline,
+    "local": launch_local,
+}
+CELLS = [
+    Cell(case="decoder", schedule="zero-bubble", clip=0.3),  # a pipeline, with a tied embedding
+    Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, bucket_mb=0.02),
+    Cell(case="moe", schedule="1f1b", dp=2, zero=2, ways=2, rows=1),  # divided experts
+    Cell(case="sum_weight", schedule="1f1b", dp=2, zero=1, clip=0.3, rows=1),
+    Cell(case="convnet", schedule="zero-bubble", dp=2),  # buffers that follow the first replica
+    Cell(case="dropout", schedule="zero-bubble", dp=2, zero=2),
+]
+
+
+@pytest.mark.parametrize("on", LAUNCHERS)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_several_ranks_on_one_gpu(cell: Cell, on: str) -> None:
+    program = compile(job(cell), device="cuda")
+    report = check(program, LAUNCHERS[on], batches(cell, 2))
+    assert report.ok, report
+
+
+def test_one_device_with_streams() -> None:
+    cell = Cell(case="decoder", schedule="none", parts=4)
+    one = job(cell, strategy=[])
+    program = compile(one, device="cuda")
+    assert sum(len(plan.devices) for plan in program.plans) == 1
+    report = check(program, launch_inline, batches(cell, 3))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("cell", [CELLS[0], CELLS[1]], ids=str)
+def test_streams_and_one_stream_give_the_same_bits(cell: Cell) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    states = []
+    for streams in (True, False, True):
+        with launch_local(compile(job(cell), device="cuda"), Options(streams=streams)) as run:
+            for batch in batches(cell, 3):
+                run.step(batch)
+            states.append(run.state_dict())
+    for other in states[1:]:
+        for name, value in states[0].items():
+            assert torch.equal(value, other[name]), name

@@ -1,0 +1,106 @@
+"""In bf16 a strategy is as exact as one device is: their errors, seen from fp64, are of one size.
+
+Both round the same numbers 2**-9 at a time, in sums of another order, so the two differ by about what each is
+off. A fixed tolerance would have to be wide enough for the worst model; this one is the model's own.
+SGD, because AdamW turns the rounding of a gradient near zero into a step of full length.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from piper.launchers.inline import launch_inline
+from piper.runtime.check import Numbers, numbers
+from piper.runtime.reference import Reference
+from piper.runtime.worker import Options
+from tests import zoo
+from tests.runtime.grid import SHAPES, Cell, batches
+from tests.runtime.sharing import Shared
+from tests.runtime.test_matrix import parts
+
+STEPS = 3
+TOGETHER, EACH = 1.25, 2.0  # how much larger the error may be: of all tensors, and of any one
+
+
+def sgd(params: Iterator[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def errors(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far each tensor is from the exact one."""
+    return {
+        name: (got[name].double() - value).norm().item()
+        for name, value in exact.items()
+        if value.is_floating_point()
+    }
+
+
+def assert_as_exact(
+    got: Mapping[str, Tensor], single: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> None:
+    assert got.keys() == single.keys() == exact.keys()
+    mine, theirs = errors(got, exact), errors(single, exact)
+    for name, error in mine.items():
+        assert error <= EACH * theirs[name], (name, error, theirs[name])
+    total = [sum(error**2 for error in found.values()) ** 0.5 for found in (mine, theirs)]
+    assert total[0] <= TOGETHER * total[1], total
+
+
+def assert_rounds_alike(cell: Cell) -> None:
+    shared, given = Shared(), batches(cell, STEPS)
+    exact = numbers(Reference(shared.compile(cell, precision="fp64", optimizer=sgd)), given)
+    program = shared.compile(cell, precision="bf16", optimizer=sgd)
+    single = numbers(Reference(program), given)
+    with launch_inline(program, Options(keep_gradients=True)) as run:
+        for batch, one, true in zip(given, single, exact, strict=True):
+            result = run.step(batch)
+            state = run.state_dict()
+            got = Numbers(
+                loss=result.loss, grad_norm=result.grad_norm, gradients=run.gradients(), state=state
+            )
+            assert got.loss == pytest.approx(true.loss, rel=0.02)
+            assert got.grad_norm == pytest.approx(true.grad_norm, rel=0.02)
+            assert_as_exact(got.gradients, one.gradients, true.gradients)
+            assert_as_exact(got.state, one.state, true.state)
+            assert all(value.dtype != torch.bfloat16 for value in trained(state)), "masters are exact"
+
+
+def trained(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The parameters that are trained, of the cases used here."""
+    return (value for name, value in state.items() if "running" not in name and value.is_floating_point())
+
+
+CELLS = [
+    Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=2),
+    Cell(case="dropout", schedule="zero-bubble", dp=4, zero=1, parts=2, rows=1),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_as_exact_as_one_device(cell: Cell) -> None:
+    assert_rounds_alike(cell)
+
+
+def every_schedule() -> list[Cell]:
+    """Every model once, every schedule and kind of ZeRO with several."""
+    found = []
+    names = [name for name in zoo.NAMES if name not in ("mlp", "deepseek")]
+    for i, case in enumerate(names):
+        schedule = list(SHAPES)[i % len(SHAPES)]
+        dp = 2 + i % 3
+        ways = 2 if zoo.case(case).experts and dp % 2 == 0 else 1
+        found.append(
+            Cell(
+                case=case, schedule=schedule, dp=dp, zero=i % 4, parts=parts(schedule, dp), rows=2, ways=ways
+            )
+        )
+    return found
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("cell", every_schedule(), ids=str)
+def test_every_model(cell: Cell) -> None:
+    assert_rounds_alike(cell)

@@ -1,0 +1,73 @@
+"""Every model under every schedule, with replicas, shards and experts of each kind: the numbers of one device.
+
+Any three of the model, the schedule, the number of replicas and the kind of ZeRO meet in every combination.
+Slices are of a single sample; cells alternate between clipping and not, and between streams and one line.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from piper.runtime.worker import Options
+from tests import zoo
+from tests.runtime.grid import SHAPES, Cell, case_of
+from tests.runtime.sharing import Shared
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(120)]
+HEAVY = ("deepseek", "qwen3_moe_hf", "moe")  # first, so that the last worker to end ends early
+
+
+def replicas(number: int) -> list[tuple[int, int]]:
+    """(DP, zero): every DP and every zero, in other pairs for the next number."""
+    zero = [(number + i) % 4 for i in range(4)]
+    return [(1, 0), (2, zero[0]), (2, zero[1]), (3, zero[2]), (4, zero[3]), (4, zero[0])]
+
+
+def parts(schedule: str, dp: int) -> int:
+    """Enough for a pipeline's steady state, where that does not cost too much."""
+    if schedule == "dualpipe-v":
+        return 4  # the fewest it takes
+    return 2 if schedule == "none" or dp > 2 else 4
+
+
+def cells() -> list[Cell]:
+    """The whole matrix, model by model, so that what is captured once serves a row of cells."""
+    found: list[Cell] = []
+    for i, case in enumerate(zoo.NAMES):
+        for j, schedule in enumerate(SHAPES):
+            for number, (dp, zero) in enumerate(replicas(i + j)):
+                clip = 0.3 if (i + dp) % 2 else None
+                cell = Cell(
+                    case=case,
+                    schedule=schedule,
+                    dp=dp,
+                    zero=zero,
+                    parts=parts(schedule, dp),
+                    rows=1,
+                    clip=clip,
+                )
+                found.append(cell)
+                if case_of(cell).experts and dp % 2 == 0:
+                    ways = 4 if dp == 4 and (number + j) % 2 else 2
+                    found.append(replace(cell, ways=ways))
+    order = [*HEAVY, *(name for name in zoo.NAMES if name not in HEAVY)]
+    return sorted(found, key=lambda cell: (order.index(cell.case), -case_of(cell).stages))
+
+
+def group(cell: Cell) -> str:
+    return f"{cell.case}-{case_of(cell).stages}"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=str(cell), marks=pytest.mark.xdist_group(group(cell))) for cell in cells()],
+)
+def test_cell(shared: Shared, cell: Cell) -> None:
+    streams = (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
+    report = shared.check(cell, options=Options(streams=streams))
+    assert report.ok, report
