@@ -13,6 +13,7 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.ir.chunk import Outline
 from piper.plan.plan import Plans
+from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
@@ -69,6 +70,9 @@ class Run(Protocol):
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """What every chunk returned in the last step, by device, where it is kept."""
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """When the instructions of the recorded steps ran, by device, where that is recorded."""
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None

@@ -40,6 +40,23 @@ class Scene:
         """An instruction of a device's plan."""
         return self.plans.of(device).instrs[place]
 
+    @property
+    def broken(self) -> bool:
+        """Whether a device has ended or failed, so that the others run on until they need it."""
+        ended = any(seen.ended is not None for seen in self.sightings.values())
+        return ended or any(failure.kind == "error" for failure in self.failures)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a device that neither ended nor failed does more than wait."""
+        failed = {failure.device for failure in self.failures}
+        return any(
+            self.instr(device, place).op not in COMMUNICATION
+            for device, seen in self.sightings.items()
+            if device not in failed and seen.ended is None
+            for place in seen.running
+        )
+
     def place(self, device: int) -> int | None:
         """The instruction that says most about what a device does: work before waiting, early before late."""
         running = sorted(self.sightings[device].running)
@@ -49,8 +66,9 @@ class Scene:
 
 def blame(scene: Scene) -> WorkerError:
     """The one error that says why a step did not end."""
+    explained = {failure.device for failure in scene.failures if failure.kind == "error"}
     for device, seen in scene.sightings.items():
-        if seen.ended is not None:
+        if seen.ended is not None and device not in explained:
             return told(scene, device, seen.ended, scene.place(device), HINTS["dead"])
     for failure in scene.failures:
         if failure.kind == "error":

@@ -16,8 +16,9 @@ from piper.checkpoint.record import Record, Spec, Trainer, read_record, unreadab
 from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, index_of, write_parts
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
+from piper.launchers.copying import Copied, name_of
 from piper.launchers.member import Call
-from piper.launchers.persist import Copied, Done, name_of
+from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
 
 T = TypeVar("T")
@@ -98,6 +99,9 @@ class Checkpoints:
         self.pending = None
 
     def _complete(self, pending: Pending) -> None:
+        if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
+            discard(pending.path)
+            raise refused.told("save", pending.path)
         if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
             discard(pending.path)
             raise unwritten(pending.path, trouble)
@@ -144,15 +148,19 @@ class Checkpoints:
         except (StorageError, ValueError, TypeError, KeyError) as error:
             raise unreadable(folder, str(error)) from error
         self.ask("load", dict.fromkeys(self.devices, str(folder)))
-        waiting, troubles = set(self.devices), list[str]()
+        waiting, done = set(self.devices), list[Done]()
         while waiting:
             for device, answer in self.ask("poll", dict.fromkeys(waiting, WAIT)).items():
                 if answer is not None:
                     waiting.discard(device)
-                    troubles += [t] if (t := cast(Done, answer).trouble) is not None else []
-        if troubles:
+                    done.append(cast(Done, answer))
+        if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
             self.give_up()  # some workers have the new state and some the old
-            raise unreadable(folder, troubles[0])
+            raise (
+                failed.refused.told("load", folder)
+                if failed.refused
+                else unreadable(folder, str(failed.trouble))
+            )
         return Resumed(step=record.step, data=data)
 
 

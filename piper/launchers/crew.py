@@ -12,9 +12,11 @@ from piper.launchers.base import Resumed, StepResult, Trains, ended, result_of, 
 from piper.launchers.checkpoints import Checkpoints
 from piper.launchers.excerpt import Cutter
 from piper.launchers.member import Call
+from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
+from piper.runtime.record import Clock, Recording, compare
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
@@ -107,8 +109,9 @@ class CrewRun(Trains):
         names = [buffer.name for buffer in outline.buffers if buffer.persistent]
         buffers: dict[str, Tensor] = {}
         if names:
-            for found in self._ask("buffers", dict.fromkeys(self.devices, names)).values():
-                buffers = {**cast("dict[str, Tensor]", found), **buffers}  # the first device's win
+            answers = self._ask("buffers", dict.fromkeys(self.devices, names))
+            held = [cast("dict[str, tuple[Share, Tensor]]", answers[device]) for device in self.devices]
+            buffers = whole_buffers(held)
         whole = state_by_name(outline, self.unread | parameters | buffers)
         return {name: value.clone() for name, value in whole.items()}
 
@@ -134,6 +137,17 @@ class CrewRun(Trains):
         """What every chunk returned in the last step, by device; `keep_outputs` must be on."""
         answers = self._ask("trail", dict.fromkeys(self.devices))
         return cast("dict[int, dict[Mark, Tensor]]", answers)
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """When the instructions of the recorded steps ran, by device; `profile` must be on."""
+        found: dict[int, tuple[Recording, Clock]] = {}
+        for device, answer in self._ask("record", dict.fromkeys(self.devices)).items():
+            if isinstance(answer, Recording):
+                found[device] = (answer, compare(lambda asked=device: self._time(asked)))  # type: ignore[misc]
+        return found
+
+    def _time(self, device: int) -> float:
+        return cast(float, self._ask("clock", {device: None})[device])
 
     def close(self) -> None:
         """End every worker. Again: nothing."""

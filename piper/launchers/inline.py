@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,12 +16,14 @@ from piper.launchers.blame import Scene, Sighting, blame
 from piper.launchers.checkpoints import Checkpoints
 from piper.launchers.look import running
 from piper.launchers.member import Call
-from piper.launchers.persist import Keeper, blank_values
+from piper.launchers.persist import Keeper
+from piper.launchers.restoring import blank_values
 from piper.launchers.watch import Failure, Watcher, new_cells
-from piper.runtime.assemble import whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.inline import World
 from piper.runtime.env import Dice
+from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
@@ -34,7 +37,11 @@ class InlineRun(Trains):
         self.world = World(program.plans, options.timeout)
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
-        setup, dice = setup_of(program), Dice()
+        setup = setup_of(program)
+        dice = Dice(setup.device)
+        if setup.device.type == "cuda" and sum(len(plan.devices) for plan in self.plans) > 1:
+            # They share one accelerator: on one stream, what a device hands another is in order by itself.
+            options = replace(options, streams=False)
         initial = blank_values(setup.outline) if options.blank else initial_values(program.job)
         self.shapes = wanted_shapes(setup)
         self.failures: list[Failure] = []
@@ -126,13 +133,10 @@ class InlineRun(Trains):
             self.plans.buckets.values(), lambda bucket, device: self.workers[device].owned(bucket)
         )
         outline = self.program.outline
-        buffers = {name: self._buffer(name) for chunk in outline.chunks for name in chunk.buffers}
+        names = [name for chunk in outline.chunks for name in chunk.buffers]
+        buffers = whole_buffers(worker.buffers(names) for worker in self.workers.values())
         state = state_by_name(outline, parameters | buffers | self.unread)
-        return {name: value.clone() for name, value in state.items()}
-
-    def _buffer(self, name: str) -> Tensor:
-        held = (worker.buffer(name) for worker in self.workers.values())
-        return next(value for value in held if value is not None)
+        return {name: value.to("cpu", copy=True) for name, value in state.items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's gradients in full, before clipping; `keep_gradients` must be on."""
@@ -153,6 +157,11 @@ class InlineRun(Trains):
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """What every chunk returned in the last step, by device; `keep_outputs` must be on."""
         return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """When the instructions of the recorded steps ran, by device; `profile` must be on."""
+        same = Clock(offset=0.0, error=0.0)
+        return {d: (w.recorder.take(), same) for d, w in self.workers.items() if w.recorder is not None}
 
     def close(self) -> None:
         """End every thread. Again: nothing."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from piper.launchers.accelerator import crowded
 from piper.launchers.base import streams_of
 from piper.launchers.blame import Sighting
 from piper.launchers.channel import Channel
@@ -43,6 +44,7 @@ class LocalCrew(WiredCrew):
         store = store_on(LOOPBACK)
         meeting = Meeting(host=LOOPBACK, port=store.port, address=LOOPBACK)
         setup = pack_setup(setup_of(program))
+        shares = program.device == "cuda" and crowded(len(devices))
         places = Places(values=index, devices=tuple(devices), width=width, path=tuple(sys.path))
         with ExitStack() as held:
             marks = nameless_file(Marks.size(len(devices), width))
@@ -56,7 +58,14 @@ class LocalCrew(WiredCrew):
                     self.pids[device] = self.nursery.fork([there.fileno(), marks, memory])
                 self.channels[device] = Channel(here, self.options.timeout)
             for local, device in enumerate(devices):
-                order = Order(device=device, local=local, meeting=meeting, options=self.options, setup=setup)
+                order = Order(
+                    device=device,
+                    local=local,
+                    meeting=meeting,
+                    options=self.options,
+                    setup=setup,
+                    shares=shares,
+                )
                 self.send(device, (places, order))
         self.gather(set(devices), max(PATIENCE, self.options.timeout))
         return CrewRun(program, self, unread_values(program, values))

@@ -21,11 +21,21 @@ class Look:
 
 def stopped(process: int) -> bool:
     """Whether a process of this machine has been stopped by a signal; where that cannot be seen, no."""
+    return state(process) in ("T", "t")
+
+
+def gone(process: int) -> bool:
+    """Whether a process of this machine has ended, though its parent may not have asked for it yet."""
+    return state(process) in ("", "Z", "X")
+
+
+def state(process: int) -> str:
+    """The letter that the system has for what a process does; none, if there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")
+        return ""
+    return text.rpartition(")")[2].split()[0]
 
 
 def running(cells: Sequence[int]) -> tuple[int, ...]:

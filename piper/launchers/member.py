@@ -5,8 +5,9 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import Literal, cast
 
 import torch
@@ -14,19 +15,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
+from piper.launchers.accelerator import comms_of, ending, take_one
 from piper.launchers.channel import Channel, ClosedError
 from piper.launchers.freight import unpack
-from piper.launchers.persist import Done, Keeper, blank_values
+from piper.launchers.persist import Done, Keeper
+from piper.launchers.restoring import blank_values
 from piper.launchers.shared import Entry, Marks, SharedValues
 from piper.launchers.watch import Failure, Watcher, failure_of
-from piper.runtime.comm.gloo import GlooComms
+from piper.plan.divided import Share
 from piper.runtime.env import Rows
+from piper.runtime.record import Recording
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums, Worker
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Call = Literal["step", "owned", "gradients", "reached", "buffers", "trail", "save", "load", "poll"]
+Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
+Call = Literal["step", "save", "load", "poll"] | Asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class Order:
     meeting: Meeting
     options: Options
     setup: bytes
+    shares: bool = False  # its accelerator serves other workers too
 
 
 class Member:
@@ -57,20 +63,34 @@ class Member:
         torch.set_num_threads(order.options.threads)
         setup = cast(Setup, unpack(order.setup))
         if setup.device.type == "cuda":
-            setup = replace(setup, device=torch.device("cuda", order.local))
-            torch.cuda.set_device(setup.device)
+            take_one(order.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         self.watcher = Watcher(self.device, cells, self.answers.put)
         meeting, wait = order.meeting, timedelta(seconds=max(order.options.timeout, PATIENCE))
         self.store = TCPStore(
             meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=wait
         )
-        comms = GlooComms(
-            setup.plans, self.device, self.store, meeting.address, order.options.timeout, patience=wait
+        comms = comms_of(
+            setup.plans,
+            self.device,
+            setup.device,
+            self.store,
+            meeting.address,
+            order.options.timeout,
+            patience=wait,
+            shares=order.shares,
         )
         if order.options.blank:
             initial = blank_values(setup.outline)
-        self.worker = Worker(setup, self.device, comms, initial, order.options, watch=self.watcher.watch)
+        self.worker = Worker(
+            setup,
+            self.device,
+            comms,
+            initial,
+            order.options,
+            on_failure=ending(comms),
+            watch=self.watcher.watch,
+        )
         self.keeper = Keeper(self.worker)
         self.thread = ThreadPoolExecutor(1, "step")
 
@@ -97,14 +117,21 @@ class Member:
         """The parameters that have gradients."""
         return self.worker.env.state.reached
 
-    def buffers(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The buffers that this device uses, of those asked for."""
-        found = {name: self.worker.buffer(name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+    def buffers(self, names: Sequence[str]) -> dict[str, tuple[Share, Tensor]]:
+        """The buffers that this device uses, of those asked for, and which share of each it has."""
+        return self.worker.buffers(names)
 
     def trail(self, _: object) -> dict[Mark, Tensor]:
         """What every chunk returned in the last step."""
         return {} if self.worker.trail is None else self.worker.trail.kept
+
+    def record(self, _: object) -> Recording | None:
+        """When the instructions of the recorded steps ran, on this worker's clock."""
+        return None if self.worker.recorder is None else self.worker.recorder.take()
+
+    def clock(self, _: object) -> float:
+        """What time it is here."""
+        return monotonic()
 
     def save(self, folder: str) -> None:
         """Begin to write this device's part of a checkpoint."""
@@ -124,6 +151,11 @@ class Member:
             return getattr(self, call)(argument)
         except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
             return failure_of(self.device, error)
+
+    def close(self) -> None:
+        """End this worker's threads, where its process goes on without it."""
+        self.thread.shutdown()
+        self.worker.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import NoReturn
 from piper.errors import LaunchError
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
-PROGRAM = "import sys; from piper.launchers.nursery import serve; serve(int(sys.argv[1]), sys.argv[2])"
+PROGRAM = "import sys; from piper.launchers.nursery import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
 WORKER = "piper.launchers.member"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
@@ -33,11 +33,12 @@ START = 120.0  # seconds that importing torch may take
 class Nursery:
     """The driver's end: asks for workers and hears of their ends."""
 
-    def __init__(self, module: str = WORKER) -> None:
+    def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
+        """`module`: its `main` is what a worker runs. `preload`: another that workers need, imported once."""
         here, there = socket.socketpair()
         with there:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(there.fileno()), module],
+                [sys.executable, "-c", PROGRAM, str(there.fileno()), module, preload],
                 pass_fds=[there.fileno()],
                 env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -128,38 +129,52 @@ def read_exactly(end: socket.socket, size: int) -> bytes:
     return data
 
 
-def serve(descriptor: int, module: str) -> NoReturn:
+def serve(descriptor: int, module: str, preload: str) -> None:
     """Fork workers as asked; runs in the nursery's own process until the driver is gone."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    importlib.import_module(PRELOAD)
+    importlib.import_module(preload)
     main: Main = importlib.import_module(module).main
     awake, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
-    end.sendall(NOTICE.pack(READY, os.getpid(), 0))
-    while True:
-        ready, _, _ = select.select([end.fileno(), awake], [], [])
-        if awake in ready:
-            os.read(awake, 4096)
-            for pid, status in reap():
-                children.discard(pid)
-                tell(end, pid, status)
-        if end.fileno() in ready:
-            asked, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
-            if not asked:
-                end_all(children)
-            pid = fork(main, [end.fileno(), awake, waker], descriptors)
-            children.add(pid)
-            end.sendall(NOTICE.pack(FORKED, pid, 0))
-
-
-def tell(end: socket.socket, pid: int, status: int) -> None:
-    """Say how a process ended, if there is anybody to hear it."""
+    tell(end, READY, os.getpid(), 0)
     try:
-        end.sendall(NOTICE.pack(ENDED, pid, status))
+        while True:
+            ready, _, _ = select.select([end.fileno(), awake], [], [])
+            if awake in ready:
+                os.read(awake, 4096)
+                for pid, status in reap():
+                    children.discard(pid)
+                    tell(end, ENDED, pid, status)
+            if end.fileno() in ready:
+                descriptors = asked(end)
+                if descriptors is None:
+                    return
+                pid = fork(main, [end.fileno(), awake, waker], descriptors)
+                children.add(pid)
+                tell(end, FORKED, pid, 0)
+    finally:  # whatever happens, no worker outlives the nursery
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        end_all(children)
+
+
+def asked(end: socket.socket) -> list[int] | None:
+    """The descriptors of a worker that is asked for; None when there is nobody left to ask."""
+    try:
+        request, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
+    except ConnectionResetError:  # the driver went without reading all that it was told
+        return None
+    return descriptors if request else None
+
+
+def tell(end: socket.socket, what: int, pid: int, status: int) -> None:
+    """Say what happened to a process, if there is anybody to hear it."""
+    try:
+        end.sendall(NOTICE.pack(what, pid, status))
     except OSError:
         return  # the driver is gone, which the loop is about to see
 

@@ -7,31 +7,40 @@ from typing import Literal, get_args
 
 from piper.errors import ConfigError
 from piper.launchers.base import Run
+from piper.launchers.world import world_here
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 On = Literal["inline", "local", "ray"]
+ALONE = "rank:"  # and the number of a device
 DEFAULT = Options()
 
 
 @contextmanager
 def launch(
     program: ProgramLike,
-    on: On = "inline",
+    on: On | str = "inline",
     *,
     timeout: float = DEFAULT.timeout,
     streams: bool = DEFAULT.streams,
     threads: int = DEFAULT.threads,
     keep_gradients: bool = DEFAULT.keep_gradients,
     keep_outputs: bool = DEFAULT.keep_outputs,
+    profile: int = DEFAULT.profile,
+    cluster: str | None = None,
     resume: Path | str | None = None,
 ) -> Iterator[Run]:
     """Start a program's workers, and end them with the block.
 
+    on: threads of this process, processes of this machine, or Ray. Under torchrun, `local` starts none but
+    joins those there are: every rank runs the same script and gets the same results. Or `rank:N`: device N
+    of the plan alone, with real kernels and memory, and communication that moves nothing but takes its time.
     timeout: seconds that any one wait may take before the step ends with an error.
     streams: run streams side by side; otherwise a device does one thing at a time.
     threads: how many threads one computation uses. Runs give the same bits if they use the same number.
     keep_gradients, keep_outputs: keep each step's gradients, or what every chunk returned, to look at them.
+    profile: how many steps to time instruction by instruction, after the first few; `run.recordings()`.
+    cluster: the network whose times `rank:N` keeps: a known name, or a TOML file.
     resume: the checkpoint to begin from. No process then builds the model: each reads what it needs.
     """
     options = Options(
@@ -40,29 +49,52 @@ def launch(
         threads=threads,
         keep_gradients=keep_gradients,
         keep_outputs=keep_outputs,
+        profile=profile,
         blank=resume is not None,
     )
-    with launcher(program, on, options) as run:
+    with launcher(program, on, options, cluster=cluster) as run:
         if resume is not None:
             run.load(resume)
         yield run
 
 
-def launcher(program: ProgramLike, on: str, options: Options) -> AbstractContextManager[Run]:
+def launcher(
+    program: ProgramLike, on: str, options: Options, *, cluster: str | None = None
+) -> AbstractContextManager[Run]:
     """The launcher of a name; the others are not imported."""
+    if on.startswith(ALONE):
+        from piper.launchers.alone import launch_alone
+
+        return launch_alone(program, on, options, cluster=cluster)
     match on:
         case "inline":
             from piper.launchers.inline import launch_inline
 
             return launch_inline(program, options)
         case "local":
-            from piper.launchers.local import launch_local
-
-            return launch_local(program, options)
+            return local_launcher(program, options)
         case "ray":
             from piper.launchers.ray import launch_ray
 
             return launch_ray(program, options)
     raise ConfigError(
-        f"there is no launcher {on!r}", by="launch", hint="on is one of " + ", ".join(get_args(On))
+        f"there is no launcher {on!r}",
+        by="launch",
+        hint="on is one of " + ", ".join((*get_args(On), "rank:N")),
     )
+
+
+def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:
+    """Processes of our own, or those that torchrun or the like has started already."""
+    world = world_here()
+    if world is None:
+        from piper.launchers.local import launch_local
+
+        return launch_local(program, options)
+    if world.leads:
+        from piper.launchers.joined import launch_joined
+
+        return launch_joined(program, options, world)
+    from piper.launchers.follower import launch_follower
+
+    return launch_follower(program, world)

@@ -3,7 +3,7 @@
 import select
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Protocol
 
 from piper.errors import WorkerError
@@ -16,6 +16,10 @@ from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 POLL = 0.2  # seconds between looks at whether anything moves
+LOSS = 5.0  # seconds that the end of a process may come after a worker has noticed it
+SETTLE = 2.0  # seconds that workers may take to come to where they need the one that failed
+STILL = 0.05  # seconds between two looks at whether they have
+LOOKS = 3  # looks that must agree
 
 
 class Readable(Protocol):
@@ -35,6 +39,7 @@ class WiredCrew(Crew):
         self.channels: dict[int, Channel] = {}
         self.failures: list[Failure] = []
         self.silent: set[int] = set()  # devices whose channel is closed or stuck
+        self.asked = monotonic()
 
     @abstractmethod
     def ended(self) -> Mapping[int, str]:
@@ -53,6 +58,7 @@ class WiredCrew(Crew):
         return ()
 
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        self.asked = monotonic()
         for device, argument in arguments.items():
             self.send(device, (call, argument))
         return self.gather(set(arguments), self.options.timeout)
@@ -82,10 +88,10 @@ class WiredCrew(Crew):
                 raise self.blamed()
         return answers
 
-    def _ready(self, devices: set[int]) -> list[int]:
+    def _ready(self, devices: set[int], wait: float = POLL) -> list[int]:
         """The devices that have something to say, after a wait that ends early when a process does."""
         ends = {self.channels[device].fileno(): device for device in devices}
-        found, _, _ = select.select([*ends, *(bell.fileno() for bell in self.bells())], [], [], POLL)
+        found, _, _ = select.select([*ends, *(bell.fileno() for bell in self.bells())], [], [], wait)
         return [ends[end] for end in found if end in ends]
 
     def _hear(self, device: int) -> object:
@@ -100,18 +106,40 @@ class WiredCrew(Crew):
 
     def blamed(self) -> WorkerError:
         """The error that names the cause, after a moment in which it may come to light."""
-        until = monotonic() + self.grace
+        early = monotonic() - self.asked < self.options.timeout  # then nobody was late, but somebody is gone
+        until = monotonic() + (max(self.grace, LOSS) if early else self.grace)
         while monotonic() < until and not self.ended():
             if any(failure.kind == "error" for failure in self.failures):
                 break
-            done = self.silent | {failure.device for failure in self.failures}
-            for device in self._ready(set(self.devices) - done):
-                self._hear(device)
-        scene = Scene(
+            self._listen(POLL)
+        return blame(self.settled())
+
+    def _listen(self, wait: float) -> None:
+        """Hear those who have not yet said what went wrong."""
+        done = self.silent | {failure.device for failure in self.failures}
+        for device in self._ready(set(self.devices) - done, wait):
+            self._hear(device)
+
+    def settled(self) -> Scene:
+        """The scene once those who go on have come to where they need the one that failed.
+
+        Until then, who waits for whom depends on the moment of the look.
+        """
+        scene, alike, until = self.scene(), 1, monotonic() + SETTLE
+        while alike < LOOKS and scene.broken and monotonic() < until:
+            sleep(STILL)
+            before, scene = scene, self.scene()
+            alike = alike + 1 if scene.sightings == before.sightings and not scene.at_work else 1
+        return scene
+
+    def scene(self) -> Scene:
+        """What is seen now, and what was said: whoever is seen to have ended has said it before."""
+        sightings = self.sightings()
+        self._listen(0)
+        return Scene(
             plans=self.program.plans,
             origins=self.program.origins,
             timeout=self.options.timeout,
-            sightings=self.sightings(),
+            sightings=sightings,
             failures=self.failures,
         )
-        return blame(scene)

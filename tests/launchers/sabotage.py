@@ -54,6 +54,10 @@ class Sabotaged:
     def constants(self) -> Mapping[str, Tensor]:
         return self.program.constants
 
+    @property
+    def device(self) -> str:
+        return self.program.device
+
     def code(self, chunk: Chunk, phase: Phase) -> Code:
         code = self.program.code(chunk, phase)
         return Trap(code=code, act=self.act, calls=[]) if f"{phase} {chunk.name}" == self.arg else code

@@ -39,7 +39,9 @@ PLANS = Plans(
 )
 
 
-def error(*running: tuple[int, ...], ended: int | None = None, late: int | None = None) -> str:
+def scene(
+    *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
+) -> Scene:
     sightings = {
         device: Sighting(
             process=100 + device,
@@ -49,14 +51,21 @@ def error(*running: tuple[int, ...], ended: int | None = None, late: int | None 
         for device, places in enumerate(running)
     }
     failures = [] if late is None else [Failure(device=late, kind="late", what="CommError: ...", trace="")]
-    scene = Scene(
+    if failed is not None:
+        failures.append(Failure(device=failed, kind="error", what="BrokenError: glass", trace=""))
+    return Scene(
         plans=PLANS,
         origins=lambda node: [f"place #{node[-1]}"] if node.startswith("F") else [],
         timeout=5,
         sightings=sightings,
         failures=failures,
     )
-    return str(blame(scene))
+
+
+def error(
+    *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
+) -> str:
+    return str(blame(scene(*running, ended=ended, late=late, failed=failed)))
 
 
 def first_line(text: str) -> str:
@@ -109,3 +118,17 @@ def test_nobody_has_complained() -> None:
     assert first_line(error((2,), (1,), (0,))) == (
         "device 1 (process 101): F1 has not ended, and others waited 5 s for it"
     )
+
+
+def test_a_worker_that_says_why_it_ends() -> None:
+    assert (
+        first_line(error((2,), (), (0,), ended=1, failed=1)) == "device 1 (process 101): BrokenError: glass"
+    )
+
+
+def test_the_others_are_at_work_until_they_need_the_one_that_failed() -> None:
+    assert scene((0,), (1,), (0,), failed=1).broken
+    assert scene((0,), (1,), (0,), failed=1).at_work, "device 0 is in F0"
+    assert not scene((2,), (1,), (0,), failed=1).at_work
+    assert not scene((2,), (1,), (0,), ended=1).at_work
+    assert not scene((2,), (1,), (0,), late=0).broken, "nobody moves"

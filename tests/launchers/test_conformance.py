@@ -115,14 +115,14 @@ def test_a_batch_of_another_shape_is_refused_and_the_run_goes_on(
 
 @pytest.mark.parametrize("on", ["inline", pytest.param("local", marks=pytest.mark.slow)])
 def test_launch_by_name(programs: dict[str, Program], on: str) -> None:
-    with launch(programs[str(BUFFERS)], on) as run:  # type: ignore[arg-type]
+    with launch(programs[str(BUFFERS)], on) as run:
         assert run.step(batches(BUFFERS, 1)[0]).loss > 0
 
 
 def test_an_unknown_launcher(programs: dict[str, Program]) -> None:
     with ExitStack() as held, pytest.raises(ConfigError) as caught:
-        held.enter_context(launch(programs[str(BUFFERS)], "moon"))  # type: ignore[arg-type]
+        held.enter_context(launch(programs[str(BUFFERS)], "moon"))
     assert str(caught.value) == cleandoc("""
         launch: there is no launcher 'moon'
-          hint: on is one of inline, local, ray
+          hint: on is one of inline, local, ray, rank:N
     """)

@@ -1,0 +1,147 @@
+"""`rank:N`: one device of a job by itself, with real kernels and memory, on a network that is only timed."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from piper.errors import ConfigError, LaunchError
+from piper.launchers.base import Resumed, StepResult, Trains, result_of
+from piper.launchers.madeup import made_up
+from piper.plan.instr import COMMUNICATION
+from piper.plan.memory import timeline
+from piper.runtime.batch import check_batch, wanted_shapes
+from piper.runtime.comm.alone import AloneComms, arriving
+from piper.runtime.cuda.releases import foretold_peak
+from piper.runtime.kernels import KERNELS
+from piper.runtime.occupy import CopyEngine, occupied, sleep_for
+from piper.runtime.record import Clock, Recording
+from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Options, Worker
+from piper.simulate.cluster import load_cluster
+
+CLUSTERS = {"cuda": "h200", "cpu": "cpu"}  # whose network is meant where none is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most memory that a device held, beside what its plan foretold, in bytes."""
+
+    planned: int  # counting in the order of issue
+    foretold: int  # with what is held while streams run side by side
+    measured: int | None  # none on a host, which does not count
+
+
+class AloneRun(Trains):
+    """One device of a job. What it gives is a time and a peak of memory; its numbers mean nothing."""
+
+    def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
+        self.program, self.plans, self.device = program, program.plans, device
+        setup = setup_of(program)
+        self.setup, self.shapes = setup, wanted_shapes(setup)
+        self.threads_before = torch.get_num_threads()
+        torch.set_num_threads(options.threads)
+        self.network = load_cluster(cluster or CLUSTERS[program.device])
+        self.engine = CopyEngine(setup.device) if setup.device.type == "cuda" else None
+        kernels = {**KERNELS, "recv": arriving}
+        for op in COMMUNICATION:
+            kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or sleep_for)
+        self.worker = Worker(
+            setup,
+            device,
+            AloneComms(self.plans, device),
+            made_up(program.job, program.outline),
+            options,
+            kernels=kernels,
+        )
+        self.seconds: list[float] = []  # of each step
+        if self.engine is not None:
+            torch.cuda.reset_peak_memory_stats(setup.device)
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch, of which this device takes its rows. The loss is only its own part."""
+        check_batch(batch, self.shapes)
+        begin = perf_counter()
+        sums = self.worker.step(batch)
+        self.seconds.append(perf_counter() - begin)
+        return result_of(self.plans, sums)
+
+    def peak(self) -> Peak:
+        """The most memory held so far, beside what was foretold."""
+        plan = self.worker.env.plan
+        measured = None
+        if self.engine is not None:
+            measured = torch.cuda.max_memory_allocated(self.setup.device) - self.engine.nbytes
+        return Peak(planned=timeline(plan).peak, foretold=foretold_peak(plan), measured=measured)
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """When the instructions of the recorded steps ran; `profile` must be on."""
+        recorder, same = self.worker.recorder, Clock(offset=0.0, error=0.0)
+        return {} if recorder is None else {self.device: (recorder.take(), same)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        raise alone("there is no full state")
+
+    def gradients(self) -> dict[str, Tensor]:
+        raise alone("there are no gradients of a whole job")
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """What every chunk returned in the last step; `keep_outputs` must be on."""
+        return {} if self.worker.trail is None else {self.device: self.worker.trail.kept}
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        raise alone("there is nothing worth saving")
+
+    def load(self, path: Path | str) -> Resumed:
+        raise alone("a checkpoint cannot be loaded")
+
+    def settle(self) -> None:
+        """Nothing is being saved."""
+
+    def close(self) -> None:
+        """End the worker's threads. Again: nothing."""
+        self.worker.close()
+        torch.set_num_threads(self.threads_before)
+
+
+def alone(what: str) -> LaunchError:
+    """The error of asking one device for what only all have."""
+    return LaunchError(
+        what,
+        by="rank",
+        facts={"why": "one device runs alone, on made-up numbers"},
+        hint="launch the whole job: on='inline', 'local' or 'ray'",
+    )
+
+
+def device_named(on: str, program: ProgramLike) -> int:
+    """The device that `rank:N` means."""
+    known = sorted(device for plan in program.plans for device in plan.devices)
+    text = on.partition(":")[2]
+    if not text.isdecimal() or int(text) not in known:
+        raise ConfigError(
+            f"there is no device {text!r}",
+            by=on,
+            facts={"devices": f"{known[0]} to {known[-1]}"},
+            hint="name one of the plan's devices: --on rank:0",
+        )
+    return int(text)
+
+
+@contextmanager
+def launch_alone(
+    program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
+) -> Iterator[AloneRun]:
+    """Start one device of a program in this process, and end it with the block."""
+    run = AloneRun(program, device_named(on, program), options or Options(), cluster)
+    try:
+        yield run
+    finally:
+        run.close()

@@ -1,0 +1,136 @@
+"""What a worker writes into a checkpoint: the runs of parameters, moments and buffers that are its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from piper.checkpoint.layout import Span, owned_range, saved_buckets, saved_buffers, spans
+from piper.checkpoint.plain import Plain, encode
+from piper.checkpoint.record import Trainer
+from piper.checkpoint.storage import Part
+from piper.errors import ConfigError
+from piper.plan.divided import buffer_shares
+from piper.plan.plan import Bucket
+from piper.runtime.worker import Worker
+
+Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a parameter; None: like it
+
+
+class RefusedError(Exception):
+    """A state that a worker cannot save or load as it is asked to; its driver tells the user."""
+
+    def __init__(self, what: str, facts: Mapping[str, str], hint: str) -> None:
+        super().__init__(what, facts, hint)  # as given, so that it can be sent
+        self.what, self.facts, self.hint = what, facts, hint
+
+    def told(self, by: str, path: Path) -> ConfigError:
+        """The error that the user sees."""
+        return ConfigError(self.what, by=by, facts={"path": str(path), **self.facts}, hint=self.hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A worker's state at one moment, in memory that nobody else uses."""
+
+    parts: list[Part]
+    trainer: Trainer
+    moments: dict[str, Shapes]
+    numbers: dict[str, dict[str, Plain]]
+    step: int
+
+
+def copy_state(worker: Worker) -> Copied:
+    """Copy all that a worker is the one to write down."""
+    plans, device = worker.setup.plans, worker.device
+    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    parts: list[Part] = []
+    moments: dict[str, Shapes] = {}
+    numbers: dict[str, dict[str, Plain]] = {}
+    for bucket in saved_buckets(plans, device):
+        low, high = owned_range(bucket, device)
+        owned = worker.env.state.holdings[bucket.name].trained
+        states = states_of(worker, bucket)
+        for span in spans(bucket, device, low, high):
+            size = sizes[span.name]
+            parts.append(model_part(span, size, copied(owned[span.at - low : span.at - low + span.length])))
+            for key, value in states.get(span.name, {}).items():
+                if not isinstance(value, Tensor):
+                    numbers.setdefault(span.name, {})[key] = encode(value, f"optimizer.{span.name}.{key}")
+                elif (part := moment_part(span, size, key, value)) is not None:
+                    parts.append(part)
+                    like = elementwise(span.length, value)
+                    moments.setdefault(span.name, {})[key] = None if like else tuple(value.shape)
+    nbytes = {buffer.name: buffer.nbytes for buffer in worker.setup.outline.buffers}
+    shares = {d: buffer_shares(plans, nbytes, d) for plan in plans for d in plan.devices if d <= device}
+    for name, (share, value) in worker.buffers(saved_buffers(shares, device)).items():
+        if length := value.numel():
+            key, size = f"model.{name}", share.ways * length
+            parts.append(Part(key=key, size=size, start=share.part * length, tensor=copied(value).view(-1)))
+    return Copied(
+        parts=parts, trainer=trainer_of(worker), moments=moments, numbers=numbers, step=worker.env.step
+    )
+
+
+def copied(value: Tensor) -> Tensor:
+    """A tensor in memory of its own, on the host."""
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+def model_part(span: Span, size: int, tensor: Tensor) -> Part:
+    """A run of a parameter's own elements."""
+    return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor)
+
+
+def elementwise(span_length: int, value: Tensor) -> bool:
+    """Whether a tensor of the optimizer has an element for each of the parameter's."""
+    return value.dim() > 0 and value.numel() == span_length
+
+
+def moment_part(span: Span, size: int, key: str, value: Tensor) -> Part | None:
+    """A tensor that the optimizer keeps for a parameter, or the run of it that goes with the elements.
+
+    What does not go with the elements is the same on all devices that share the parameter: only the one that
+    has the first element writes it down.
+    """
+    name = f"optimizer.{span.name}.{key}"
+    if elementwise(span.length, value):
+        return Part(key=name, size=size, start=span.start, tensor=copied(value).view(-1))
+    if value.dim() and span.length != size:
+        raise RefusedError(
+            "the optimizer's state cannot be written down from shards",
+            {"state": f"{name} of shape {list(value.shape)}", "shard": f"{span.length} of {size} elements"},
+            "use zero=0, or an elementwise optimizer such as AdamW or SGD",
+        )
+    if span.start:
+        return None
+    return Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))
+
+
+def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
+    """What the optimizer keeps for the parameters of a bucket."""
+    state = worker.env.state
+    if state.optimizer is None:
+        return {}
+    found = state.optimizer.state
+    return {name: found[tensor] for name, tensor in state.segments.get(bucket.name, ()) if tensor in found}
+
+
+def trainer_of(worker: Worker) -> Trainer:
+    """How a worker's parameters change, in words and numbers."""
+    optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
+    if optimizer is None:
+        return Trainer()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Trainer(
+        optimizer=name_of(optimizer),
+        groups=encode(groups, "optimizer.param_groups"),
+        scheduler=None if scheduler is None else name_of(scheduler),
+        schedule=None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
+    )
+
+
+def name_of(value: object) -> str:
+    """The class of an object."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,217 @@
+"""The ranks of a world that do not drive: each is a worker, and gives its script what rank 0 gets."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from piper import errors
+from piper.errors import LaunchError, PiperError, WorkerError
+from piper.launchers.base import Resumed, StepResult, Trains
+from piper.launchers.channel import join
+from piper.launchers.crew import devices_of
+from piper.launchers.member import PATIENCE, Member, Order
+from piper.launchers.post import Hear, Post, Told
+from piper.launchers.rendezvous import Door, doors, find_door, next_launch, own_address
+from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, SharedValues, nameless_file
+from piper.launchers.world import World, check_size
+from piper.runtime.record import Clock, Recording
+from piper.runtime.setup import Initial, ProgramLike
+from piper.runtime.trail import Mark
+
+CHANGES = ("step", "load")  # what rank 0 may not do without the others noticing
+Stamp = tuple[int, int]  # what tells a file from all others of a machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A file without a name, as another process of the machine finds it."""
+
+    path: str
+    stamp: Stamp
+
+    @staticmethod
+    def of(descriptor: int) -> "Spot":
+        """Where others find a file of this process."""
+        about = os.fstat(descriptor)
+        return Spot(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
+
+    def open(self) -> int | None:
+        """The file, if it is one of this machine."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR)
+        except OSError:
+            return None
+        about = os.fstat(descriptor)
+        if (about.st_dev, about.st_ino) == self.stamp:
+            return descriptor
+        os.close(descriptor)  # a process of another machine has the same number
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a rank says of itself when it comes in."""
+
+    process: int
+    address: str
+    local: int
+    marks: Spot
+    listens: bool  # it wants to know what the run gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What a rank is given: its device, and the first values of all parameters."""
+
+    order: Order
+    values: Mapping[str, Entry]
+    shared: Spot | None  # where they lie on this machine
+    memory: Bytes | None  # or they themselves
+
+
+def come_in(world: World, door: Door, hear: Hear | None) -> Post:
+    """Become the worker of a launch."""
+    channel = join((door.host, door.port), bytes.fromhex(door.key), world.rank, PATIENCE)
+    descriptor = nameless_file(Marks.size(1, door.width))
+    cells = Marks(descriptor, [world.rank], door.width).of(world.rank)
+    channel.send(
+        Hello(
+            process=os.getpid(),
+            address=own_address(world),
+            local=world.local,
+            marks=Spot.of(descriptor),
+            listens=hear is not None,
+        )
+    )
+    welcome = cast(Welcome, channel.recv())
+    os.close(descriptor)  # rank 0 has opened it by now, if it can
+    initial = values_of(welcome)
+    return Post(
+        channel,
+        welcome.order.device,
+        lambda: Member(welcome.order, initial, cells),
+        hear or (lambda told: None),
+    )
+
+
+def values_of(welcome: Welcome) -> Initial:
+    """The first values that a rank was given."""
+    if welcome.memory is not None:
+        return HeldValues(welcome.memory, welcome.values)
+    assert welcome.shared is not None
+    descriptor = welcome.shared.open()
+    assert descriptor is not None, "rank 0 found us on its machine"
+    try:
+        return SharedValues(descriptor, welcome.values)
+    finally:
+        os.close(descriptor)
+
+
+def attend(world: World) -> None:
+    """Be a worker of everything that rank 0 launches, until it is done."""
+    posts: list[Post] = []
+    for door in doors(world):
+        with suppress(OSError):  # rank 0 has closed it again
+            posts.append(come_in(world, door, None))
+    for post in posts:
+        post.wait()
+
+
+class FollowerRun(Trains):
+    """A run as the other ranks see it: rank 0 cuts the batch, and all get the same results."""
+
+    def __init__(self, program: ProgramLike, told: SimpleQueue[Told | None]) -> None:
+        self.program, self.told = program, told
+        self.over = False
+
+    def _next(self, method: str) -> object:
+        """What the method gave on rank 0, which may have asked for more in between."""
+        while not self.over:
+            told = self.told.get()
+            if told is None:
+                break
+            if told.error is not None:
+                raise again(told)
+            if told.method == method:
+                return told.value
+            if told.method in CHANGES:
+                raise LaunchError(
+                    "the ranks do not do the same",
+                    by="run",
+                    facts={"rank 0": told.method, "here": method},
+                    hint="call step, load, save and the like on every rank, in one order",
+                )
+        self.over = True
+        raise WorkerError(
+            "the run has ended on rank 0", by="run", hint="look at what rank 0 says; it may have failed"
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch: the one that rank 0 gives."""
+        return cast(StepResult, self._next("step"))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer in full, by fully qualified name."""
+        return cast("dict[str, Tensor]", self._next("state_dict"))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients in full, before clipping."""
+        return cast("dict[str, Tensor]", self._next("gradients"))
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """What every chunk returned in the last step, by device."""
+        return cast("dict[int, dict[Mark, Tensor]]", self._next("trails"))
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """When the instructions of the recorded steps ran, by device, on rank 0's clock."""
+        return cast("dict[int, tuple[Recording, Clock]]", self._next("recordings"))
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint: where rank 0 says."""
+        self._next("save")
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from the checkpoint that rank 0 names."""
+        return cast(Resumed, self._next("load"))
+
+    def settle(self) -> None:
+        """Wait until what is being saved is complete."""
+        self._next("settle")
+
+    def close(self) -> None:
+        """Ask for nothing any more; the worker serves on until rank 0 ends the run."""
+        self.over = True
+
+
+def again(told: Told) -> PiperError:
+    """The error that rank 0 has raised."""
+    kind = cast("type[PiperError]", getattr(errors, told.error or ""))
+    error = kind.__new__(kind)
+    error.args = (told.text,)
+    for note in told.notes:
+        error.add_note(note)
+    return error
+
+
+@contextmanager
+def launch_follower(program: ProgramLike, world: World) -> Iterator[FollowerRun]:
+    """Take part in what rank 0 launches. The block's end waits for the end of the run there."""
+    check_size(world, len(devices_of(program.plans)))
+    threads = torch.get_num_threads()
+    told: SimpleQueue[Told | None] = SimpleQueue()
+    post = come_in(world, find_door(world, next_launch(world)), told.put)
+    try:
+        yield FollowerRun(program, told)
+        post.wait()
+    finally:
+        post.leave()
+        torch.set_num_threads(threads)

@@ -1,0 +1,89 @@
+"""A worker in a process that has more to do: one thread hears what the driver asks, another answers."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import cast
+
+from piper.launchers.channel import Channel, ClosedError
+from piper.launchers.member import Call, Member
+from piper.launchers.watch import failure_of
+from piper.launchers.wires import Wires
+
+LEAVE = 5.0  # seconds that a worker may take to end when its wires are cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a method of the run gave on rank 0, so that it gives the same on the others."""
+
+    method: str
+    value: object = None
+    error: str | None = None  # the class of what it raised instead, its text, and what was noted of it
+    text: str = ""
+    notes: tuple[str, ...] = ()
+
+
+Message = Told | tuple[Call, object]
+Hear = Callable[[Told | None], None]  # None: the run has ended
+
+
+class Post:
+    """A worker at the end of a channel."""
+
+    def __init__(
+        self, channel: Channel, device: int, build: Callable[[], Member], hear: Hear = lambda told: None
+    ) -> None:
+        self.channel, self.device, self.build, self.hear = channel, device, build, hear
+        self.calls: SimpleQueue[tuple[Call, object] | None] = SimpleQueue()
+        self.wires = Wires()
+        self.threads = [
+            threading.Thread(target=act, name=f"device {device}", daemon=True)
+            for act in (self._read, self._work)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self) -> None:
+        """Hear the driver until it is gone; then nobody waits for anybody any more."""
+        with suppress(ClosedError, OSError):
+            while True:
+                message = cast(Message, self.channel.recv())
+                if isinstance(message, Told):
+                    self.hear(message)
+                else:
+                    self.calls.put(message)
+        self.wires.cut()
+        self.calls.put(None)
+        self.hear(None)
+
+    def _work(self) -> None:
+        with suppress(ClosedError, OSError):
+            try:
+                with self.wires.recording():
+                    member = self.build()
+            except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+                self.channel.send(failure_of(self.device, error))
+                return
+            try:
+                self.channel.send(None)
+                while (asked := self.calls.get()) is not None:
+                    self.channel.send(member.answer(*asked))
+            finally:
+                member.close()
+
+    def wait(self) -> None:
+        """Be at the driver's disposal until it is gone."""
+        for thread in self.threads:
+            thread.join()
+
+    def leave(self) -> None:
+        """End, whatever the driver does."""
+        with suppress(OSError):
+            self.channel.end.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(LEAVE)
+        self.channel.close()

@@ -1,0 +1,126 @@
+"""What a worker takes from a checkpoint, whatever strategy it was saved under."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from piper.checkpoint.layout import Span, buffers_of, held_buckets, owned_range, spans
+from piper.checkpoint.plain import Plain, decode, dtype_named
+from piper.checkpoint.record import Record, read_record
+from piper.checkpoint.storage import Part, Shelf
+from piper.ir.chunk import Outline
+from piper.launchers.copying import RefusedError, model_part
+from piper.plan.plan import Bucket
+from piper.runtime.setup import Initial
+from piper.runtime.worker import Worker
+
+
+def blank_values(outline: Outline) -> Initial:
+    """Values of the right shape that take no memory, for a worker that is about to load others."""
+    known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
+    known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}
+
+    def blank(name: str) -> Tensor:
+        shape, dtype = known[name]
+        return torch.zeros((), dtype=dtype_named(dtype)).expand(shape)
+
+    return blank
+
+
+def load_state(worker: Worker, folder: Path) -> None:
+    """Give a worker its part of the state that a checkpoint holds."""
+    record = read_record(folder)
+    shelf = Shelf(folder, record)
+    for bucket in held_buckets(worker.setup.plans, worker.device):
+        load_bucket(worker, bucket, shelf)
+    for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
+        length = value.numel()
+        flat = torch.empty(length, dtype=value.dtype)
+        key, size = f"model.{name}", share.ways * length
+        shelf.read([Part(key=key, size=size, start=share.part * length, tensor=flat)])
+        value.copy_(flat.view(value.shape))
+    if worker.env.state.optimizer is not None and record.seed is not None:
+        load_optimizer(worker, worker.env.state.optimizer, shelf)
+        scheduler = worker.env.state.scheduler
+        if scheduler is not None:
+            scheduler.load_state_dict(cast("dict[str, object]", decode(record.trainer.schedule)))
+    worker.env.step = record.step
+
+
+def load_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> None:
+    """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
+    holding = worker.env.state.holdings[bucket.name]
+    own = owned_range(bucket, worker.device)
+    low, high = own if bucket.zero == 3 else (0, bucket.numel)
+    exact = holding.flat if holding.master is None else torch.zeros(len(holding.flat), dtype=torch.float32)
+    shelf.read(parts_between(worker, bucket, (low, high), exact))
+    if holding.master is not None:
+        holding.flat.copy_(exact)
+        holding.master.copy_(exact if bucket.zero == 3 else exact[own[0] : own[1]])
+
+
+def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor) -> Iterator[Part]:
+    """The parts of parameters that lie between two elements of a bucket, over a tensor that begins there."""
+    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    low, high = between
+    for span in spans(bucket, worker.device, low, high):
+        first = span.at - low
+        yield model_part(span, sizes[span.name], flat[first : first + span.length])
+
+
+def load_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> None:
+    """Give an optimizer its settings and what it keeps for each parameter."""
+    record = shelf.record
+    groups = cast("list[dict[str, object]]", decode(record.trainer.groups))
+    here = optimizer.state_dict()["param_groups"]
+    if len(groups) != len(here):
+        raise RefusedError(
+            "the optimizer has other groups of parameters",
+            {"saved": f"{len(groups)} groups", "here": f"{len(here)} groups"},
+            "go on with the same optimizer",
+        )
+    numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    state: dict[int, dict[str, object]] = {}
+    for name, segments in worker.env.state.segments.items():
+        bucket = worker.setup.plans.buckets[name]
+        tensors = dict(segments)
+        for span in spans(bucket, worker.device, *owned_range(bucket, worker.device)):
+            kept = moments_of(worker, span, tensors[span.name], shelf)
+            if kept:
+                state[numbers[id(tensors[span.name])]] = kept
+    merged = [{**now, **saved} for now, saved in zip(here, groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": merged})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in state.get(numbers[id(parameter)], {}).items():
+                now = optimizer.state[parameter][key]
+                if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
+                    optimizer.state[parameter][key] = value.to(now.device)
+
+
+def moments_of(worker: Worker, span: Span, trained: Tensor, shelf: Shelf) -> dict[str, object]:
+    """What the optimizer keeps for one parameter, for the run of it that this device trains."""
+    record = shelf.record
+    found: dict[str, object] = {}
+    for key, shape in record.moments.get(span.name, {}).items():
+        name = f"optimizer.{span.name}.{key}"
+        stored = record.tensors[name]
+        like = shape is None or (shape == () and goes_with_elements(record, key))
+        length = span.length if like else stored.size
+        flat = torch.empty(length, dtype=dtype_named(stored.dtype))
+        shelf.read([Part(key=name, size=stored.size, start=span.start if like else 0, tensor=flat)])
+        found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
+    plain = cast("dict[str, Plain]", record.numbers.get(span.name, {}))
+    return found | {key: decode(value) for key, value in plain.items()}
+
+
+def goes_with_elements(record: Record, key: str) -> bool:
+    """Whether the optimizer's tensors of a name have an element for each of a parameter's: some show it.
+
+    A parameter that is a single number does not.
+    """
+    return any(keys.get(key, ()) is None for keys in record.moments.values())

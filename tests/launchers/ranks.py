@@ -1,0 +1,51 @@
+"""A script as torchrun runs it, the same on every rank; each writes down what it saw: `ranks.py FOLDER WHAT`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import piper
+from piper.errors import PiperError
+from tests.launchers import sabotage
+from tests.launchers.sabotage import Sabotaged
+from tests.runtime.grid import Cell, batches, job
+
+CELL = Cell(case="mlp", schedule="1f1b", dp=1)  # two devices
+MANY = Cell(case="mlp", schedule="1f1b", dp=2)
+
+
+def main(folder: Path, what: str) -> None:
+    seen: dict[str, object] = {}
+    rank = os.environ["RANK"]
+    program = piper.compile(job(CELL))
+    if what == "all":
+        with piper.launch(program, on="local", timeout=30) as run:
+            seen["results"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
+            seen["trained"] = [result.loss for result in run.train(1)]
+            run.save(folder / "saved")
+            if rank == "0":
+                run.gradients()  # the others need not ask for all that rank 0 does
+            seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
+        with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
+            seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
+        seen["size"] = error_of(piper.compile(job(MANY)))
+        seen["broken"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail))
+    if what == "die":
+        seen["dead"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.die))
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+
+
+def error_of(program: object) -> str:
+    """What a launch and two steps end with."""
+    try:
+        with piper.launch(program, on="local", timeout=30) as run:  # type: ignore[arg-type]
+            for batch in batches(CELL, 2):
+                run.step(batch)
+    except PiperError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

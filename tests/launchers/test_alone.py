@@ -1,0 +1,107 @@
+"""One device of a job by itself: the right shapes, the right time, and errors for what it cannot give."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from piper.errors import ConfigError, LaunchError
+from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.start import launch
+from piper.plan.memory import timeline
+from piper.runtime.worker import Options
+from tests.runtime.grid import Cell, batches, compiled
+
+CELLS = [
+    Cell(case="decoder", schedule="zero-bubble", dp=2, zero=1, clip=0.3),
+    Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, bucket_mb=0.02),
+    Cell(case="moe", schedule="zbv", dp=2, zero=3, ways=2, rows=1),
+    Cell(case="convnet", schedule="1f1b", dp=2),
+    Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
+]
+SLOW = """
+devices = 8
+memory = 1e9
+memory_bandwidth = 1e9
+
+[flops]
+float32 = 1e9
+
+[[link]]
+name = "wire"
+bandwidth = 1e12
+latency = {latency}
+"""
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_device_runs_alone(cell: Cell) -> None:
+    program = compiled(cell)
+    for plan in program.plans:
+        with launch_alone(program, f"rank:{plan.devices[-1]}") as run:
+            for batch in batches(cell, 2):
+                result = run.step(batch)
+            assert result.grad_norm >= 0
+            assert len(run.seconds) == 2
+            assert run.peak().planned == timeline(plan).peak <= run.peak().foretold
+            assert run.peak().measured is None
+
+
+@pytest.mark.parametrize("cell", CELLS[:2], ids=str)
+def test_memory_is_what_the_plan_counts(cell: Cell) -> None:
+    """Alone, a device holds what it would hold among others."""
+    program = compiled(cell)
+    plan = program.plans.of(0)
+    with launch_alone(program, "rank:0", Options(measure=True)) as run:
+        for batch in batches(cell, 2):
+            run.step(batch)
+        assert run.worker.meter is not None
+        counted = timeline(plan)
+        slots = [
+            live - counted.resident - ins.workspace
+            for live, ins in zip(counted.live, plan.instrs, strict=True)
+        ]
+        assert run.worker.meter.live == slots
+
+
+def run_with(latency: float, folder: Path, streams: bool) -> tuple[AloneRun, Mapping[str, Tensor]]:
+    cell = Cell(case="mlp", schedule="1f1b", dp=1, parts=4)
+    file = folder / f"{latency}.toml"
+    file.write_text(SLOW.format(latency=latency))
+    program = compiled(cell)
+    with launch_alone(program, "rank:0", Options(streams=streams), cluster=str(file)) as run:
+        for batch in batches(cell, 3):
+            run.step(batch)
+    return run, batches(cell, 1)[0]
+
+
+def test_communication_takes_its_time_on_its_own_stream(tmp_path: Path) -> None:
+    fast, _ = run_with(0.0, tmp_path, streams=False)
+    slow, _ = run_with(0.02, tmp_path, streams=False)
+    ops = [ins.op for ins in slow.worker.env.plan.instrs]
+    assert ops.count("send") == ops.count("recv") == 4
+    serial = 8 * 0.02
+    assert serial < min(slow.seconds[1:]) - min(fast.seconds[1:]) < 2 * serial
+    beside, _ = run_with(0.02, tmp_path, streams=True)
+    assert min(beside.seconds[1:]) < min(slow.seconds[1:])  # sends and receives do not wait for each other
+
+
+def test_a_device_that_is_not_in_the_plan() -> None:
+    with pytest.raises(ConfigError) as caught, launch(compiled(CELLS[0]), on="rank:9"):
+        pass
+    assert str(caught.value) == (
+        "rank:9: there is no device '9'\n"
+        "  devices: 0 to 3\n"
+        "  hint:    name one of the plan's devices: --on rank:0"
+    )
+
+
+def test_what_only_a_whole_job_has() -> None:
+    with launch(compiled(CELLS[0]), on="rank:1") as run, pytest.raises(LaunchError) as caught:
+        run.state_dict()
+    assert str(caught.value) == (
+        "rank: there is no full state\n"
+        "  why:  one device runs alone, on made-up numbers\n"
+        "  hint: launch the whole job: on='inline', 'local' or 'ray'"
+    )
