@@ -5,9 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 SUITE ?= tests
-SCHEDULES := gpipe 1f1b interleaved-1f1b zero-bubble interleaved-zero-bubble zbv dualpipe-v
 
-.PHONY: help setup test matrix demo lint format bench gallery
+.PHONY: help setup test matrix demo lint format bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -15,7 +14,7 @@ help:
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
 	@echo "make bench    how compile time grows with the job"
-	@echo "make gallery  every pipeline schedule as a grid"
+	@echo "make gallery  docs/gallery.md: every schedule and the papers' figures, drawn"
 
 setup: $(INSTALLED)
 
@@ -50,4 +49,7 @@ bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/compile_scale.py
 
 gallery: setup
-	@for name in $(SCHEDULES); do echo "$$name"; $(BIN)/piper schedule $$name --ranks 4 --microbatches 8 || exit 1; echo; done
+	$(BIN)/python docs/gallery.py
+
+pictures: setup
+	$(BIN)/python docs/pictures/draw.py

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from piper import at, place, replicate, schedules, shard, split
+from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
@@ -72,7 +72,6 @@ class Picture:
     heading: str
     text: str
     svg: str
-    command: str = ""  # that draws it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,6 @@ def schedule_pictures() -> Iterator[Picture]:
             heading=heading,
             text=text,
             svg=grid(of_schedule(grid_for(name, RANKS, MICROBATCHES), title)),
-            command=f"piper schedule {name} --ranks {RANKS} --microbatches {MICROBATCHES} --svg {name}.svg",
         )
 
 
@@ -127,7 +125,6 @@ def paper_pictures() -> Iterator[Picture]:
         heading="DualPipe-V for two ranks and four microbatches",
         text="The smallest grid that shows every part of it: the V fills, pairs overlap, the V drains.",
         svg=grid(of_schedule(grid_for("dualpipe-v", 2, 4), "DualPipe-V, 2 ranks, 4 microbatches")),
-        command="piper schedule dualpipe-v --ranks 2 --microbatches 4 --svg dualpipe-v.svg",
     )
     found = example()
     plan = found.plans.plans[0]
@@ -161,11 +158,11 @@ def program_pictures() -> Iterator[Picture]:
     yield Picture(
         name="gallery-program",
         heading="A compiled program",
-        text="The plans of the same mixture of experts. Every device of a row runs the same program.",
+        text="The plans of the same mixture of experts. Every device of a row runs the same program. Of a"
+        " recipe: `piper view recipes/moe_dualpipe.py:demo --svg demo.svg`.",
         svg=grid(
             of_plans(found.plans, tags, "DualPipe-V with experts, as compiled", found.work.graph.orderings)
         ),
-        command="piper view recipes/moe_dualpipe.py:demo --svg demo.svg",
     )
     yield Picture(
         name="gallery-placement",
@@ -179,7 +176,6 @@ def program_pictures() -> Iterator[Picture]:
 def placed() -> Plans:
     """Two stages on two devices each, the second sharded."""
     strategy: list[Directive] = [
-        place(at(), [0, 1]),
         replicate(at(PP=0), [0, 1]),
         replicate(at(PP=1), [2, 3], zero=3),
         split(at(), parts=4),
@@ -198,13 +194,16 @@ def page(drawn: list[Picture]) -> str:
         "# Gallery",
         "",
         "Every schedule, drawn by the tool. Forwards cost one unit of time, whole backwards two, each half of"
-        " a backward one; transfers are free. `make gallery` draws this page again.",
+        " a backward one; transfers are free. `make gallery` draws this page again. One schedule, of any"
+        " size:",
+        "",
+        "```bash",
+        "piper schedule dualpipe-v --ranks 4 --microbatches 12 --svg dualpipe-v.svg",
+        "```",
     ]
     for picture in drawn:
         lines += ["", f"## {picture.heading}", "", picture.text, ""]
         lines.append(f"![{picture.heading}](pictures/{picture.name}.svg)")
-        if picture.command:
-            lines += ["", "```bash", picture.command, "```"]
     return "\n".join(lines) + "\n"
 
 

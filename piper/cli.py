@@ -11,9 +11,15 @@ import typer
 from rich.console import Console
 
 from piper.errors import PiperError
+from piper.launchers.led import led
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.schedules.torch_csv import to_csv
+from piper.verbs.diff import diff
+from piper.verbs.options import AsJson, Compile, Device, Recipe
+from piper.verbs.profile import profile
+from piper.verbs.simulate import simulate
+from piper.verbs.view import view, write_schedule
 
 SUCCESS, NO, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -26,8 +32,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+app.command()(simulate)
+app.command()(profile)
+app.command()(diff)
+app.command()(diff)
+app.command()(view)
 
 
 def main() -> None:
@@ -82,9 +91,12 @@ def plan(
 
 
 @app.command()
+@led
 def check(
     recipe: Recipe,
     on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
+    device: Device = None,
+    compiled: Compile = False,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
     tol: Annotated[float, typer.Option(help="The largest relative difference that passes.")] = 1e-9,
     as_json: AsJson = False,
@@ -97,7 +109,7 @@ def check(
     from piper.runtime.check import check as compare
 
     job = replace(load_recipe(recipe), precision="fp64")
-    program = compile(job)
+    program = compile(job, device=device, compile=compiled)
     batches = list(islice(job.data(), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     if as_json:
@@ -108,9 +120,18 @@ def check(
 
 
 @app.command()
+@led
 def train(
     recipe: Recipe,
-    on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "local",
+    on: Annotated[
+        str, typer.Option(help="inline (threads), local (processes), ray, or rank:N for device N alone.")
+    ] = "local",
+    device: Device = None,
+    compiled: Compile = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="The network whose times rank:N keeps: a name or a file.", metavar="NAME|FILE"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="How many steps; else as the recipe says.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")
@@ -122,12 +143,29 @@ def train(
     detect_nan: Annotated[
         bool, typer.Option("--detect-nan", help="Keep every result, to name the first that is no number.")
     ] = False,
+    profile: Annotated[int, typer.Option(help="Time every instruction of this many steps.", metavar="K")] = 0,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
+    if on.startswith("rank:"):
+        from piper.train.alone import Wanted, train_alone
+
+        wanted = Wanted(recipe=recipe, on=on, steps=steps, device=device, cluster=cluster, compile=compiled)
+        sys.stdout.write(train_alone(wanted))
+        return
     from piper.train.ending import ending, stopping
     from piper.train.session import Asked, train_recipe
 
-    asked = Asked(recipe=recipe, on=on, steps=steps, resume=resume, out=out, detect_nan=detect_nan)
+    asked = Asked(
+        recipe=recipe,
+        on=on,
+        steps=steps,
+        resume=resume,
+        out=out,
+        detect_nan=detect_nan,
+        profile=profile,
+        device=device,
+        compile=compiled,
+    )
     console = Console(soft_wrap=True, markup=False, highlight=False)
     try:
         outcome = train_recipe(asked, console)
@@ -150,7 +188,11 @@ def schedule(
     csv: Annotated[
         bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")
     ] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write it as an SVG picture instead.")] = None,
 ) -> None:
-    """Show a pipeline schedule as a grid, or as CSV that torch reads."""
+    """Show a pipeline schedule as a grid, as CSV that torch reads, or as a picture."""
     grid = grid_for(name, ranks, microbatches, stages_per_rank)
-    sys.stdout.write(to_csv(grid) if csv else picture(grid) + "\n")
+    if svg is not None:
+        write_schedule(grid, f"{name}, {ranks} ranks, {microbatches} microbatches", svg)
+    else:
+        sys.stdout.write(to_csv(grid) if csv else picture(grid) + "\n")

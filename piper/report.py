@@ -15,8 +15,8 @@ from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.check import Report
 from piper.view.grid import grid
+from piper.words import size
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MOST_PROGRAMS = 16  # shown in a table
 MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
 COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
@@ -27,15 +27,6 @@ COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("held", "right"),
     ("at the peak", "left"),
 )
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: `12.3 MiB`."""
-    for unit in UNITS:
-        if nbytes < 1024 or unit == UNITS[-1]:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError("the last unit takes everything")
 
 
 def moved(plan: Plan) -> int:

@@ -30,6 +30,7 @@ def test_public_names() -> None:
         "launch",
         "order",
         "place",
+        "remat",
         "replicate",
         "route",
         "schedules",
@@ -83,10 +84,34 @@ def test_verbs_and_flags() -> None:
         for name, verb in command.commands.items()  # type: ignore[attr-defined]
     }
     assert verbs == {
-        "check": ["--json", "--on", "--steps", "--tol", "recipe"],
+        "check": ["--compile", "--device", "--json", "--on", "--steps", "--tol", "recipe"],
         "plan": ["--device", "--json", "--text", "--why", "recipe"],
-        "train": ["--detect-nan", "--on", "--out", "--resume", "--steps", "recipe"],
-        "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "name"],
+        "train": [
+            "--cluster",
+            "--compile",
+            "--detect-nan",
+            "--device",
+            "--on",
+            "--out",
+            "--profile",
+            "--resume",
+            "--steps",
+            "recipe",
+        ],
+        "simulate": ["--cluster", "--costs", "--json", "recipe"],
+        "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
+        "diff": ["--cluster", "--json", "a", "b"],
+        "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "--svg", "name"],
+        "view": [
+            "--cluster",
+            "--measured",
+            "--out",
+            "--png",
+            "--svg",
+            "--text",
+            "--trace",
+            "target",
+        ],
     }
 
 

@@ -6,7 +6,8 @@ from statistics import median
 
 from piper.plan.instr import COMMUNICATION
 from piper.plan.plan import Plan
-from piper.simulate.fit import line_through, two_features
+from piper.simulate.cluster import Cluster
+from piper.simulate.fit import Line, line_through, two_features
 from piper.simulate.measured import Measured
 from piper.simulate.profile import Profile, Work
 from piper.simulate.timeline import Timeline
@@ -27,11 +28,14 @@ class Samples:
     wakes: list[float] = field(default_factory=list)
 
 
-def calibrate(profile: Profile, *, cores: int = 0, node: int = 64) -> Measured:
+def calibrate(
+    profile: Profile, *, cores: int = 0, node: int = 64, cluster: Cluster | None = None
+) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
 
     There an instruction counts for the time its thread was computing, which other work on the machine does
     not stretch; on an accelerator for the time between its events.
+    cluster: what kinds and sizes of communication cost that the profile does not have.
     """
     samples = samples_of(profile)
     chunks: dict[str, dict[str, float]] = {}
@@ -40,6 +44,9 @@ def calibrate(profile: Profile, *, cores: int = 0, node: int = 64) -> Measured:
     arithmetic, traffic = two_features(list(chunk_points(profile.works, chunks)))
     any_touch = line_through([point for points in samples.touches.values() for point in points])
     any_talk = line_through([point for points in samples.talks.values() for point in points])
+    if cluster is not None:
+        link = cluster.links[0]
+        any_talk = Line(base=link.latency, slope=1 / link.bandwidth)
     return Measured(
         model=profile.model,
         source=profile.recipe,

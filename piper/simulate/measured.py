@@ -18,6 +18,7 @@ from piper.simulate.fit import NOTHING, Line
 from piper.simulate.profile import fingerprint
 
 FORM = 1  # of the file
+HALVES: tuple[Phase, ...] = ("BI", "BW")
 HINT = "make it anew: piper profile DIR --calibrate FILE"
 
 
@@ -45,14 +46,11 @@ class Measured:
         found = self.chunks.get(chunk.key, {})
         if phase in found:
             return self.gap + found[phase]
-        guess = self.estimate(chunk, phase)
-        halves: tuple[Phase, ...] = ("BI", "BW")
-        if phase in halves and "B" in found:
-            whole = sum(self.estimate(chunk, half) for half in halves)
-            return self.gap + (found["B"] * guess / whole if whole else 0.0)
-        if phase == "B" and all(half in found for half in halves):
-            return self.gap + sum(found[half] for half in halves)
-        return self.gap + guess
+        if phase in HALVES and "B" in found:
+            return self.gap + found["B"] * share_of(chunk, phase)
+        if phase == "B" and all(half in found for half in HALVES):
+            return self.gap + sum(found[half] for half in HALVES)
+        return self.gap + self.estimate(chunk, phase)
 
     def estimate(self, chunk: Chunk, phase: Phase) -> float:
         """A phase by its arithmetic and traffic, at the speeds that the others showed."""
@@ -69,6 +67,22 @@ class Measured:
         line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
         rounds = max(1, len(devices) - 1)
         return Talk(latency=self.gap + line.base * rounds, seconds=line.slope * nbytes)
+
+
+def share_of(chunk: Chunk, half: Phase) -> float:
+    """A half's part of a whole backward: between its part of the arithmetic and its part of the traffic.
+
+    Input gradients have more traffic for their arithmetic than weight gradients, which are products alone;
+    either measure by itself is wrong by a fifth.
+    """
+    specs = [chunk.phases[phase] for phase in HALVES if phase in chunk.phases]
+    mine = chunk.phases[half]
+    parts = [
+        getattr(mine, name) / total
+        for name in ("flops", "bytes_moved")
+        if (total := sum(getattr(spec, name) for spec in specs))
+    ]
+    return sum(parts) / len(parts) if parts else 0.0
 
 
 def check_model(costs: Measured, outline: Outline) -> None:

@@ -45,11 +45,11 @@ def link_of(engine: Engine, number: int, late: int, before: int) -> Link:
     """One instruction of the path, seen from the device that it held up."""
     web = engine.web
     reason: Reason = "first"
-    if engine.web.program[late] != engine.web.program[number]:
-        reason = "peer"
-    elif before != NOBODY:
+    if before != NOBODY:
         same = web.instrs[before].stream == web.instrs[late].stream
         reason = "stream" if same else "event"
+        if web.program[late] != web.program[number]:
+            reason = "peer"
     ins = web.instrs[number]
     return Link(
         program=web.program[number],

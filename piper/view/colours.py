@@ -53,9 +53,9 @@ LIGHT = Paper(
     phases=MappingProxyType(
         {
             "F": ink("#1d2430", "#c6e5ff #f0ccb1 #fdd3ea #d9d7ad #b7edf3 #f7c7c2 #e6daff #b3e0cb"),
-            "B": ink("#ffffff", "#3675b2 #95530c #a05481 #706900 #008491 #9d4843 #7c60aa #007a55"),
+            "B": ink("#ffffff", "#3675b2 #95530c #a05481 #706900 #00818e #9d4843 #7c60aa #007a55"),
             "BI": ink("#1d2430", "#7cb6f1 #d5945e #e196c0 #aea856 #4fc4d1 #df8a83 #bba2ea #5db994"),
-            "BW": ink("#ffffff", "#3675b2 #95530c #a05481 #706900 #008491 #9d4843 #7c60aa #007a55"),
+            "BW": ink("#ffffff", "#3675b2 #95530c #a05481 #706900 #00818e #9d4843 #7c60aa #007a55"),
         }
     ),
 )

@@ -66,6 +66,7 @@ def facts_of(subject: Subject) -> Columns:
     return {
         "title": subject.title,
         "clock": subject.clock,
+        "about": subject.about,
         "seconds": subject.clock != "whole units",
         "ticks": clock.rate,
         "step": clock(subject.planned.step),

@@ -11,6 +11,8 @@ from piper.view.subject import Subject
 SCRIPTS = (
     "state.js",
     "format.js",
+    "ink.js",
+    "range.js",
     "scene.js",
     "pipeline.js",
     "timeline.js",

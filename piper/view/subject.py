@@ -40,6 +40,7 @@ class Subject:
     origins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by node: directives, by number
     temporal: tuple[tuple[str, str, int], ...] = ()  # this node, before that one, said by this directive
     measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
+    about: str = ""  # the run, and which of its steps is shown
     source: str = ""  # the recipe's text, if it is at hand
     source_name: str = ""  # and the name of its file
     notes: tuple[str, ...] = ()  # what a reader should know: what is missing, and why

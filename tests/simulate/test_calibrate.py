@@ -54,6 +54,15 @@ def test_halves_of_a_backward_come_from_the_whole_and_the_other_way_round() -> N
     assert replace(costs, chunks={}).compute(chunk, "F") == pytest.approx(1.5)
 
 
+def test_a_cluster_says_what_the_profile_does_not() -> None:
+    plans, outline, _ = pipeline(schedules.one_f_one_b, 4, 8)
+    found = simulate(plans, outline, Roofline(load_cluster("h100")))
+    profile = replace(measured(plans, found, scale=1.0), works=works_of(outline.chunks))
+    costs = calibrate(profile, cluster=load_cluster("a100"))
+    assert costs.talk("gather", 10**9, (0, 1)).seconds == pytest.approx(1e9 / 250e9)
+    assert calibrate(profile).talk("gather", 10**9, (0, 1)).seconds != pytest.approx(1e9 / 250e9)
+
+
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
     costs, path = calibrated(), tmp_path / "costs.json"
     write_costs(costs, path)

@@ -90,6 +90,19 @@ def test_saved_plans_side_by_side(
     assert "At another place in their device's order: " in "\n".join(lines)
 
 
+def test_the_folder_of_a_run(
+    texts: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.txt").write_text(Path(texts[0]).read_text())
+    assert call(monkeypatch, str(tmp_path / "run"), texts[0], "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert not (told["only_a"] or told["only_b"] or told["moved"] or told["shifted"])
+
+
 def test_one_object(
     texts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
-from piper import at, replicate, schedules, shard, split
+from piper import at, place, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
@@ -26,14 +26,13 @@ class Talking(Unit):
         return Talk(seconds=0.5)
 
 
-def v_shaped(ranks: int, microbatches: int, *, experts: bool = True) -> list[Directive]:
+def v_shaped(ranks: int, microbatches: int) -> list[Directive]:
     """DualPipe-V over pairs of devices that shard their state and divide their experts."""
     strategy: list[Directive] = []
     for stage in range(2 * ranks):
         rank = min(stage, 2 * ranks - 1 - stage)
         devices = (2 * rank, 2 * rank + 1)
-        strategy.append(replicate(at(PP=stage), devices, zero=3))
-        strategy += [shard(at(PP=stage, EP="*"), devices)] if experts else []
+        strategy += [replicate(at(PP=stage), devices, zero=3), shard(at(PP=stage, EP="*"), devices)]
     return [*strategy, split(at(), parts=microbatches), *schedules.dualpipe_v(ranks, microbatches)]
 
 
@@ -69,6 +68,19 @@ def subject_of(
 def demo() -> Subject:
     """Four stages with experts in a V on four devices: two programs, four microbatches."""
     return subject_of(4, v_shaped(2, 4))
+
+
+@cache
+def deep() -> Subject:
+    """Sixteen stages and sixty-four microbatches."""
+    places = [place(at(PP=stage), [stage]) for stage in range(16)]
+    return subject_of(16, [*places, split(at(), parts=64), *schedules.one_f_one_b(16, 64)], experts=0)
+
+
+@cache
+def long() -> Subject:
+    """More than a thousand instructions on each device."""
+    return subject_of(4, v_shaped(2, 32))
 
 
 def measured(subject: Subject, slow: str, factor: float = 3.0) -> dict[int, Timeline]:

@@ -62,7 +62,7 @@ def apart(one: str, other: str, sight: Matrix) -> float:
 def test_text_on_every_fill_has_the_contrast_that_small_text_needs(paper: Paper) -> None:
     for ink in paper.phases.values():
         assert len(ink.fills) == HUES
-        assert min(contrast(fill, ink.text) for fill in ink.fills) >= 4.4
+        assert min(contrast(fill, ink.text) for fill in ink.fills) >= 4.5
     assert contrast(paper.text, paper.page) >= 7
     assert contrast(paper.faint, paper.page) >= 4.5
 

@@ -3,15 +3,15 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from piper import at, place, schedules, split
-from piper.directives import Directive
+from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern
 from piper.view.report import page
 from piper.view.subject import Said, said_by, tags_by_name
-from tests.view.scenes import demo, measured, subject_of
+from tests.view.scenes import deep, demo, measured
 
 
 def told() -> dict[str, object]:
@@ -76,6 +76,11 @@ def test_nothing_in_the_facts_can_end_their_script() -> None:
     assert "<title>&lt;/script&gt;" in text
 
 
+def test_every_script_of_the_page_is_in_it() -> None:
+    folder = Path(report.__file__).parent / "page"
+    assert sorted(report.SCRIPTS) == sorted(path.name for path in folder.glob("*.js"))
+
+
 def test_the_page_asks_nothing_of_the_network() -> None:
     text = page(demo())
     assert "default-src 'none'" in text
@@ -85,13 +90,7 @@ def test_the_page_asks_nothing_of_the_network() -> None:
 
 
 def test_a_page_for_sixteen_stages_and_sixty_four_microbatches_is_small() -> None:
-    stages, microbatches = 16, 64
-    strategy: list[Directive] = [
-        *(place(at(PP=stage), [stage]) for stage in range(stages)),
-        split(at(), parts=microbatches),
-        *schedules.one_f_one_b(stages, microbatches),
-    ]
-    assert len(page(subject_of(stages, strategy, experts=0)).encode()) < 2_000_000
+    assert len(page(deep()).encode()) < 2_000_000
 
 
 def test_measured_times_stand_beside_planned_ones() -> None:

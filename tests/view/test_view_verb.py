@@ -71,11 +71,15 @@ def run_folder(folder: Path, *, profiled: bool, recipe: str = "gone.py:job") -> 
     (folder / "run.json").write_text(json.dumps({"recipe": recipe}))
     if profiled:
         tracks = tuple(
-            Track(device=device, steps=(tuple((span.start, span.end, 0.0) for span in timeline.spans),))
+            Track(
+                device=device,
+                steps=(tuple((span.start, span.end, 0.0) for span in timeline.spans),),
+                error=3e-5,
+            )
             for timeline in demo().planned.timelines
             for device in timeline.devices
         )
-        profile = Profile(plans=plans, tracks=tracks, model="a", recipe=recipe)
+        profile = Profile(plans=plans, tracks=tracks, model="a", recipe=recipe, first=3)
         write_profile(profile, folder / "profile")
 
 
@@ -127,6 +131,7 @@ def test_a_run_with_a_profile_shows_what_was_measured(piper: Piper, tmp_path: Pa
     run_folder(tmp_path / "run", profiled=True)
     code, _, err = piper("view", "run", "--measured", "--out", "page.html")
     assert (code, err) == (0, "")
+    assert embedded(tmp_path / "page.html")["about"] == "measured in step 3, clocks within 60 µs"
     assert list(embedded(tmp_path / "page.html")["measured"]) == ["0", "1", "2", "3"]  # type: ignore[call-overload]
 
 

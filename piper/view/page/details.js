@@ -6,7 +6,7 @@ function showDetails() {
   const host = byId("details");
   const chosen = state.selected;
   if (chosen === null) {
-    host.replaceChildren(make("p", { class: "faint" }, "Click a cell, a bar or a node; or reach a drawing with Tab and use the arrow keys."));
+    host.replaceChildren(make("p", { class: "faint" }, "Click a cell, a bar or a node, or reach a drawing with Tab and use the arrow keys. Wheel, + and − zoom; dragging pans; 0 shows all."));
     return;
   }
   const program = facts.programs[chosen.program];

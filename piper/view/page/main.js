@@ -1,16 +1,19 @@
 // Puts the page together.
 
+const MOST_DEVICES = 128; // to choose from one by one
+
 function fillHeader() {
   const devices = plural(facts.devices.length, "device");
   const programs = plural(facts.programs.length, "program");
   const instructions = plural(facts.programs.reduce((sum, program) => sum + program.count, 0), "instruction");
   const clock = facts.seconds ? `planned for ${facts.clock}` : "planned in whole units";
-  byId("subtitle").textContent = `${devices}, ${programs}, ${instructions}; ${clock}`;
+  const run = facts.about ? `; ${facts.about}` : "";
+  byId("subtitle").textContent = `${devices}, ${programs}, ${instructions}; ${clock}${run}`;
   const sent = facts.comms.reduce((sum, comm) => sum + comm.nbytes, 0);
   const peak = Math.max(...facts.programs.map((program) => program.memory.peak));
   const rows = [["planned step", showTime(facts.step)]];
   if (hasMeasured) rows.push(["measured step", showTime(measuredEnd)]);
-  rows.push(["idle compute", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
+  rows.push(["planned idle", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
   byId("figures").append(...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   byId("notes").append(...facts.notes.map((note) => make("p", { class: "note" }, note)));
   byId("pipeline-caption").textContent = `with free transfers: ${trim(facts.pipeline.end, 2)} units, ${showShare(facts.pipeline.idle)} idle`;
@@ -18,12 +21,14 @@ function fillHeader() {
 
 function fillDevices() {
   const choice = byId("device");
-  facts.devices.forEach((device) => {
-    const run = measuredOf(device) ? ", measured" : "";
-    choice.append(make("option", { value: device }, `device ${device}${run}`));
-  });
+  const one = (device) => make("option", { value: device }, `device ${device}${measuredOf(device) ? ", measured" : ""}`);
+  const alike = (program) => make("option", { value: program.devices[0] }, `devices ${program.name}`);
+  const few = facts.devices.length <= MOST_DEVICES; // of more, those that run one program are one choice
+  choice.append(...(few ? facts.devices.map(one) : facts.programs.map(alike)));
   choice.addEventListener("change", () => change({ device: Number(choice.value), selected: null }));
-  listen((update) => { if ("device" in update) choice.value = String(state.device); });
+  listen((update) => {
+    if ("device" in update) choice.value = String(few ? state.device : facts.programs[currentProgram()].devices[0]);
+  });
 }
 
 function fillSwitches() {
@@ -58,6 +63,7 @@ function followTheme() {
     else document.documentElement.dataset.theme = state.theme;
     button.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[state.theme];
     button.setAttribute("aria-label", `Colour scheme: ${state.theme}`);
+    refreshLook();
     pipelineLegend();
     timelineLegend();
   };

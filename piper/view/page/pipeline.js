@@ -190,14 +190,6 @@ function pairSpans(cells) {
   return found;
 }
 
-function accent() {
-  return getComputedStyle(document.documentElement).getPropertyValue("--accent").trim();
-}
-
-function warm() {
-  return getComputedStyle(document.documentElement).getPropertyValue("--warm").trim();
-}
-
 function pipelineLegend() {
   const host = byId("phases");
   const used = new Set(facts.pipeline.rows.flatMap((row) => row.phase));

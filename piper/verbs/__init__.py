@@ -1,0 +1,1 @@
+"""The verbs of the command line that have a file of their own."""

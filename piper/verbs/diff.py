@@ -1,0 +1,79 @@
+"""`piper diff`: two strategies, or two saved plans, side by side."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from piper.verbs.options import AsJson, ClusterName
+
+if TYPE_CHECKING:
+    from piper.ir.chunk import Outline
+    from piper.plan.plan import Plans
+
+EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two: its plans, and what its chunks cost where that is known."""
+
+    name: str
+    plans: "Plans"
+    outline: "Outline | None" = None
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help=EITHER, metavar="A")],
+    b: Annotated[str, typer.Argument(help=EITHER, metavar="B")],
+    cluster: ClusterName = "h100",
+    as_json: AsJson = False,
+) -> None:
+    """Compare two strategies: step time, bubble, bytes, memory, and which nodes moved."""
+    from piper.simulate.cluster import load_cluster
+    from piper.simulate.costs import Costs, Roofline, Unit
+    from piper.simulate.difference import difference
+    from piper.simulate.simulate import simulate
+    from piper.verbs.differences import Compared, compared_report, print_compared
+
+    machine = load_cluster(cluster)
+    sides = [side_of(name) for name in (a, b)]
+    timed = all(side.outline is not None for side in sides)
+    costs: Costs = Roofline(machine) if timed else Unit()
+    compared = Compared(
+        names=(a, b),
+        plans=(sides[0].plans, sides[1].plans),
+        simulations=(
+            simulate(sides[0].plans, sides[0].outline, costs),
+            simulate(sides[1].plans, sides[1].outline, costs),
+        ),
+        difference=difference(sides[0].plans, sides[1].plans),
+        clock=machine.name if timed else "",
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(compared_report(compared)) + "\n")
+    else:
+        print_compared(compared, Console(highlight=False, soft_wrap=True))
+
+
+def side_of(name: str) -> Side:
+    """A recipe, compiled, or plans read from their text, which a run leaves in its folder."""
+    path = Path(name) / "plan.txt" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        from piper.plan.text import read_plans
+
+        return Side(name=name, plans=read_plans(read(path), str(path)))
+    from piper.api import compile  # torch is paid for only where it is used
+    from piper.recipe import load_recipe
+
+    program = compile(load_recipe(name))
+    return Side(name=name, plans=program.plans, outline=program.outline)
+
+
+def read(path: Path) -> str:
+    """The text of a file; one that is none is refused by who reads plans."""
+    return path.read_bytes().decode("utf-8", errors="replace")

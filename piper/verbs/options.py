@@ -1,0 +1,17 @@
+"""Arguments and options that several verbs share."""
+
+from typing import Annotated
+
+import typer
+
+Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; else CUDA where there is any.", metavar="cpu|cuda")
+]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Run chunks as Inductor compiles them; kept in ~/.cache/piper.")
+]
+ClusterName = Annotated[
+    str, typer.Option("--cluster", help="a100, h100, h200, cpu, or a TOML file.", metavar="NAME|FILE")
+]

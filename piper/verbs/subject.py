@@ -1,0 +1,134 @@
+"""What `piper view` is asked to show: a recipe, compiled, or a run's folder with what it measured."""
+
+import json
+from pathlib import Path
+
+from piper.api import Program, compile, strategy_of
+from piper.errors import ConfigError, PiperError
+from piper.plan.plan import Plans
+from piper.plan.text import read_plans, show_plans
+from piper.recipe import load_recipe
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline, Unit
+from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
+from piper.simulate.simulate import simulate
+from piper.train.folder import strategy_text
+from piper.view.subject import Subject, said_by, tags_by_name
+
+CLUSTER = "h100"
+CPU = "cpu"
+
+
+def subject_of(target: str, *, cluster: str | None, measured: bool) -> Subject:
+    """Find what a target names: `file.py:function`, or the folder of a run."""
+    if Path(target).is_dir():
+        return subject_of_run(Path(target), cluster=cluster, measured=measured)
+    if ":" not in target:
+        raise ConfigError(
+            "there is no such recipe or run",
+            by=target,
+            hint="name a recipe, file.py:function, or the folder that `piper train --out` wrote",
+        )
+    if measured:
+        raise ConfigError(
+            "a recipe has not been measured",
+            by=target,
+            hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
+        )
+    machine = cluster or CLUSTER
+    load_cluster(machine)  # refused before the costly part
+    return of_program(compile(load_recipe(target)), target, machine)
+
+
+def of_program(program: Program, target: str, cluster: str, profile: Profile | None = None) -> Subject:
+    """A compiled recipe, timed on a cluster, with what one of its runs measured."""
+    machine = load_cluster(cluster)
+    file = Path(target.rpartition(":")[0])
+    return Subject(
+        title=f"{file.name}:{target.rpartition(':')[2]}",
+        plans=program.plans,
+        planned=simulate(program.plans, program.outline, Roofline(machine)),
+        clock=machine.name,
+        tags={chunk.name: chunk.tags for chunk in program.outline.chunks},
+        orderings=program.graph.orderings,
+        strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
+        origins={node.name: node.origin for node in program.work.line},
+        temporal=program.work.temporal,
+        measured=profile.timelines() if profile else {},
+        about=about_run(profile) if profile else "",
+        source=file.read_text(encoding="utf-8"),
+        source_name=file.name,
+    )
+
+
+def subject_of_run(folder: Path, *, cluster: str | None, measured: bool) -> Subject:
+    """A run: its plans as they were; directives and costs too, if its recipe still makes the same plans."""
+    has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
+    profile = read_profile(folder) if has_profile or measured else None
+    plans = profile.plans if profile else plans_of_run(folder)
+    machine = cluster or (CPU if profile and profile.accelerator == "cpu" else CLUSTER)
+    load_cluster(machine)
+    recipe = recipe_of(folder, profile)
+    program, why = same_program(recipe, plans)
+    if program is not None:
+        return of_program(program, recipe, machine, profile)
+    strategy = folder / "strategy.txt"
+    return Subject(
+        title=folder.resolve().name,
+        plans=plans,
+        planned=simulate(plans, None, Unit()),
+        clock="whole units",
+        tags=tags_by_name(plans),
+        strategy=said_by(strategy.read_text(encoding="utf-8").splitlines()) if strategy.is_file() else (),
+        measured=profile.timelines() if profile else {},
+        about=about_run(profile) if profile else "",
+        notes=(f"Only the plans are shown, in whole units of time: {why}.",),
+    )
+
+
+def about_run(profile: Profile) -> str:
+    """Which step is shown, and how far the devices' clocks can be trusted."""
+    where = f" on {profile.on}" if profile.on else ""
+    which = f", the typical of {profile.count}" if profile.count > 1 else ""
+    error = f", clocks within {profile.error * 1e6:.0f} µs" if profile.error else ""
+    return f"measured{where} in step {profile.first + profile.typical}{which}{error}"
+
+
+def plans_of_run(folder: Path) -> Plans:
+    """The plans that a run wrote down."""
+    path = folder / "plan.txt"
+    try:
+        return read_plans(path.read_text(encoding="utf-8"), str(path))
+    except OSError:
+        raise ConfigError(
+            "this folder holds no run",
+            by=str(folder),
+            facts={"looked": f"for {path}"},
+            hint="name the folder that `piper train --out DIR` wrote, or a recipe: file.py:function",
+        ) from None
+
+
+def recipe_of(folder: Path, profile: Profile | None) -> str:
+    """The recipe that a run was started with, if it says."""
+    if profile and profile.recipe:
+        return profile.recipe
+    try:
+        recipe = json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return recipe if isinstance(recipe, str) else ""
+
+
+def same_program(recipe: str, plans: Plans) -> tuple[Program | None, str]:
+    """The recipe compiled, if it still makes these plans; else why not."""
+    if not recipe:
+        return None, "the folder does not say which recipe it ran"
+    if not Path(recipe.rpartition(":")[0]).is_file():
+        return None, f"its recipe {recipe} is not there"
+    try:
+        program = compile(load_recipe(recipe))
+    except PiperError as error:
+        return None, f"its recipe {recipe} no longer compiles ({str(error).splitlines()[0]})"
+    if show_plans(program.plans) != show_plans(plans):
+        return None, f"its recipe {recipe} makes other plans by now"
+    return program, ""

@@ -1,0 +1,132 @@
+// Colours, boxes, axes and text on a canvas: what all drawings share.
+
+const HUES = 8;
+
+const look = { colours: facts.colours.light, accent: "", warm: "" }; // asked for at every stroke: kept here
+
+// Take the colours of the scheme that holds now.
+function refreshLook() {
+  const dark = state.theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : state.theme === "dark";
+  const style = getComputedStyle(document.documentElement);
+  look.colours = facts.colours[dark ? "dark" : "light"];
+  look.accent = style.getPropertyValue("--accent").trim();
+  look.warm = style.getPropertyValue("--warm").trim();
+}
+
+function paper() {
+  return look.colours;
+}
+
+// The fill, the text on it, and whether it is hatched.
+function ink(phase, part) {
+  const colours = paper();
+  if (!phase) return { fill: colours.quiet, text: colours.text, hatched: false };
+  const hue = Number(part.slice(part.lastIndexOf(".") + 1)) % HUES;
+  return { fill: colours.phases[phase].fills[hue], text: colours.phases[phase].text, hatched: phase === "BW" };
+}
+
+function accent() {
+  return look.accent;
+}
+
+function warm() {
+  return look.warm;
+}
+
+const FONT = 'system-ui, -apple-system, "Segoe UI", "Liberation Sans", "DejaVu Sans", sans-serif';
+
+function setFont(context, size, weight = 400) {
+  context.font = `${weight} ${size}px ${FONT}`;
+}
+
+// A box with round corners, hatched where it stands for weight gradients.
+function box(context, x, y, width, height, colour) {
+  context.fillStyle = colour.fill;
+  context.beginPath();
+  if (width > ROUND) context.roundRect(x, y, width, height, 3);
+  else context.rect(x, y, width, height);
+  context.fill();
+  if (colour.hatched && width > 2) {
+    context.fillStyle = hatching(context);
+    context.fill();
+  }
+}
+
+const ROUND = 9; // pixels: narrower boxes have corners, which are quicker
+const hatchings = new Map();
+
+// Thin diagonal lines, as a pattern to fill with.
+function hatching(context) {
+  const colour = paper().hatch;
+  if (!hatchings.has(colour)) {
+    const tile = document.createElement("canvas");
+    const size = 12; // twice, for screens with fine pixels
+    tile.width = tile.height = size;
+    const pen = tile.getContext("2d");
+    pen.strokeStyle = colour;
+    pen.globalAlpha = 0.45;
+    pen.lineWidth = 2;
+    pen.beginPath();
+    for (const shift of [-size, 0, size]) {
+      pen.moveTo(shift - 2, size + 2);
+      pen.lineTo(shift + size + 2, -2);
+    }
+    pen.stroke();
+    const pattern = context.createPattern(tile, "repeat");
+    pattern.setTransform(new DOMMatrix().scale(0.5));
+    hatchings.set(colour, pattern);
+  }
+  return hatchings.get(colour);
+}
+
+function outline(context, x, y, width, height, colour, thick = 2) {
+  context.strokeStyle = colour;
+  context.lineWidth = thick;
+  context.beginPath();
+  context.roundRect(x, y, Math.max(width, 2), height, 4);
+  context.stroke();
+}
+
+// Ticks of an axis, and lines through what stands above them.
+function drawAxis(scene, bottom, show) {
+  const { context, range } = scene;
+  const step = niceStep(range.span, scene.right - scene.left, 80);
+  setFont(context, 11);
+  context.textAlign = "center";
+  context.textBaseline = "top";
+  const first = Math.ceil(range.low / step);
+  for (let i = first; i * step <= range.high + step * 1e-6; i += 1) {
+    const at = i * step; // not a running sum, which would drift
+    const x = Math.round(scene.x(at)) + 0.5;
+    context.strokeStyle = paper().line;
+    context.globalAlpha = 0.6;
+    context.lineWidth = 1;
+    context.beginPath();
+    context.moveTo(x, 0);
+    context.lineTo(x, bottom + 4);
+    context.stroke();
+    context.globalAlpha = 1;
+    context.fillStyle = paper().faint;
+    const text = show(at, step, range.high);
+    const half = context.measureText(text).width / 2;
+    context.fillText(text, Math.max(scene.left + half, Math.min(x, scene.right - half)), bottom + 8);
+  }
+}
+
+function measureNames(names, size = 12) {
+  const context = measureNames.context ?? (measureNames.context = document.createElement("canvas").getContext("2d"));
+  setFont(context, size);
+  return Math.ceil(Math.max(0, ...names.map((name) => context.measureText(name).width)));
+}
+
+// The first of items (sorted by start) that may reach past a value.
+function firstAfter(starts, value) {
+  let low = 0;
+  let high = starts.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (starts[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return Math.max(0, low - 1);
+}
