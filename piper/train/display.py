@@ -16,9 +16,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from piper.report import size
 from piper.train.loop import Told
 from piper.train.measure import Measure
+from piper.words import size
 
 LEVELS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # of the curve
@@ -27,10 +27,10 @@ QUIET = 10.0  # seconds after which a plain line comes anyway
 
 
 @contextmanager
-def display(console: Console, done: int, steps: int, peak: int) -> Iterator[Told]:
-    """What shows measures; `peak`: the planned bytes of the fullest device."""
+def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Told]:
+    """What shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
     if not console.is_terminal:
-        yield Lines(console, done, steps)
+        yield Lines(console, done, steps, unit)
         return
     progress = Progress(
         TextColumn("step"),
@@ -49,7 +49,7 @@ def display(console: Console, done: int, steps: int, peak: int) -> Iterator[Told
         def tell(measure: Measure) -> None:
             losses.append(measure.loss)
             progress.update(task, completed=measure.step)
-            facts = f"{numbers(measure)}   memory {size(peak)} a device, planned"
+            facts = f"{numbers(measure, unit)}   memory {size(peak)} a device, planned"
             live.update(Group(Text(f"loss  {curve(losses)}", no_wrap=True), Text(facts), progress))
 
         yield tell
@@ -59,9 +59,14 @@ class Lines:
     """Plain lines: the first step, the last, and some between."""
 
     def __init__(
-        self, console: Console, done: int, steps: int, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        done: int,
+        steps: int,
+        unit: str = "tokens",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self.first, self.steps, self.clock = console, done + 1, steps, clock
+        self.console, self.first, self.steps, self.unit, self.clock = console, done + 1, steps, unit, clock
         self.every = max(1, (steps - done) // LINES)
         self.began = self.shown = clock()
 
@@ -73,14 +78,16 @@ class Lines:
         self.shown = now
         taken = measure.step - self.first + 1
         left = (now - self.began) / taken * (self.steps - measure.step)
-        self.console.print(f"step {measure.step}/{self.steps}   {numbers(measure)}   {left:.0f} s left")
+        self.console.print(
+            f"step {measure.step}/{self.steps}   {numbers(measure, self.unit)}   {left:.0f} s left"
+        )
 
 
-def numbers(measure: Measure) -> str:
+def numbers(measure: Measure, unit: str) -> str:
     """A step in one line."""
     return (
         f"loss {measure.loss:.4f}   grad norm {measure.grad_norm:.3f}   lr {measure.lr:.2e}   "
-        f"{measure.tokens_per_s:,.0f} tokens/s   {1000 * measure.step_s:.0f} ms/step"
+        f"{measure.tokens_per_s:,.0f} {unit}/s   {1000 * measure.step_s:.0f} ms/step"
     )
 
 

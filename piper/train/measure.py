@@ -1,6 +1,6 @@
 """What a step of training tells, and how the learning rate goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,11 @@ class Rate:
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
+
+
+def unit_of(fields: Collection[str]) -> str:
+    """What is counted in batches of these fields."""
+    return "tokens" if any(name in fields for name in TOKENS) else "samples"
 
 
 def counted(batch: Mapping[str, Tensor]) -> int:

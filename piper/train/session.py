@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
 
 from rich.console import Console
-from torch import Tensor
 
 from piper.api import Program, compile
 from piper.data.feed import Feed
@@ -21,10 +19,11 @@ from piper.train.board import board
 from piper.train.display import display
 from piper.train.folder import Metrics, choose, prepare, record
 from piper.train.interrupt import interrupts
-from piper.train.loop import Course, Steps, Told, train
-from piper.train.measure import Measure, Rate
-from piper.train.nans import Trails, first_bad
-from piper.train.saving import Saved, go_on, newest, saves_of
+from piper.train.loop import Course, Told, train
+from piper.train.measure import Measure, Rate, unit_of
+from piper.train.nans import first_bad
+from piper.train.profiling import check_profile, profile_of, save_profile
+from piper.train.saving import go_on, newest, saves_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +36,9 @@ class Asked:
     resume: bool = False
     out: Path | None = None
     detect_nan: bool = False
+    profile: int = 0  # steps to record
+    device: str | None = None  # cpu or cuda; none: as there is
+    compile: bool = False  # chunks run as Inductor compiles them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +59,6 @@ class Outcome:
         return self.done < self.steps
 
 
-class Running(Steps, Saved, Protocol):
-    """A running job that can be saved and looked into."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def trails(self) -> Trails: ...
-
-
 class Memory:
     """Remembers the first and the last step, and how long all took."""
 
@@ -81,22 +76,24 @@ class Memory:
 def train_recipe(asked: Asked, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     job = asked_job(asked)
+    check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
     prepare(folder, job, asked.resume)
     begin = newest(folder, job) if asked.resume else None
     if asked.resume and begin is None:
         console.print(f"{folder} has no complete checkpoint yet: starting at the first step")
     console.print(f"Compiling {asked.recipe}")
-    program = compile(job)
+    program = compile(job, device=asked.device, compile=asked.compile)
     record(folder, program, asked.recipe, asked.on, job.steps)
     devices = sum(len(plan.devices) for plan in program.plans)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
-    with launcher(program, asked.on, Options(keep_outputs=asked.detect_nan)) as started:
-        run = cast(Running, started)
+    options = Options(keep_outputs=asked.detect_nan, profile=asked.profile, blank=begin is not None)
+    with launcher(program, asked.on, options) as run:
         feed = Feed(job.data, job.seed)
         done = 0 if begin is None else go_on(run, begin, feed)
         if begin is not None:
             console.print(f"Going on from {begin}, after step {done}")
+            check_profile(asked.profile, job.steps - done)
         memory = Memory()
 
         def culprit() -> str | None:
@@ -114,7 +111,9 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
                 stopping=stopping,
                 culprit=culprit if asked.detect_nan else None,
             )
-            done = train(run, feed, Rate(job, done), course)
+            begun, done = done, train(run, feed, Rate(job, done), course)
+        if asked.profile:
+            console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
         folder=folder,
         done=done,
@@ -142,7 +141,8 @@ def watching(console: Console, folder: Path, program: Program, done: int, memory
         if (written := held.enter_context(board(folder, done))) is not None:
             watchers.append(written)
         peak = max(timeline(plan).peak for plan in program.plans)
-        watchers.append(held.enter_context(display(console, done, program.job.steps, peak)))
+        unit = unit_of(program.outline.batch)
+        watchers.append(held.enter_context(display(console, done, program.job.steps, peak, unit)))
 
         def tell(measure: Measure) -> None:
             for watcher in watchers:

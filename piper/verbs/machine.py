@@ -138,7 +138,10 @@ def conversation() -> Speech:
             run.step(batch)
         profile = profile_of(run, program, "", "local")
     samples = samples_of(profile)
-    line = line_through(samples.talks["all_reduce"])
+    quickest: dict[float, float] = {}  # by size: what else the machine does can only slow it down
+    for nbytes, took in samples.talks["all_reduce"]:
+        quickest[nbytes] = min(took, quickest.get(nbytes, took))
+    line = line_through(list(quickest.items()))
     gaps = sorted(samples.gaps)
     return Speech(
         latency=line.base / ROUNDS,

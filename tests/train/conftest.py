@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,24 @@ def other_layout():
 def single():
     return job(strategy=())
 
+class Wider(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = nn.Linear(8, 4)
+
+def other_model():
+    return job(model=Wider, strategy=())
+
+BUILT = []  # for each model, whether its parameters hold nothing
+
+def noticed():
+    from torch._subclasses import FakeTensor
+    def model():
+        built = Net()
+        BUILT.append(isinstance(built.layers[0].weight, FakeTensor))
+        return built
+    return job(model=model)
+
 def changed(step, change):
     """The data, in which one batch is changed."""
     def data():
@@ -98,6 +117,14 @@ iter_once = iter([{"x": torch.ones(8, 8)}, {"x": torch.ones(8, 8)}])
 Piper = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@contextmanager
+def command(words: list[str]) -> Iterator[None]:
+    """The command line as `piper` with these words would see it."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["piper", *words])
+        yield
+
+
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recipes") / "net.py"
@@ -111,8 +138,7 @@ def piper(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["piper", "train", *words, "--on", "inline"])
-        with pytest.raises(SystemExit) as ended:
+        with command(["train", *words, "--on", "inline"]), pytest.raises(SystemExit) as ended:
             main()
         shown = capsys.readouterr()
         return subprocess.CompletedProcess(words, int(ended.value.code or 0), shown.out, shown.err)

@@ -10,7 +10,7 @@ from torch import Tensor
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.train.loop import Course, Saves, train
-from piper.train.measure import Measure, Rate, counted
+from piper.train.measure import Measure, Rate, counted, unit_of
 
 JOB = Job(model=torch.nn.Identity, loss=lambda model, batch: batch["x"].sum(), data=list)
 
@@ -111,6 +111,7 @@ def test_a_rate_is_the_workers_rate() -> None:
 def test_what_is_counted() -> None:
     assert counted({"tokens": torch.zeros(4, 8), "labels": torch.zeros(4, 8)}) == 32
     assert counted({"x": torch.zeros(4, 8)}) == 4
+    assert unit_of(["labels", "input_ids"]) == "tokens" and unit_of({"x": 0}) == "samples"
 
 
 def test_a_measure_is_a_line_of_metrics() -> None:

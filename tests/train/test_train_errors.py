@@ -1,12 +1,16 @@
 """Each way in which a user can make training fail: one message, exit code 2, earlier checkpoints intact."""
 
+import errno
 import json
 import os
 from inspect import cleandoc
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
+from torch import Tensor
 
+from piper.checkpoint import storage
 from tests.train.conftest import Piper
 
 EVERYTHING_IS_WRITABLE = os.geteuid() == 0
@@ -86,6 +90,15 @@ def test_a_folder_of_somebody_else(piper: Piper, recipe: Path, tmp_path: Path) -
     refused(piper, recipe, "job", message, "--out", "theirs")
 
 
+def test_a_folder_that_nobody_can_make(piper: Piper, recipe: Path) -> None:
+    message = """
+        error: /proc/run: the run's folder cannot be written
+          why:  No such file or directory
+          hint: name a folder you own, on a disk with room: --out DIR
+    """
+    refused(piper, recipe, "job", message, "--out", "/proc/run")
+
+
 def test_a_folder_of_another_run(piper: Piper, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
@@ -115,6 +128,65 @@ def test_a_resume_of_a_job_without_checkpoints(piper: Piper, recipe: Path) -> No
           hint: let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))
     """
     refused(piper, recipe, "unsaved", message, "--resume")
+
+
+def saved(folder: Path) -> list[str]:
+    """The names of what lies among a run's checkpoints."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_disk_that_is_full_leaves_earlier_checkpoints(
+    piper: Piper, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(tensors: dict[str, Tensor], path: Path) -> None:
+        if "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path)
+
+    monkeypatch.setattr(storage, "save_file", write)
+    message = """
+        error: save: the checkpoint could not be written
+          path:    {folder}/step-00000004
+          why:     device-00000.safetensors: [Errno 28] No space left on device
+          earlier: every checkpoint that was complete still is
+          hint:    make room or choose another folder, then save again; training can go on
+    """
+    folder = tmp_path / "run" / "checkpoints"
+    refused(piper, recipe, "single", message.replace("{folder}", str(folder)), "--out", "run")
+    assert saved(tmp_path / "run") == ["step-00000002"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    done = piper(f"{recipe}:single", "--out", "run", "--resume")
+    assert done.returncode == 0 and "after step 2\n" in done.stdout
+
+
+def test_a_place_for_checkpoints_that_cannot_be_written(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    message = """
+        error: save: the checkpoint could not be written
+          path:    {folder}/step-00000002
+          why:     [Errno 17] File exists: '{folder}'
+          earlier: every checkpoint that was complete still is
+          hint:    make room or choose another folder, then save again; training can go on
+    """
+    folder = tmp_path / "run" / "checkpoints"
+    refused(piper, recipe, "single", message.replace("{folder}", str(folder)), "--out", "run")
+
+
+def test_a_checkpoint_of_another_model(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    assert piper(f"{recipe}:single", "--out", "run", "--steps", "2").returncode == 0
+    message = """
+        error: load: this checkpoint is of another model
+          path:  {folder}/step-00000002
+          other: layers.1.weight: saved [8, 8] float32 trained, here [4, 8] float32 trained
+                 layers.1.bias: saved [8] float32 trained, here [4] float32 trained
+          hint:  load it into the model and precision that it was saved from
+    """
+    folder = tmp_path / "run" / "checkpoints"
+    wanted = message.replace("{folder}", str(folder))
+    refused(piper, recipe, "other_model", wanted, "--out", "run", "--resume")
+    assert saved(tmp_path / "run") == ["step-00000002"]
 
 
 def test_a_loss_that_is_no_number_stops_and_leaves_checkpoints(

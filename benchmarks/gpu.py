@@ -1,0 +1,617 @@
+"""Piper beside torch on one GPU: throughput, memory, overlap, host time, the first step with a warm cache.
+
+Both sides of a row live in one process and take turns, so what else the machine does hits both; figures are
+medians.
+Select rows with --rows. A row that cannot be had on this machine says why.
+"""
+
+import argparse
+import functools
+import gc
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper.models import decoder, moe
+from piper.models.causal import stage_ranges
+from piper.models.layers import rope
+
+DENSE = decoder.Config(
+    vocab=32_768, dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=6144, qk_norm=True
+)
+LARGE = decoder.Config(
+    vocab=151_936,
+    dim=4096,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    hidden=12_288,
+    qk_norm=True,
+    rope_base=1_000_000.0,
+    stages=8,
+)
+GIB = 2**30
+Step = Callable[[], object]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the table."""
+
+    what: str
+    got: str
+    bar: str = ""
+    holds: bool | None = None
+
+    def __str__(self) -> str:
+        verdict = {True: "holds", False: "short", None: ""}[self.holds]
+        return f"{self.what:<58} {self.got:<58} {self.bar:<22} {verdict}".rstrip()
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """One side of a comparison: a step, what it took to build, and what it measured."""
+
+    name: str
+    step: Step
+    others: int  # bytes that were there before it: not its own
+    build_s: float
+    times: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    def run(self, count: int) -> None:
+        """Run some steps, one after another, timing each."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(count):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self.step()
+            torch.cuda.synchronize()
+            self.times.append(time.perf_counter() - begin)
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+
+def built(name: str, make: Callable[[], Step]) -> Side:
+    """Build a side, and run its first step: compilers work then."""
+    gc.collect()
+    others, begin = torch.cuda.memory_allocated(), time.perf_counter()
+    step = make()
+    step()
+    torch.cuda.synchronize()
+    return Side(name=name, step=step, others=others, build_s=time.perf_counter() - begin)
+
+
+def take_turns(sides: Sequence[Side], rounds: int, steps: int) -> dict[str, int]:
+    """Run the sides alternately; returns what each holds at its peak, with what it keeps between steps."""
+    gc.collect()
+    residents = [*(side.others for side in sides[1:]), torch.cuda.memory_allocated()]
+    for side in sides:
+        side.run(2)
+        side.times.clear()
+    for _ in range(rounds):
+        for side in sides:
+            side.run(steps)
+    return {side.name: side.peak + after - side.others for side, after in zip(sides, residents, strict=True)}
+
+
+def batch_of(config: decoder.Config, samples: int, length: int) -> Batch:
+    """Random tokens on the host."""
+    tokens = torch.randint(config.vocab, (samples, length + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def fused_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def job_of(config: decoder.Config, batch: Batch, strategy: Sequence[piper.Directive]) -> piper.Job:
+    return piper.Job(
+        model=lambda: decoder.Decoder(config),
+        loss=decoder.loss,
+        data=lambda: [batch],
+        strategy=strategy,
+        optimizer=fused_adamw,
+        precision="bf16",
+    )
+
+
+def piper_step(stack: ExitStack, job: piper.Job, batch: Batch, cache: str, on: str = "inline") -> Step:
+    """Piper's side: the job compiled and launched."""
+    program = piper.compile(job, device="cuda", compile=True, cache=cache)
+    run = stack.enter_context(piper.launch(program, on=on))
+    return lambda: run.step(batch)
+
+
+def torch_step(config: decoder.Config, batch: Batch, parts: int) -> Step:
+    """The peer: forward and loss under `torch.compile`, accumulated gradients, float32 masters as here."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = decoder.Decoder(config)
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    model = model.bfloat16()
+    apply_step = master_step(list(model.parameters()), masters)
+    loss = torch.compile(lambda tokens, labels: decoder.loss(model, {"tokens": tokens, "labels": labels}))
+    pieces = [
+        {key: value.cuda() for key, value in zip(batch, values, strict=True)}
+        for values in zip(*(value.chunk(parts) for value in batch.values()), strict=True)
+    ]
+
+    def step() -> None:
+        for piece in pieces:
+            (loss(**piece) / parts).backward()
+        apply_step()
+
+    return step
+
+
+def master_step(params: list[Tensor], masters: list[Tensor]) -> Step:
+    """Update float32 masters by bf16 gradients, and the parameters by the masters."""
+    optimizer = fused_adamw(masters)
+
+    def step() -> None:
+        for master, parameter in zip(masters, params, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+
+    return step
+
+
+def plain_step(params: Iterable[Tensor]) -> Step:
+    """Update parameters that are float32 themselves, and cast where they compute."""
+    optimizer = fused_adamw(params)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def compare(
+    what: str, piper_side: Callable[[ExitStack], Step], peer: Callable[[], Step], tokens: int, rounds: int = 4
+) -> Iterator[Line]:
+    """Throughput and memory of both sides."""
+    with ExitStack() as stack:
+        sides = [built("piper", lambda: piper_side(stack)), built("torch.compile", peer)]
+        peaks = take_turns(sides, rounds, 4)
+        ours, theirs = sides
+        ratio, memory = theirs.median / ours.median, peaks["piper"] / peaks["torch.compile"]
+        yield Line(
+            what=f"{what}: throughput",
+            got=f"{ours.median * 1e3:.1f} ms, peer {theirs.median * 1e3:.1f} ms: {ratio:.3f}x",
+            bar="at least 0.99x",
+            holds=ratio >= 0.99,
+        )
+        yield Line(
+            what=f"{what}: memory",
+            got=f"{peaks['piper'] / GIB:.2f} GiB, peer {peaks['torch.compile'] / GIB:.2f} GiB: {memory:.3f}x",
+            bar="at most 1.02x" if "single" in what else "",
+            holds=memory <= 1.02 if "single" in what else None,
+        )
+        yield Line(
+            what=f"{what}: to the first step's end",
+            got=f"{ours.build_s:.1f} s, peer {theirs.build_s:.1f} s; {tokens / ours.median:,.0f} tokens/s",
+        )
+
+
+def single(cache: str) -> Iterator[Line]:
+    """One device, batch 4 x 2048."""
+    batch = batch_of(DENSE, 4, 2048)
+    yield from compare(
+        "single device, 0.94B",
+        lambda stack: piper_step(stack, job_of(DENSE, batch, []), batch, cache),
+        lambda: torch_step(DENSE, batch, 1),
+        4 * 2048,
+    )
+
+
+def zero_bubble(cache: str) -> Iterator[Line]:
+    """Eight regions, eight microbatches, in zero-bubble order on one device."""
+    config, batch = replace(DENSE, stages=8), batch_of(DENSE, 8, 2048)
+    strategy = [
+        piper.place(piper.at(), [0]),
+        piper.split(piper.at(), axis="MB", parts=8),
+        *piper.schedules.zero_bubble(stages=8, microbatches=8),
+    ]
+    yield from compare(
+        "8 regions, 8 microbatches, zero-bubble",
+        lambda stack: piper_step(stack, job_of(config, batch, strategy), batch, cache),
+        lambda: torch_step(DENSE, batch, 8),
+        8 * 2048,
+        rounds=3,
+    )
+
+
+def pipeline_strategy(zero: int, parts: int, budget: float | None = None) -> list[piper.Directive]:
+    """PP8 x DP4, 1F1B."""
+    places = [
+        piper.replicate(piper.at(PP=stage), devices=[*range(4 * stage, 4 * stage + 4)], zero=zero)
+        for stage in range(8)
+    ]
+    recompute = [] if budget is None else [piper.remat(piper.at(), budget)]
+    return [
+        *places,
+        *recompute,
+        piper.split(piper.at(), axis="MB", parts=parts),
+        *piper.schedules.one_f_one_b(stages=8, microbatches=parts),
+    ]
+
+
+class Stage(nn.Module):
+    """One pipeline stage of the peer, of the same blocks."""
+
+    def __init__(self, config: decoder.Config, index: int) -> None:
+        super().__init__()
+        layers = stage_ranges(config.layers, config.stages)[index]
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim) if index == 0 else None
+        self.blocks = nn.ModuleList(decoder.block(config) for _ in layers)
+        last = index == config.stages - 1
+        self.norm = nn.RMSNorm(config.dim, eps=config.eps) if last else None
+        self.head = nn.Linear(config.dim, config.vocab, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        rotation = rope(x.shape[1], self.config.rotary, self.config.rope_base, like=x)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+def peer_rank(
+    stage: int, size: int, zero: int, parts: int, *, recompute: bool = False, steps: int = 3
+) -> tuple[float, int]:
+    """Seconds and peak bytes of one rank of torch's PipelineStage + FSDP2, on a group that moves no data."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    others = torch.cuda.memory_allocated()
+    dist.init_process_group("fake", rank=4 * stage, world_size=32, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("pp", "dp"))
+        with torch.device("cuda"):
+            module: nn.Module = Stage(LARGE, stage)
+        if recompute:
+            module.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in module.blocks)  # type: ignore[union-attr]
+        if zero >= 2:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            for block in module.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=zero == 3)
+            fully_shard(module, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=zero == 3)
+            apply_step = plain_step(module.parameters())
+        else:
+            masters = [parameter.detach().clone() for parameter in module.parameters()]
+            module = module.bfloat16()
+            apply_step = master_step(list(module.parameters()), masters)
+        shape = (size, 1024) if stage == 0 else (size, 1024, LARGE.dim)
+        kind = torch.long if stage == 0 else torch.bfloat16
+        example = torch.empty(shape, dtype=kind, device="cuda", requires_grad=stage > 0)
+        out = torch.empty((size, 1024, LARGE.dim), dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        pipe = PipelineStage(
+            module,
+            stage,
+            8,
+            torch.device("cuda"),
+            group=mesh.get_group("pp"),
+            input_args=(example,),
+            output_args=(out,),
+        )
+        schedule = Schedule1F1B(pipe, parts, loss_fn=cross_entropy)
+        tokens = torch.randint(LARGE.vocab, (parts * size, 1024), device="cuda")
+        times = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            schedule.step(tokens) if stage == 0 else schedule.step()
+            apply_step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times), torch.cuda.max_memory_allocated() - others
+    finally:
+        dist.destroy_process_group()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def piper_rank(
+    rank: int, size: int, zero: int, parts: int, cache: str, budget: float | None = None, steps: int = 3
+) -> tuple[float, int, int]:
+    """Seconds, peak bytes and foretold bytes of one rank of the same job under Piper."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    others = torch.cuda.memory_allocated()
+    batch = batch_of(LARGE, 4 * parts * size, 1024)
+    job = job_of(LARGE, batch, pipeline_strategy(zero, parts, budget))
+    program = piper.compile(job, device="cuda", compile=True, cache=cache)
+    with piper.launch(program, on=f"rank:{rank}") as run:
+        times = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run.step(batch)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        held = run.peak()  # type: ignore[attr-defined]
+        return min(times), held.measured - others, held.foretold
+
+
+def ranks(cache: str, stages: Sequence[int], sizes: Sequence[int], zeros: Sequence[int]) -> Iterator[Line]:
+    """One rank of PP8 x DP4, 36 layers, 16 microbatches, beside torch's PipelineStage and FSDP2."""
+    for stage in stages:
+        for size in sizes:
+            for zero in zeros:
+                what = f"stage {stage} of PP8 x DP4, {size} x 1024, zero={zero}"
+                peer = attempt(functools.partial(peer_rank, stage, size, zero, 16))
+                ours = attempt(functools.partial(piper_rank, 4 * stage, size, zero, 16, cache))
+                if isinstance(peer, str) or isinstance(ours, str):
+                    yield Line(what=what, got=f"piper: {shown(ours)}; peer: {shown(peer)}")
+                    continue
+                seconds, memory = ours[0] / peer[0], ours[1] / peer[1]
+                judged = zero == 3 and size == 1
+                yield Line(
+                    what=what,
+                    got=f"{shown(ours)}, peer {shown(peer)}: {seconds:.2f}x time, {memory:.2f}x memory",
+                    bar="0.8x time, 0.75x memory" if judged else "",
+                    holds=seconds <= 0.8 and memory <= 0.75 if judged else None,
+                )
+                off = ours[2] / ours[1] - 1
+                yield Line(
+                    what=f"{what}: foretold peak",
+                    got=f"{ours[2] / GIB:.2f} GiB of {ours[1] / GIB:.2f} GiB: {100 * off:+.1f} %",
+                    bar="within 5 %",
+                    holds=abs(off) <= 0.05,
+                )
+
+
+def fits(cache: str) -> Iterator[Line]:
+    """The largest microbatch of stage 0 that fits, with recomputation on both sides."""
+    peaks: dict[str, dict[int, int]] = {"piper": {}, "peer": {}}
+    for size in (8, 16, 32, 64):
+        sides: dict[str, Callable[[], tuple[float | int, ...]]] = {
+            "piper": functools.partial(piper_rank, 0, size, 3, 16, cache, 0.1, steps=1),
+            "peer": functools.partial(peer_rank, 0, size, 3, 16, recompute=True, steps=1),
+        }
+        for name, work in sides.items():
+            if all(peak <= 80 * GIB for peak in peaks[name].values()):
+                result = attempt(work)
+                peaks[name][size] = 2**62 if isinstance(result, str) else int(result[1])
+                yield Line(what=f"stage 0, zero=3, {size} x 1024, recomputed: {name}", got=shown(result))
+    for limit in (40, 80):
+        most = {
+            name: max((size for size, peak in found.items() if peak <= limit * GIB), default=0)
+            for name, found in peaks.items()
+        }
+        yield Line(
+            what=f"largest microbatch in {limit} GiB",
+            got=f"{most['piper']}, peer {most['peer']} (0: none of those tried)",
+            bar="at least 2x",
+            holds=most["piper"] >= 2 * most["peer"] > 0 if most["peer"] else None,
+        )
+
+
+def shown(result: tuple[float | int, ...] | str) -> str:
+    if isinstance(result, str):
+        return result
+    return f"{result[0] * 1e3:.0f} ms {result[1] / GIB:.1f} GiB"
+
+
+def attempt(work: Callable[[], tuple[float | int, ...]]) -> tuple[float | int, ...] | str:
+    """What some work gives, or why it cannot be had."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    except Exception as error:  # noqa: BLE001  a row that fails is a line of the table, not the end of it
+        traceback.print_exc(limit=-6)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def overlap(cache: str) -> Iterator[Line]:
+    """Expert exchanges behind compute: rank 0 of DualPipe-V on experts, with and without streams."""
+    config = moe.Config(
+        vocab=32_768,
+        dim=2048,
+        layers=8,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        hidden=1408,
+        experts=32,
+        top_k=4,
+        stages=4,
+    )
+    parts = 8
+    tokens = torch.randint(config.vocab, (2 * parts * 2, 1025), generator=torch.Generator().manual_seed(1))
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    home = {0: [0, 1], 1: [2, 3], 2: [2, 3], 3: [0, 1]}
+    strategy: list[piper.Directive] = [
+        piper.replicate(piper.at(PP=s), devices=home[s], zero=1) for s in range(4)
+    ]
+    strategy += [piper.shard(piper.at(PP=s, EP="*"), devices=home[s], ways=2) for s in range(4)]
+    strategy += [
+        piper.split(piper.at(), axis="MB", parts=parts),
+        *piper.schedules.dualpipe_v(2, parts),
+    ]
+    job = piper.Job(
+        model=lambda: moe.MoEDecoder(config),
+        loss=moe.loss,
+        data=lambda: [batch],
+        strategy=strategy,
+        optimizer=fused_adamw,
+        precision="bf16",
+    )
+    program = piper.compile(job, device="cuda", compile=True, cache=cache)
+    medians = {}
+    for streams in (True, False):
+        with piper.launch(program, on="rank:0", streams=streams) as run:
+            times = []
+            for _ in range(6):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                run.step(batch)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - begin)
+            medians[streams] = statistics.median(times[2:])
+    gain = medians[False] / medians[True]
+    yield Line(
+        what="DualPipe-V, experts exchanged: with streams",
+        got=f"{medians[True] * 1e3:.1f} ms, one after another {medians[False] * 1e3:.1f} ms: {gain:.2f}x",
+        bar="at least 1.25x",
+        holds=gain >= 1.25,
+    )
+
+
+def host(cache: str) -> Iterator[Line]:
+    """What the host takes for an instruction, and how long the GPU waits for it, by `gpu_host.py`."""
+    script = Path(__file__).with_name("gpu_host.py")
+    done = subprocess.run(
+        [sys.executable, str(script), "--compile"], capture_output=True, text=True, timeout=280, check=False
+    )
+    if done.returncode:
+        yield Line(what="host time for an instruction", got=done.stderr.strip()[-200:])
+        return
+    yield Line(what="host time for an instruction", got="as gpu_host.py says:", bar="at most 20 us, 2 % idle")
+    for text in done.stdout.splitlines():
+        yield Line(what="", got=text)
+
+
+def warm_cache(cache: str) -> Iterator[Line]:
+    """A new process whose compiled chunks are on disk: from the job to the end of its first step."""
+    got = []
+    for _ in range(2):  # the first fills the cache, unless another row has
+        done = subprocess.run(
+            [sys.executable, __file__, "--first-step", "--cache", cache],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        if done.returncode:
+            yield Line(what="first step after a warm cache", got=done.stderr.strip()[-200:])
+            return
+        got.append(json.loads(done.stdout.splitlines()[-1]))
+    cold, warm = got
+    total = warm["compile"] + warm["launch"] + warm["step"]
+    yield Line(
+        what="first step after a warm cache",
+        got=f"{total:.1f} s: " + ", ".join(f"{key} {value:.1f}" for key, value in warm.items()),
+        bar="at most 10 s",
+        holds=total <= 10,
+    )
+    yield Line(what="the same before", got=", ".join(f"{key} {value:.1f}" for key, value in cold.items()))
+
+
+def first_step(cache: str) -> None:
+    """Print how long a process takes to its first step."""
+    batch = batch_of(DENSE, 4, 2048)
+    marks = [time.perf_counter()]
+    program = piper.compile(job_of(DENSE, batch, []), device="cuda", compile=True, cache=cache)
+    marks.append(time.perf_counter())
+    with piper.launch(program, on="inline") as run:
+        marks.append(time.perf_counter())
+        run.step(batch)
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+    spans = [after - before for before, after in itertools.pairwise(marks)]
+    print(json.dumps(dict(zip(("compile", "launch", "step"), spans, strict=True))))
+
+
+ROWS: dict[str, Callable[[str], Iterator[Line]]] = {
+    "single": single,
+    "zb": zero_bubble,
+    "rank": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(0, 1, 2, 3)),
+    "rank4": functools.partial(ranks, stages=(0, 4), sizes=(4, 8), zeros=(3,)),
+    "fit": fits,
+    "overlap": overlap,
+    "host": host,
+    "cache": warm_cache,
+}
+
+
+def heading(command: str, commit: str) -> str:
+    """What was run, of which commit, on which machine."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        here = found.stdout.strip()
+    except OSError:
+        here = ""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return f"command: {command}\ncommit:  {commit or here or 'unknown'}\nmachine: {gpu}; {versions}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="single,zb,rank,overlap,host,cache")
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "gpu.txt"))
+    parser.add_argument("--cache", default=os.path.join(tempfile.gettempdir(), "piper-bench-cache"))
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--first-step", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.first_step:
+        first_step(asked.cache)
+        return
+    unknown = [row for row in asked.rows.split(",") if row not in ROWS]
+    if unknown:
+        parser.error(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
+    text = heading(f"python benchmarks/gpu.py --rows {asked.rows}", asked.commit) + "\n"
+    print(text, end="", flush=True)
+    for row in asked.rows.split(","):
+        begin, lines = time.perf_counter(), list[Line]()
+        if not torch.cuda.is_available():
+            lines = [Line(what=row, got="not reachable: there is no CUDA device here")]
+        else:
+            try:
+                for line in ROWS[row](asked.cache):
+                    print(line, flush=True)
+                    lines.append(line)
+            except Exception as error:  # noqa: BLE001  the other rows are still wanted
+                traceback.print_exc(limit=-8)
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                lines.append(Line(what=row, got=f"not reachable: {why}"))
+        text += "\n".join(map(str, lines)) + f"\n  ({row}: {time.perf_counter() - begin:.0f} s)\n"
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        Path(asked.out).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""One device of a recipe by itself: how long its steps take, and its memory, beside what was foretold."""
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
+
+from piper.api import compile
+from piper.errors import ConfigError
+from piper.launchers.alone import AloneRun, launch_alone
+from piper.recipe import load_recipe
+
+STEPS = 5  # that are run where none are asked for: the first ones take their memory and are left out
+WARM = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What `piper train --on rank:N` is asked for."""
+
+    recipe: str
+    on: str
+    steps: int | None = None
+    device: str | None = None
+    cluster: str | None = None
+    compile: bool = False  # chunks run as Inductor compiles them
+
+
+def train_alone(wanted: Wanted) -> str:
+    """Run a few steps of one device, and say what came of it. Nothing is written down."""
+    steps = STEPS if wanted.steps is None else wanted.steps
+    if steps <= WARM:
+        raise ConfigError(
+            f"--steps {steps}", by=wanted.on, hint=f"the first {WARM} are not timed: take {WARM + 1} or more"
+        )
+    job = replace(load_recipe(wanted.recipe), checkpoint=None)
+    program = compile(job, device=wanted.device, compile=wanted.compile)
+    with launch_alone(program, wanted.on, cluster=wanted.cluster) as run:
+        for batch in islice(job.data(), steps):
+            run.step(batch)
+        return summary(run, wanted.on)
+
+
+def summary(run: AloneRun, on: str) -> str:
+    """What a device's steps took, in words."""
+    times = run.seconds[WARM:] or run.seconds
+    peak = run.peak()
+    lines = [
+        f"{on} of {sum(len(plan.devices) for plan in run.plans)}, on {run.network.name}: "
+        f"{median(times) * 1e3:.1f} ms a step (median of {len(times)})",
+        f"  memory: {mib(peak.planned)} planned, {mib(peak.foretold)} with streams side by side",
+    ]
+    if peak.measured is not None:
+        off = peak.measured / peak.foretold - 1
+        lines.append(f"  measured: {mib(peak.measured)} at the peak ({off:+.1%})")
+    return "\n".join(lines) + "\n"
+
+
+def mib(nbytes: int) -> str:
+    """Bytes in MiB."""
+    return f"{nbytes / 2**20:,.1f} MiB"

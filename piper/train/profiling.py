@@ -1,0 +1,72 @@
+"""The profile of a run: what its workers recorded, on the driver's clock, in the run's folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from piper.api import Program
+from piper.errors import ConfigError
+from piper.runtime.record import WARM, Clock, Recording
+from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
+from piper.simulate.trace import chrome_trace
+
+TRACE = "trace.json"
+
+
+class Recorded(Protocol):
+    """A running job whose workers record."""
+
+    def recordings(self) -> Mapping[int, tuple[Recording, Clock]]: ...
+
+
+def check_profile(profile: int, steps: int) -> None:
+    """Refuse to record steps that a run does not have."""
+    if profile < 0:
+        raise ConfigError(f"--profile {profile}", by="piper train", hint="record at least 1 step")
+    if profile and steps < profile + WARM:
+        raise ConfigError(
+            f"--profile {profile} needs {profile + WARM} steps",
+            by="piper train",
+            facts={
+                "run": f"{steps} steps to take",
+                "first": f"{WARM} steps pass before the recording begins",
+            },
+            hint="train longer with --steps, or record less",
+        )
+
+
+def profile_of(run: Recorded, program: Program, recipe: str, on: str, done: int = 0) -> Profile:
+    """What the workers of a run recorded; `done`: the steps that were taken before they began."""
+    recorded = run.recordings()
+    tracks = [track_of(recording, clock) for recording, clock in recorded.values()]
+    first = next((recording.first for recording, _ in recorded.values()), 0)
+    return Profile(
+        plans=program.plans,
+        tracks=tuple(sorted(tracks, key=lambda track: track.device)),
+        model=fingerprint(program.outline),
+        recipe=recipe,
+        on=on,
+        accelerator=program.device,
+        first=done + first + 1,
+        works=works_of(program.outline.chunks),
+    )
+
+
+def track_of(recording: Recording, clock: Clock) -> Track:
+    """One device's recording on the driver's clock."""
+
+    def moved(times: Times) -> Times:
+        start, end, busy = times
+        return start - clock.offset, end - clock.offset, busy
+
+    steps = tuple(tuple(map(moved, step)) for step in recording.steps)
+    return Track(device=recording.device, steps=steps, error=clock.error)
+
+
+def save_profile(profile: Profile, folder: Path) -> str:
+    """Write a run's profile into its folder, and the trace beside it; say where they are."""
+    if not profile.count:
+        return f"No step was recorded: the run ended within its first {WARM}"
+    write_profile(profile, folder / FOLDER)
+    (folder / FOLDER / TRACE).write_text(chrome_trace(profile), encoding="utf-8")
+    return f"Profile in {folder / FOLDER}: piper profile {folder}"

@@ -1,0 +1,36 @@
+"""Times, shares and bytes for people."""
+
+from rich.console import Console
+
+WIDE = 120  # columns of a table that goes to a file
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    """A console whose tables are not cut to the 80 columns that a file is taken to have."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, stderr=stderr)
+    if not console.is_terminal:
+        console.width = WIDE
+    return console
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: `12.3 MiB`."""
+    for unit in UNITS:
+        if nbytes < 1024 or unit == UNITS[-1]:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("the last unit takes everything")
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that reads best: `23.8 ms`."""
+    for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if value * scale >= 1 or unit == "us":
+            return f"{value * scale:.3g} {unit}" if value * scale < 1000 else f"{value * scale:.0f} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def percent(part: float, whole: float) -> str:
+    """A share: `12.3 %`."""
+    return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
