@@ -6,15 +6,17 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 SUITE ?= tests
 
-.PHONY: help setup test matrix demo lint format bench gallery pictures
+.PHONY: help setup test matrix ray demo lint format bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
 	@echo "make test     the tests (no GPU, network or Ray); make matrix: every composition of strategies"
+	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
 	@echo "make bench    how compile time grows with the job"
 	@echo "make gallery  docs/gallery.md: every schedule and the papers' figures, drawn"
+	@echo "make pictures the other pictures of the documentation"
 
 setup: $(INSTALLED)
 
@@ -31,7 +33,10 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 matrix: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m matrix $(SUITE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(SUITE)
+
+ray: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(SUITE)
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/piper train recipes/moe_dualpipe.py:demo --on local

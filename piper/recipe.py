@@ -18,7 +18,7 @@ def load_recipe(spec: str) -> Job:
         raise ConfigError(
             "this is not a recipe",
             by=spec,
-            hint="name the file and the function: piper plan recipes/dense.py:tiny",
+            hint="name the file and the function: piper plan recipes/dense.py:pp",
         )
     path = Path(file)
     if not path.is_file():

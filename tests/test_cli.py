@@ -220,7 +220,7 @@ def test_a_recipe_without_a_function(piper: Piper) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == cleandoc("""
         error: recipes/moe_dualpipe.py: this is not a recipe
-          hint: name the file and the function: piper plan recipes/dense.py:tiny
+          hint: name the file and the function: piper plan recipes/dense.py:pp
     """)
 
 

@@ -1,8 +1,9 @@
 """Which run of which parameter lies where: from a device's flat buckets to full, flattened parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
 
 
@@ -74,12 +75,12 @@ def buffers_of(plans: Plans, device: int) -> list[str]:
     return [slot.removeprefix("buffer.") for slot in slots if slot.startswith("buffer.")]
 
 
-def saved_buffers(plans: Plans, device: int) -> list[str]:
-    """The buffers that a device writes down: those of which it has the first copy."""
+def saved_buffers(shares: Mapping[int, Mapping[str, Share]], device: int) -> list[str]:
+    """The buffers that a device writes down: those of whose part it has the first copy.
+
+    shares: which part of which buffers each device holds.
+    """
     earlier = {
-        name
-        for plan in plans
-        if any(other < device for other in plan.devices)
-        for name in buffers_of(plans, plan.devices[0])
+        (name, share.part) for other, held in shares.items() if other < device for name, share in held.items()
     }
-    return [name for name in buffers_of(plans, device) if name not in earlier]
+    return [name for name, share in shares[device].items() if (name, share.part) not in earlier]

@@ -1,6 +1,7 @@
 """A job's batches as a run takes them: step after step, from any step on, whatever gives them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +13,7 @@ from piper.errors import ConfigError
 
 Given = Mapping[str, Tensor]
 DataState = dict[str, object]
+MAKING = 1  # sets what is drawn to make an epoch apart from what a step draws
 
 
 @runtime_checkable
@@ -39,8 +41,7 @@ class Feed:
         return self
 
     def __next__(self) -> Given:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(drawn_seed(self.seed, self.step))
+        with dice(self.seed, self.step):
             batch = self._next()
         self.step += 1
         return batch
@@ -64,8 +65,12 @@ class Feed:
         return batch
 
     def _made(self) -> Iterable[Given]:
-        """The data of this epoch; samplers that shuffle by epoch are told which one it is."""
-        data = self.make()
+        """The data of this epoch; samplers that shuffle by epoch are told which one it is.
+
+        Some draw their order when they are made, so this too depends on the seed alone.
+        """
+        with dice(self.seed, self.epoch, MAKING):
+            data = self.make()
         for part in (data, getattr(data, "sampler", None), getattr(data, "dataset", None)):
             tell = getattr(part, "set_epoch", None)
             if callable(tell):
@@ -93,6 +98,10 @@ class Feed:
             next(self)
 
 
-def drawn_seed(seed: int, step: int) -> int:
-    """The seed of what the data draws at a step."""
-    return int(np.random.SeedSequence([abs(seed), step]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+@contextmanager
+def dice(seed: int, *numbers: int) -> Iterator[None]:
+    """Let what is drawn inside depend on these numbers, and what is drawn after not depend on it."""
+    drawn = np.random.SeedSequence([abs(seed), *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(drawn))
+        yield

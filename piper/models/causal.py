@@ -71,11 +71,12 @@ class CausalDecoder(nn.Module):
     The first region holds the embedding, the last the final norm and the head.
     """
 
-    def __init__(self, sizes: Sizes, block: Callable[[], nn.Module]) -> None:
+    def __init__(self, sizes: Sizes, block: Callable[[int], nn.Module]) -> None:
+        """`block` makes a layer, given its number."""
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocab, sizes.dim)
-        self.layers = nn.ModuleList(block() for _ in range(sizes.layers))
+        self.layers = nn.ModuleList(map(block, range(sizes.layers)))
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.eps)
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
         if sizes.tied:

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
 from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
-from piper.models.layers import Attention, SwiGLU
+from piper.models.layers import Attention, Block, SwiGLU
 
-__all__ = ["Block", "Config", "Decoder", "loss", "token_loss"]
+__all__ = ["Config", "Decoder", "loss", "token_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +57,16 @@ class Config(Sizes):
         )
 
 
-class Block(nn.Module):
-    """Attention, then the feed-forward, each added to what came in."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.eps)
-        self.attention = Attention(
-            config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=config.qk_norm, eps=config.eps
-        )
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.eps)
-        self.ffn = SwiGLU(config.dim, config.hidden)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        result: Tensor = x + self.ffn(self.ffn_norm(x))
-        return result
-
-
 class Decoder(CausalDecoder):
     """A dense decoder: regions PP=0 ... PP=stages-1."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, lambda: Block(config))
+        super().__init__(config, lambda _: block(config))
+
+
+def block(config: Config) -> Block:
+    """A layer: attention and one feed-forward."""
+    attention = Attention(
+        config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=config.qk_norm, eps=config.eps
+    )
+    return Block(config.dim, attention, SwiGLU(config.dim, config.hidden), eps=config.eps)

@@ -1,7 +1,6 @@
 """A DeepSeek-V3-style decoder: latent attention, a shared expert beside routed ones, balance by a bias."""
 
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +8,9 @@ from torch import Tensor, nn
 
 from piper.errors import ConfigError
 from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
-from piper.models.layers import SwiGLU, gated_experts, rotate
+from piper.models.layers import Block, SwiGLU, gated_experts, rotate
 
-__all__ = ["Block", "Config", "DeepSeekDecoder", "LatentAttention", "SharedAndRouted", "loss", "token_loss"]
+__all__ = ["Config", "DeepSeekDecoder", "LatentAttention", "SharedAndRouted", "loss", "token_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,26 +189,16 @@ class SharedAndRouted(nn.Module):
             self.bias.add_(self.balance * torch.sign(pairs.shape[0] / seen.shape[0] - seen))
 
 
-class Block(nn.Module):
-    """Attention, then the feed-forward or the experts, each added to what came in."""
-
-    def __init__(self, config: Config, number: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.eps)
-        self.attention = LatentAttention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.eps)
-        dense = number < config.dense_layers
-        self.ffn = SwiGLU(config.dim, config.dense_hidden) if dense else SharedAndRouted(config)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        result: Tensor = x + self.ffn(self.ffn_norm(x))
-        return result
-
-
 class DeepSeekDecoder(CausalDecoder):
     """A DeepSeek-V3-style decoder: regions PP=0 ... PP=stages-1, and in each sparse layer one region EP."""
 
     def __init__(self, config: Config) -> None:
-        numbers = count()
-        super().__init__(config, lambda: Block(config, next(numbers)))
+        super().__init__(config, lambda number: block(config, number))
+
+
+def block(config: Config, number: int) -> Block:
+    """A layer: latent attention, then the feed-forward or the experts."""
+    attention = LatentAttention(config)
+    dense = number < config.dense_layers
+    ffn = SwiGLU(config.dim, config.dense_hidden) if dense else SharedAndRouted(config)
+    return Block(config.dim, attention, ffn, eps=config.eps)

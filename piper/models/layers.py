@@ -67,6 +67,22 @@ class SwiGLU(nn.Module):
         return result
 
 
+class Block(nn.Module):
+    """Attention, then a feed-forward or experts, each of a norm, each added to what came in."""
+
+    def __init__(self, dim: int, attention: nn.Module, ffn: nn.Module, *, eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(dim, eps=eps)
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        result: Tensor = x + self.ffn(self.ffn_norm(x))
+        return result
+
+
 def group_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Sort (token, expert) pairs by expert: [tokens, k] -> the order [tokens * k], and each expert's count.
 

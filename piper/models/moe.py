@@ -7,16 +7,9 @@ from torch import Tensor, nn
 
 from piper.errors import ConfigError
 from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
-from piper.models.layers import Attention, gated_experts
+from piper.models.layers import Attention, Block, gated_experts
 
-__all__ = [
-    "Block",
-    "Config",
-    "MoEDecoder",
-    "SparseFeedForward",
-    "loss",
-    "token_loss",
-]
+__all__ = ["Config", "MoEDecoder", "SparseFeedForward", "loss", "token_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,26 +96,16 @@ class SparseFeedForward(nn.Module):
         return (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype), chosen
 
 
-class Block(nn.Module):
-    """Attention, then the experts, each added to what came in."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.eps)
-        self.attention = Attention(
-            config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=True, eps=config.eps
-        )
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.eps)
-        self.ffn = SparseFeedForward(config)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        result: Tensor = x + self.ffn(self.ffn_norm(x))
-        return result
-
-
 class MoEDecoder(CausalDecoder):
     """A mixture-of-experts decoder: regions PP=0 ... PP=stages-1, and in each layer one region EP."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, lambda: Block(config))
+        super().__init__(config, lambda _: block(config))
+
+
+def block(config: Config) -> Block:
+    """A layer: attention, then the experts."""
+    attention = Attention(
+        config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=True, eps=config.eps
+    )
+    return Block(config.dim, attention, SparseFeedForward(config), eps=config.eps)

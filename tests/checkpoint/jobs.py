@@ -1,8 +1,8 @@
 """Jobs for the tests of checkpoints: one model under several strategies, and what training leaves."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,17 +11,20 @@ from torch import Tensor
 from piper.api import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
 from piper.ir.select import at
+from piper.job import Precision
 from piper.launchers.inline import launch_inline
 from piper.models import decoder
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import Cell, job
+from tests.runtime.sharing import Shared
 
 ROWS = 8
 
 
+@cache
 def case(name: str) -> zoo.Case:
-    """A case of the zoo with as few layers as its strategies need."""
+    """A case of the zoo with as few layers as its strategies need; always the same, so captures can be kept."""
     match name:
         case "decoder":
             config = decoder.Config.tiny(layers=4, stages=4, tied=True)
@@ -51,14 +54,14 @@ def dp(count: int, zero: int = 0) -> list[Directive]:
 
 
 def strategy(name: str, stages: int) -> list[Directive]:
-    """A strategy for a model of so many stages."""
+    """A strategy for a model of so many stages. All cut the samples alike, so one capture serves them."""
     found: dict[str, list[Directive]] = {
-        "one": [],
-        "dp2": dp(2),
+        "one": [split(at(), parts=4)],
+        "dp2": [*dp(2), split(at(), parts=2)],
         "dp4": dp(4),
         "dp4-zero1": dp(4, zero=1),
         "dp4-zero2": dp(4, zero=2),
-        "pp": [place(at(PP=stage), [stage]) for stage in range(stages)],
+        "pp": [*(place(at(PP=stage), [stage]) for stage in range(stages)), split(at(), parts=4)],
         "pp2-dp2-zero0": pp2_dp2(stages, 0),
         "pp2-dp2-zero1": pp2_dp2(stages, 1),
         "pp2-dp2-zero3": pp2_dp2(stages, 3),
@@ -69,11 +72,11 @@ def strategy(name: str, stages: int) -> list[Directive]:
     return found[name]
 
 
-def sgd(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True)
 
 
-def nadam(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+def nadam(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.NAdam(params, lr=1e-2)
 
 
@@ -88,28 +91,55 @@ def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     )
 
 
-SETTINGS: dict[str, dict[str, object]] = {
-    "adamw": {},
-    "sgd": {"optimizer": sgd, "scheduler": cosine},
-    "nadam": {"optimizer": nadam, "clip_norm": 0.3},
-    "bf16": {"precision": "bf16"},
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a model is trained; an optimizer of none is AdamW."""
+
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    precision: Precision = "fp64"
+    clip_norm: float | None = None
+
+
+SETTINGS = {
+    "adamw": Settings(),
+    "sgd": Settings(optimizer=sgd, scheduler=cosine),
+    "nadam": Settings(optimizer=nadam, clip_norm=0.3),
+    "bf16": Settings(precision="bf16"),
 }
 
 
-@lru_cache
-def program(model: str, name: str, settings: str = "adamw") -> Program:
+@cache
+def captures(model: str) -> Shared:
+    """What the programs of a model share."""
+    return Shared()
+
+
+@cache
+def compiled(model: str, name: str, precision: Precision, clip_norm: float | None) -> Program:
     """A model under a strategy, compiled once for all tests."""
     made = case(model)
-    return compile(
-        job(
-            Cell(case="mlp"),
-            model=made.model,
-            loss=made.loss,
-            data=lambda: [made.batch(ROWS, 0)],
-            strategy=strategy(name, made.stages),
-            **SETTINGS[settings],
+    with captures(model).capturing():
+        return compile(
+            job(
+                Cell(case="mlp"),
+                model=made.model,
+                loss=made.loss,
+                data=lambda: [made.batch(ROWS, 0)],
+                strategy=strategy(name, made.stages),
+                precision=precision,
+                clip_norm=clip_norm,
+            )
         )
-    )
+
+
+def program(model: str, name: str, settings: str = "adamw") -> Program:
+    """A model under a strategy; how it is trained is not part of what is compiled."""
+    given = SETTINGS[settings]
+    made = compiled(model, name, given.precision, given.clip_norm)
+    if given.optimizer is not None:
+        made = replace(made, job=replace(made.job, optimizer=given.optimizer, scheduler=given.scheduler))
+    return made
 
 
 def batches(model: str, first: int, last: int) -> list[zoo.Batch]:

@@ -167,8 +167,15 @@ def test_a_replacement_that_fails_gives_the_old_one_back(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(ConfigError, match="could not be written"):
+    with pytest.raises(ConfigError) as error:
         save(path, 2)
+    assert str(error.value).replace(str(tmp_path), "TMP") == cleandoc("""
+        save: the checkpoint could not be written
+          path:    TMP/step-00000001
+          why:     [Errno 5] Input/output error
+          earlier: every checkpoint that was complete still is
+          hint:    make room or choose another folder, then save again; training can go on
+    """)
     assert [p.name for p in tmp_path.iterdir()] == [path.name] and value_of(path) == [1.0] * 6
 
 

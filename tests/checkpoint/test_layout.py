@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from piper.checkpoint.layout import buffers_of, held_buckets, owned_range, saved_buckets, saved_buffers, spans
+from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
 
 
@@ -84,4 +85,11 @@ def test_a_device_holds_what_others_write() -> None:
 def test_the_first_copy_of_a_buffer_is_written() -> None:
     made = plans(buffers={0: ["x.mean"], 1: ["x.mean", "y"], 2: ["y"]})
     assert [buffers_of(made, device) for device in range(3)] == [["x.mean"], ["x.mean", "y"], ["y"]]
-    assert [saved_buffers(made, device) for device in range(3)] == [["x.mean"], ["y"], []]
+    whole = Share(part=0, ways=1)
+    shares = {device: dict.fromkeys(buffers_of(made, device), whole) for device in range(3)}
+    assert [saved_buffers(shares, device) for device in range(3)] == [["x.mean"], ["y"], []]
+
+
+def test_every_part_of_a_divided_buffer_is_written() -> None:
+    shares = {device: {"scale": Share(part=device % 2, ways=2)} for device in range(4)}
+    assert [saved_buffers(shares, device) for device in range(4)] == [["scale"], ["scale"], [], []]

@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from inspect import cleandoc
 from pathlib import Path
 
@@ -196,10 +197,65 @@ def test_bytes_that_are_wrong_end_the_run(run: InlineRun, tmp_path: Path) -> Non
     run.save(tmp_path / "a")
     file = tmp_path / "a" / "device-00000.safetensors"
     file.write_bytes(b"\xff" * file.stat().st_size)
-    with pytest.raises(ConfigError, match="this checkpoint is damaged") as error:
+    with pytest.raises(ConfigError) as error:
         run.load(tmp_path / "a")
-    assert "device-00000.safetensors: " in str(error.value)
+    assert text_of(error, tmp_path) == cleandoc("""
+        load: this checkpoint is damaged
+          path: TMP/a
+          why:  device-00000.safetensors: Error while deserializing header: header too large
+          hint: load an earlier one; a save that is interrupted never leaves one like this
+    """)
     assert not run.open
+
+
+def two_groups(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    first, *rest = params
+    return torch.optim.AdamW([{"params": [first]}, {"params": rest}], lr=1e-3)
+
+
+def test_an_optimizer_with_other_groups(tmp_path: Path) -> None:
+    made = program("mlp", "one")
+    with launch_inline(made) as run:
+        run.save(tmp_path / "a")
+    grouped = replace(made, job=replace(made.job, optimizer=two_groups))
+    with launch_inline(grouped) as other, pytest.raises(ConfigError) as error:
+        other.load(tmp_path / "a")
+    assert text_of(error, tmp_path) == cleandoc("""
+        load: the optimizer has other groups of parameters
+          path:  TMP/a
+          saved: 1 groups
+          here:  2 groups
+          hint:  go on with the same optimizer
+    """)
+
+
+class Remembering(torch.optim.SGD):
+    """Works by element, but keeps the last three norms of each tensor it is given."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                norms = self.state[parameter].setdefault("norms", torch.zeros(3))
+                norms.copy_(torch.cat([norms[1:], parameter.norm().float().view(1)]))
+
+
+def test_an_optimizer_whose_state_goes_with_whole_parameters(tmp_path: Path) -> None:
+    made = program("mlp", "dp4-zero2")
+    job = replace(made.job, optimizer=lambda params: Remembering(params, lr=0.1))
+    with launch_inline(replace(made, job=job)) as run:
+        run.step(BATCH)
+        with pytest.raises(ConfigError) as error:
+            run.save(tmp_path / "a")
+    assert text_of(error, tmp_path) == cleandoc("""
+        save: the optimizer's state cannot be written down from shards
+          path:  TMP/a
+          state: optimizer.layers.0.weight.norms of shape [3]
+          shard: 68 of 256 elements
+          hint:  use zero=0, or an elementwise optimizer such as AdamW or SGD
+    """)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_checkpoint_of_another_model(run: InlineRun, tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_lists_become_tensors_as_hugging_face_gives_them() -> None:
     assert batch["weight"].shape == (3,)
 
 
+def test_hugging_face_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"tokens": [[i, i + 1] for i in range(6)], "label": [*range(6)]}
+    whole = datasets.Dataset.from_dict(rows)
+    batch = Samples(whole, 3, shuffle=False).at(1)
+    assert batch["tokens"].tolist() == [[3, 4], [4, 5], [5, 6]] and batch["label"].tolist() == [3, 4, 5]
+    seen = [batch["label"].tolist() for batch in islice(Samples(whole, 3, seed=1), 2)]
+    assert sorted(seen[0] + seen[1]) == [*range(6)]
+    streamed = [batch["label"].tolist() for batch in islice(Stream(whole.to_iterable_dataset(), 4), 3)]
+    assert streamed == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+
+
 def spent() -> Feed:
     batches = iter([{"x": torch.zeros(1)}])
     return Feed(lambda: batches, seed=0)

@@ -1,0 +1,44 @@
+"""The first lines of all errors that users can see, read off the source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+RAISING = {  # the call, and which of its arguments may say what is wrong
+    "CaptureError": (0,),
+    "ConfigError": (0,),
+    "LaunchError": (0,),
+    "RefusedError": (0,),
+    "ScheduleError": (0,),
+    "WorkerError": (0,),
+    "need": (2,),
+    "refused": (0, 1),
+    "user_error": (2,),
+}
+
+
+def messages(package: Path) -> dict[str, str]:
+    """Every message with where it stands; what differs from case to case is `…`."""
+    found: dict[str, str] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            for place in RAISING.get(node.func.id, ()):
+                for text in texts(node.args[place]) if place < len(node.args) else ():
+                    if " " in text or "=" in text or node.func.id != "refused":  # which also names its verb
+                        found.setdefault(text, f"{path.relative_to(package)}:{node.lineno}")
+    return found
+
+
+def texts(said: ast.expr) -> Iterator[str]:
+    """What an expression can say, where it says so itself."""
+    match said:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=values):
+            parts = (str(v.value) if isinstance(v, ast.Constant) else "…" for v in values)
+            yield "".join(parts)
+        case ast.IfExp(body=body, orelse=other):
+            yield from texts(body)
+            yield from texts(other)
