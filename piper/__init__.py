@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from piper import schedules
-from piper.directives import Directive, order, place, replicate, shard, split
+from piper.directives import Directive, order, place, remat, replicate, shard, split
 from piper.errors import CaptureError, ConfigError, LaunchError, PiperError, ScheduleError, WorkerError
 from piper.ir.select import at
 from piper.job import Checkpoint, Job
@@ -38,6 +38,7 @@ __all__ = [
     "launch",
     "order",
     "place",
+    "remat",
     "replicate",
     "route",
     "schedules",

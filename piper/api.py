@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from piper.capture.cache import CACHE, Cache
 from piper.capture.differentiate import Captured, differentiate
 from piper.capture.trace import Traced, trace
 from piper.devices import show
@@ -17,12 +18,14 @@ from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
+from piper.lower.expert_buffers import check_expert_buffers
 from piper.lower.lower import lower
 from piper.lower.settle import parts_of, settle
 from piper.lower.work import Settings, Work
 from piper.plan.check import prove
 from piper.plan.plan import Plans
 from piper.probe import Probe, probe_optimizer
+from piper.runtime.setup import device_kind, device_of
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
@@ -36,6 +39,7 @@ class Program:
     plans: Plans
     work: Work
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
+    device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
 
     @property
     def outline(self) -> Outline:
@@ -63,8 +67,16 @@ class Program:
         return origins(self.work, node)
 
 
-def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is of no use to our users
-    """Capture a job's model, apply its strategy, lower it to plans and prove them."""
+def compile(  # the contract's name; `builtins.compile` is of no use to our users
+    job: Job, *, device: str | None = None, compile: bool = False, cache: Path | str = CACHE
+) -> Program:
+    """Capture a job's model, apply its strategy, lower it to plans and prove them.
+
+    device: what it is captured for and runs on, `cpu` or `cuda`; otherwise CUDA where there is any.
+    compile: its chunks run as Inductor compiles them, which happens when they are first asked for, and not
+    again while `cache` has them; otherwise operation by operation.
+    """
+    kind = device_kind(device)
     strategy = strategy_of(job)
     batch = first_batch(job)
     samples = len(next(iter(batch.values())))
@@ -76,7 +88,7 @@ def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is 
     )
 
     def traced_at(rows: int) -> Traced:
-        return trace(job.model, job.loss, batch, rows, job.precision)
+        return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
 
     traced = traced_at(likely_rows(strategy, samples))
     graph = apply(start(traced.outline), strategy)
@@ -85,18 +97,21 @@ def compile(job: Job) -> Program:  # the contract's name; `builtins.compile` is 
     ).graph  # what is wrong is said before the costly part
     probe = probe_optimizer(job.optimizer)
     check_optimizer(settled, probe)
-    codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at)
+    kept = Cache(folder=Path(cache)) if compile else None
+    codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at, kept)
     outline = outline_by_slice(settled, samples, codes)
+    check_expert_buffers(settled, outline)
     settings = replace(settings, state_bytes=probe.state_bytes)
     plans, work = lower(graph, settings, outline)
     prove(plans)
-    reasons = [
-        f"{chunk}: runs under eager autograd, because {why}"
-        for code in codes.values()
-        for chunk, why in code.fallbacks.items()
-    ]
+    reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
-        job=job, graph=work.graph, plans=replace(plans, why=(*plans.why, *reasons)), work=work, codes=codes
+        job=job,
+        graph=work.graph,
+        plans=replace(plans, why=(*plans.why, *reasons)),
+        work=work,
+        codes=codes,
+        device=kind,
     )
 
 
@@ -157,14 +172,21 @@ def rows_of(graph: Graph, samples: int) -> dict[str, int]:
 
 
 def capture_slices(
-    graph: Graph, samples: int, traces: dict[int, Traced], traced_at: Callable[[int], Traced]
+    graph: Graph,
+    samples: int,
+    traces: dict[int, Traced],
+    traced_at: Callable[[int], Traced],
+    cache: Cache | None = None,
 ) -> dict[int, Captured]:
     """The model differentiated for every size of slice that its chunks get."""
     ways = {
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    return {rows: differentiate(traces.get(rows) or traced_at(rows), ways) for rows in needed}
+    return {
+        rows: differentiate(traces.get(rows) or traced_at(rows), ways, graph.budgets, cache)
+        for rows in needed
+    }
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> Outline:

@@ -74,6 +74,7 @@ def plan(
     text: Annotated[
         Path | None, typer.Option(help="Write the plans in their text form to this file.")
     ] = None,
+    compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
@@ -81,7 +82,7 @@ def plan(
     from piper.recipe import load_recipe
     from piper.report import plan_report, print_plan, write_text
 
-    program = compile(load_recipe(recipe))
+    program = compile(load_recipe(recipe), compile=compiled)
     if text is not None:
         write_text(program, text)
     if as_json:

@@ -85,7 +85,7 @@ def test_verbs_and_flags() -> None:
     }
     assert verbs == {
         "check": ["--compile", "--device", "--json", "--on", "--steps", "--tol", "recipe"],
-        "plan": ["--device", "--json", "--text", "--why", "recipe"],
+        "plan": ["--compile", "--device", "--json", "--text", "--why", "recipe"],
         "train": [
             "--cluster",
             "--compile",
@@ -100,10 +100,11 @@ def test_verbs_and_flags() -> None:
         ],
         "simulate": ["--cluster", "--costs", "--json", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
-        "diff": ["--cluster", "--json", "a", "b"],
+        "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "--svg", "name"],
         "view": [
             "--cluster",
+            "--costs",
             "--measured",
             "--out",
             "--png",

@@ -1,13 +1,21 @@
 """Tells which values of a traced graph share memory, and which cost nothing to make again."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
 
 _aten = torch.ops.aten
 _MEMORY = "memory"
+_JOINED = (_aten.cat.default, _aten._to_copy.default, _aten.constant_pad_nd.default)
+_SUMS = (
+    _aten.sum.default,
+    _aten.sum.dim_IntList,
+    _aten.mean.dim,
+    _aten.amax.default,
+    _aten.var_mean.correction,
+)
 
 
 def tensors_in(node: fx.Node) -> Sequence[Tensor]:
@@ -62,6 +70,36 @@ def recomputable(node: fx.Node) -> bool:
     if not node.all_input_nodes:
         return not draws_random(node)
     return node.target is _aten.lift_fresh_copy.default or is_view(node)
+
+
+def takes_one(node: fx.Node) -> bool:
+    """Whether a node only takes one of the results of another."""
+    return node.target is operator.getitem
+
+
+def cheap(node: fx.Node) -> bool:
+    """Whether an operation only goes through its elements: a compiler can join it to the ones around it."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or draws_random(node):
+        return False
+    return torch.Tag.pointwise in target.tags or target in _JOINED
+
+
+def takes_joined(node: fx.Node) -> bool:
+    """Whether a compiler can make what an operation reads on the fly."""
+    return cheap(node) or node.target in _SUMS
+
+
+def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
+    """Whether one of the readers, or a view's reader, takes a value that nothing can be joined to."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if tensors_in(user) and (recomputable(user) or takes_one(user)):
+                stack.append(user)
+            elif readers(user) and not takes_joined(user):
+                return True
+    return False
 
 
 def draws_random(node: fx.Node) -> bool:

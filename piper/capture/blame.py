@@ -60,7 +60,7 @@ def reason(error: Exception) -> str:
     text = str(error)
     for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
         if found := re.search(pattern, text, re.MULTILINE):
-            return _one_line(found.group(1))
+            return _one_line(re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", found.group(1)))
     return _one_line(f"{type(error).__name__}: {text}")
 
 

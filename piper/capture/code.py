@@ -55,16 +55,17 @@ class Code(Protocol):
 class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, *, joined: bool = False) -> None:
+        """`joined`: it is to be compiled, and costs what compiled code does."""
         self.partition = partition
-        self._shape = _shape_of(partition)
+        self._shape = _shape_of(partition, joined)
 
     @property
     def shape(self) -> Shape:
         return self._shape
 
     def build(self, phase: Phase) -> fx.GraphModule:
-        """Copy the phase's part of the joint graph into a module of its own."""
+        """Copy the phase's part of the joint graph into a module of its own. Its arguments are `examples`."""
         section = self.partition.sections[phase]
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -87,8 +88,12 @@ class GraphCode:
         graph.output(tuple(results))
         return fx.GraphModule(self.partition.joint.root, graph)
 
+    def examples(self, phase: Phase) -> list[Tensor]:
+        """What a phase takes, as the fakes it was traced with."""
+        return [node.meta["val"] for node in self.partition.sections[phase].read_nodes]
 
-def _shape_of(partition: Partition) -> Shape:
+
+def _shape_of(partition: Partition, joined: bool) -> Shape:
     joint, sizes = partition.joint, partition.joint.sizes
     kept = [*partition.outputs, *partition.saved]
     index, storages = _storages(partition, kept)
@@ -104,7 +109,7 @@ def _shape_of(partition: Partition) -> Shape:
         storages=storages,
         mutated=tuple(sorted(joint.mutated)),
         random=any(draws_random(node) for node in forward.body),
-        phases={phase: _signature(section, partition) for phase, section in partition.sections.items()},
+        phases={name: _signature(section, partition, joined) for name, section in partition.sections.items()},
     )
 
 
@@ -125,10 +130,10 @@ def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, 
     return index, tuple(bytes_of)
 
 
-def _signature(section: Section, partition: Partition) -> Signature:
+def _signature(section: Section, partition: Partition, joined: bool) -> Signature:
     return Signature(
         reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
         grad_inputs=section.grad_inputs,
         grad_params=section.grad_params,
-        cost=cost_of(section, partition.joint.sizes),
+        cost=cost_of(section, partition.joint.sizes, joined=joined),
     )

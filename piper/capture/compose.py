@@ -25,15 +25,15 @@ _Key = TypeVar("_Key")
 class Joints:
     """Traces bodies, each distinct one once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, decompose: bool = False) -> None:
+        self.device, self.decompose = device, decompose
         self.traced: dict[str, Joint] = {}
 
     def of_piece(self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int) -> Joint:
         """A piece's joint graph, by way of its segments if it has any."""
         assert piece.body is not None
         if not piece.segments:
-            return trace_joint(piece.body, trained, tangents, ways, self.device)
+            return trace_joint(piece.body, trained, tangents, ways, self.device, decompose=self.decompose)
         parts: list[Joint] = []
         wanted: dict[Made, None] = {}
         for number, segment in reversed(list(enumerate(piece.segments))):
@@ -50,7 +50,7 @@ class Joints:
     def _of_body(self, body: Body, trained: Sequence[bool], tangents: Sequence[int]) -> Joint:
         key = structural_key(body, trained, tangents, 1, self.device)
         if key not in self.traced:
-            self.traced[key] = trace_joint(body, trained, tangents, 1, self.device)
+            self.traced[key] = trace_joint(body, trained, tangents, 1, self.device, decompose=self.decompose)
         return self.traced[key]
 
 

@@ -1,6 +1,6 @@
 """Estimates what a phase costs: arithmetic, memory traffic, and memory that only lives while it runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,19 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from piper.capture.aliases import is_view, memories, memory_of, tensors_in
+from piper.capture.aliases import cheap, is_view, memories, memory_of, read_from_memory, tensors_in
 from piper.capture.partition import Section
 from piper.capture.sizes import Sizes
+
+_aten = torch.ops.aten
+_WRITES_INTO = (
+    _aten.index_put.default,
+    _aten._unsafe_index_put.default,
+    _aten._unsafe_masked_index_put_accumulate.default,
+    _aten.scatter.src,
+    _aten.scatter.value,
+    _aten.scatter_add.default,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +32,41 @@ class Cost:
     workspace: int
 
 
-def cost_of(section: Section, sizes: Sizes) -> Cost:
-    """Add up the operations of a phase."""
+def cost_of(section: Section, sizes: Sizes, *, joined: bool = False) -> Cost:
+    """Add up the operations of a phase.
+
+    joined: a compiler joins cheap operations to the ones that read them: what lies between has no memory.
+    """
+    fleeting = _fleeting(section) if joined else None
     flops = moved = 0
     for node in section.body:
         if isinstance(node.target, torch._ops.OpOverload) and not is_view(node):
-            flops += _flops(node, sizes)
-            moved += _traffic(node, sizes)
-    return Cost(flops=flops, bytes_moved=moved, workspace=_workspace(section, sizes))
+            flops += flops_of(node, sizes)
+            moved += traffic_of(node, sizes, fleeting or ())
+    return Cost(flops=flops, bytes_moved=moved, workspace=_workspace(section, sizes, fleeting))
 
 
-def _traffic(node: fx.Node, sizes: Sizes) -> int:
-    read = sum(sizes.nbytes(tensor) for source in node.all_input_nodes for tensor in tensors_in(source))
-    return read + sum(sizes.nbytes(tensor) for tensor in tensors_in(node))
+def _fleeting(section: Section) -> set[int]:
+    """The memory that a compiled phase does without."""
+    body = set(section.body)
+    written = {memory for write in section.writes for memory in memories(write.node)}
+    found: set[int] = set()
+    for node in section.body:
+        if cheap(node) and not read_from_memory(node, body.__contains__):
+            found |= set(memories(node)) - written
+    return found
 
 
-def _flops(node: fx.Node, sizes: Sizes) -> int:
+def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> int:
+    """The bytes an operation reads and writes, but for what is never in memory."""
+    return sum(
+        sizes.nbytes(tensor)
+        for storage, tensor in _storages([node, *node.all_input_nodes])
+        if storage not in fleeting
+    )
+
+
+def flops_of(node: fx.Node, sizes: Sizes) -> int:
     """The operation's multiplications and additions, by torch's own table."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
@@ -77,20 +106,34 @@ def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
     return scores * (3 * width + 2 * value[3] if backward else width + value[3])
 
 
-def _workspace(section: Section, sizes: Sizes) -> int:
-    """The most bytes that live at once and are neither read nor returned."""
+def _workspace(section: Section, sizes: Sizes, fleeting: Collection[int] | None) -> int:
+    """The most bytes that live at once and are neither read nor returned. `fleeting`: of compiled code."""
     outside = {memory_of(node) for node in [*section.read_nodes, *(write.node for write in section.writes)]}
+    outside |= set(fleeting or ())
+    reused = {} if fleeting is None else _reused(section)
     bytes_of: dict[int, int] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, node in enumerate(section.body):
-        for storage, tensor in _storages([node, *node.all_input_nodes]):
+        for made, tensor in _storages([node, *node.all_input_nodes]):
+            storage = reused.get(made, made)
             if storage not in outside:
                 if storage not in bytes_of:
                     bytes_of[storage] = sizes.storage_bytes(tensor)
                 first.setdefault(storage, position)
                 last[storage] = position
     return peak(len(section.body), bytes_of, first, last)
+
+
+def _reused(section: Section) -> dict[int, int]:
+    """Where compiled code writes in place: the memory of each such result is that of what it began from."""
+    body, found = set(section.body), dict[int, int]()
+    for node in section.body:
+        if node.target in _WRITES_INTO:
+            start = node.all_input_nodes[0]
+            if start in body and len(start.users) == 1:
+                found[memory_of(node)] = found.get(memory_of(start), memory_of(start))
+    return found
 
 
 def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: Mapping[int, int]) -> int:

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from threading import Lock
 
 import torch
 from torch import Tensor
 
-from piper.capture.code import Code, PhaseCode, Shape
+from piper.capture.cache import Cache
+from piper.capture.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.piece import Piece
+from piper.capture.remat import Choice
 from piper.capture.trace import Traced
 from piper.collector import no_collection
 from piper.errors import CaptureError
@@ -22,35 +25,74 @@ class Captured:
     constants: Mapping[str, Tensor]
     fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
     codes: Mapping[str, Code]
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget keep
+    cache: Cache | None = None  # where compiled code is kept; none: code is not compiled
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
+    building: Lock = field(default_factory=Lock, repr=False)
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
         """The code of a phase: takes and returns what its `PhaseSpec` says. Built when first asked for."""
-        if (key, phase) not in self.built:
-            self.built[key, phase] = self.codes[key].build(phase)
-        return self.built[key, phase]
+        with self.building:
+            if (key, phase) not in self.built:
+                self.built[key, phase] = self._build(key, phase)
+            return self.built[key, phase]
+
+    def reasons(self) -> list[str]:
+        """What became otherwise than asked, and what recomputation comes to, chunk by chunk."""
+        found = [
+            f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
+        ]
+        for chunk, choice in self.choices.items():
+            assert choice.budget is not None
+            kept = f"{chunk}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
+            if choice.kept_bytes <= choice.budget * choice.all_bytes:
+                found.append(f"{kept} (budget {choice.budget:g})")
+            else:
+                found.append(f"{kept}, not {choice.budget:g} of them: the rest may not be made again")
+        return found
+
+    def _build(self, key: str, phase: Phase) -> PhaseCode:
+        code = self.codes[key]
+        if self.cache is None or not isinstance(code, GraphCode):
+            return code.build(phase)
+        built = code.build(phase)
+        if not any(node.op == "call_function" for node in built.graph.nodes):
+            return built
+        from piper.capture.inductor import Source, compile_phase  # it takes a second to import
+
+        chunk = next(chunk.name for chunk in self.outline.chunks if chunk.key == key)
+        source = Source(module=built, arguments=code.examples(phase))
+        return compile_phase(source, self.cache, chunk, phase)
 
 
 @no_collection()
-def differentiate(traced: Traced, ways: Mapping[str, int] | None = None) -> Captured:
+def differentiate(
+    traced: Traced,
+    ways: Mapping[str, int] | None = None,
+    budgets: Mapping[str, float] | None = None,
+    cache: Cache | None = None,
+) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
     ways: for each expert chunk, by name, over how many devices its experts are divided.
+    budgets: for chunks that make values again, by name, the part of what they save that may be kept.
+    cache: where compiled code is kept; none: it is not compiled. Trace with `compiled` where it is.
     """
-    return _Differentiator(traced, dict(ways or {})).run()
+    return replace(_Differentiator(traced, dict(ways or {}), dict(budgets or {})).run(), cache=cache)
 
 
 class _Differentiator:
     """Goes through the chunks of a traced model once, from the last to the first."""
 
-    def __init__(self, traced: Traced, ways: Mapping[str, int]) -> None:
-        self.traced = traced
+    def __init__(self, traced: Traced, ways: Mapping[str, int], budgets: Mapping[str, float]) -> None:
+        self.traced, self.budgets = traced, budgets
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.ways = _ways_by_chunk(traced.outline, ways)
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
         self.fallbacks: dict[str, str] = {}
+        self.choices: dict[str, Choice] = {}
 
     def run(self) -> Captured:
         """From the loss back to the first chunk, so that each knows which of its outputs need a gradient."""
@@ -70,6 +112,7 @@ class _Differentiator:
             constants=self.traced.constants,
             fallbacks=dict(reversed(self.fallbacks.items())),
             codes=self.codes,
+            choices=dict(reversed(self.choices.items())),
         )
 
     def _divided(self, chunk: Chunk) -> Chunk:
@@ -101,10 +144,13 @@ class _Differentiator:
             tangents=sorted(self.wanted[chunk.name]),
             ways=ways,
             params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
+            budget=self.budgets.get(chunk.name),
         )
         self.codes[volume.key] = volume.code
         if volume.fallback is not None:
             self.fallbacks[chunk.name] = volume.fallback
+        if volume.choice is not None and volume.choice.budget is not None:
+            self.choices[chunk.name] = volume.choice
         return _finished(chunk, volume.key, volume.code.shape)
 
 

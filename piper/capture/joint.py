@@ -1,7 +1,7 @@
 """Traces a chunk forward and backward as one graph, and says what each of its inputs and outputs means."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +43,18 @@ class Joint:
 
 
 def trace_joint(
-    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+    body: Body,
+    trained: Sequence[bool],
+    tangents: Sequence[int],
+    ways: int,
+    device: torch.device,
+    *,
+    decompose: bool = False,
 ) -> Joint:
-    """Trace a body, with gradients from the outputs in `tangents` to what trains and to inputs in need."""
+    """Trace a body, with gradients from the outputs in `tangents` to what trains and to inputs in need.
+
+    decompose: in the operations that Inductor compiles, so that a partition sees what it will join.
+    """
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     module = fx.GraphModule(body.root, _with_results(body, tangents))
@@ -55,11 +64,37 @@ def trace_joint(
         try:
             rows = _unknown_rows(shapes) if body.experts else None
             fakes = _fakes(body, trained, ways, mode, device, rows)
-            traced = aot_export_joint_with_descriptors(stack, module, fakes).graph_module
+            table = decompositions() if decompose else {}
+            exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
+            traced = exported.graph_module
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise UntraceableError(reason(error)) from error
+    _correct_types(traced.graph)
     label_memory(traced.graph)
     return _described(traced, body, _sizes(body, rows))
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., object]]:
+    """How Inductor takes operations apart, except those that draw random numbers: they draw as ever."""
+    from torch._inductor import config  # takes a second to import, and only compiled code needs it
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(fallback_random=True):
+        return dict(select_decomp_table())
+
+
+def _correct_types(graph: fx.Graph) -> None:
+    """Say what attention on a CPU returns: its sums are as wide as its scores, which torch 2.11 denies."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            wide = node.args[0].meta["val"].dtype is torch.float64
+            output, sums = node.meta["val"]
+            if wide and sums.dtype is not torch.float64:
+                sums = sums.to(torch.float64)
+                node.meta["val"] = (output, sums)
+                for user in node.users:
+                    if user.args[1] == 1:
+                        user.meta["val"] = sums
 
 
 def _sizes(body: Body, rows: torch.SymInt | None) -> Sizes:

@@ -8,9 +8,10 @@ import torch
 from piper.capture.code import Code, GraphCode
 from piper.capture.compose import Joints
 from piper.capture.eager import EagerCode
-from piper.capture.joint import UntraceableError
+from piper.capture.joint import Joint, UntraceableError
 from piper.capture.partition import partition
 from piper.capture.piece import Piece
+from piper.capture.remat import Choice, choose
 from piper.capture.structure import structural_key
 from piper.ir.chunk import TensorSpec
 
@@ -22,14 +23,15 @@ class Volume:
     key: str
     code: Code
     fallback: str | None = None  # why it runs under eager autograd
+    choice: Choice | None = None  # what is kept between its phases, where some is made again
 
 
 class Library:
     """The code of one captured model's chunks, made when first asked for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.joints = Joints(device)
+    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
+        self.device, self.compiled = device, compiled
+        self.joints = Joints(device, decompose=compiled)
         self.volumes: dict[str, Volume] = {}
 
     def find(
@@ -40,19 +42,30 @@ class Library:
         tangents: Sequence[int],
         ways: int,
         params: Sequence[TensorSpec],
+        budget: float | None = None,
     ) -> Volume:
         """The code of a piece.
 
         trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
         ways: over how many devices its experts are divided. params: its parameters on one device.
+        budget: the part of what it saves that may be kept; none: all of it.
         """
         assert piece.body is not None, "a marker has no code"
-        key = structural_key(piece.body, trained, tangents, ways, self.device)
+        variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
+        key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
         if key not in self.volumes:
             try:
                 joint = self.joints.of_piece(piece, trained, tangents, ways)
-                self.volumes[key] = Volume(key=key, code=GraphCode(partition(joint)))
+                self.volumes[key] = self._volume(key, joint, budget)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
                 self.volumes[key] = Volume(key=key, code=code, fallback=str(error))
         return self.volumes[key]
+
+    def _volume(self, key: str, joint: Joint, budget: float | None) -> Volume:
+        plain = partition(joint)
+        if not self.compiled and budget is None:
+            return Volume(key=key, code=GraphCode(plain))
+        choice = choose(plain, budget, joined=self.compiled)
+        code = GraphCode(partition(joint, choice.keep), joined=self.compiled)
+        return Volume(key=key, code=code, choice=choice)

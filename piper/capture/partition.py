@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import is_view, memory_of, recomputable, tensors_in
+from piper.capture.aliases import cheap, is_view, memory_of, recomputable, takes_one, tensors_in
 from piper.capture.joint import Joint
 from piper.ir.chunk import Phase
 
@@ -66,16 +66,20 @@ class _Needs:
     lengths: dict[fx.Node, tuple[fx.Node, int]]
 
 
-def partition(joint: Joint) -> Partition:
-    """Cut a joint graph into its phases."""
-    return _Partitioner(joint).run()
+def partition(joint: Joint, keep: Collection[fx.Node] | None = None) -> Partition:
+    """Cut a joint graph into its phases.
+
+    keep: the values of the forward that may be saved, whatever of the others a backward needs it makes again;
+    none: all of them.
+    """
+    return _Partitioner(joint, keep).run()
 
 
 class _Partitioner:
     """Finds out what each phase of one joint graph reads, runs and writes."""
 
-    def __init__(self, joint: Joint) -> None:
-        self.joint = joint
+    def __init__(self, joint: Joint, keep: Collection[fx.Node] | None) -> None:
+        self.joint, self.keep = joint, keep
         self.order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
@@ -86,13 +90,13 @@ class _Partitioner:
             ("tangents", joint.tangents),
         )
         self.given = {node: (kind, position) for kind, nodes in groups for position, node in nodes.items()}
-        self.casts = _casts(joint, self.backward)
+        self.casts = casts(joint, self.backward)
 
     def run(self) -> Partition:
         joint = self.joint
         inner, weight = list(joint.grad_inputs.values()), list(joint.grad_params.values())
         whole = self._needs([*inner, *weight])
-        second = self._needs(weight, made=self._closure(inner))
+        second = self._needs(weight, made=self._made(inner))
         carried = self._sorted(node for node in second.reads if self._carried(node))
         half = self._needs([*inner, *carried])
         reads = [node for needs in (whole, half, second) for node in needs.reads]
@@ -110,6 +114,21 @@ class _Partitioner:
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(set(nodes), key=self.order.__getitem__)
 
+    def _late(self, body: Collection[fx.Node]) -> list[fx.Node]:
+        """A backward's nodes in order, each value of the forward made again right before it is first read."""
+        placed: dict[fx.Node, None] = {}
+        for node in self._sorted(body):
+            if node not in self.backward:
+                continue
+            stack, missing = [node], {node}
+            while stack:
+                for source in stack.pop().all_input_nodes:
+                    if source in body and source not in placed and source not in missing:
+                        missing.add(source)
+                        stack.append(source)
+            placed |= dict.fromkeys(self._sorted(missing))
+        return [*placed, *(node for node in self._sorted(body) if node not in placed)]
+
     def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
         """The backward nodes that the roots need, and with a tuple all its parts: phases exchange tensors."""
         stack, reached = list(roots), set()
@@ -121,13 +140,23 @@ class _Partitioner:
         tuples = [node for node in reached if isinstance(node.meta.get("val"), tuple | list)]
         return reached.union(user for node in tuples for user in node.users if user in self.backward)
 
+    def _made(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
+        """What BI makes and need not be made once more: its own, and what it makes again at some cost."""
+        made = self._closure(inner)
+        if self.keep is None:
+            return made
+        again = {node for node in self._needs(inner).body if node not in self.backward and not cheap(node)}
+        return made | again | {user for node in again for user in node.users if takes_one(user)}
+
     def _saved(self, node: fx.Node) -> bool:
         """Whether a value that a backward phase reads comes out of F."""
-        return node in self.overwritten or (node.op != "placeholder" and node not in self.backward)
+        if node.op == "placeholder" or node in self.backward:
+            return node in self.overwritten
+        return self.keep is None or node in self.keep
 
     def _carried(self, node: fx.Node) -> bool:
         """Whether a value that BW reads comes out of BI."""
-        return node.op != "placeholder" and node in self.backward
+        return node.op != "placeholder" and not self._saved(node)
 
     def _needs(self, roots: Sequence[fx.Node], made: Collection[fx.Node] = ()) -> _Needs:
         """What a backward phase reads and runs to make the roots, where another has already made `made`."""
@@ -158,7 +187,9 @@ class _Partitioner:
         """Whether a backward phase makes a value itself: it is its own, or costs less than keeping it."""
         if not isinstance(node.meta.get("val"), Tensor | tuple | list):
             return True  # a number
-        return recomputable(node) or node in self.casts or (node in self.backward and node not in made)
+        if recomputable(node) or node in self.casts:
+            return True
+        return node not in made and not self._saved(node)
 
     def _result(self, node: fx.Node) -> fx.Node:
         """An output without the copy that was put around it, where it can do without."""
@@ -188,7 +219,7 @@ class _Partitioner:
                 reads[kind][position] = node
         return Section(
             reads=_in_order(reads),
-            body=self._sorted(needs.body),
+            body=self._late(needs.body),
             lengths=needs.lengths,
             writes=self._gradients([*grad_inputs.values(), *grad_params.values()], hands_on, needs),
             grad_inputs=tuple(grad_inputs),
@@ -247,7 +278,7 @@ def _fills_memory(node: fx.Node) -> bool:
     return bool(value.is_contiguous() and value.untyped_storage().nbytes() == size)
 
 
-def _casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
+def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
     """The forward's copies of parameters in another type: kept, each microbatch would hold the weights."""
     params = set(joint.params.values())
     found: set[fx.Node] = set()

@@ -1,22 +1,37 @@
 """Names code by what it does, so that identical stages are traced and compiled once."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.capture.piece import Body
 
 
 def structural_key(
-    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+    body: Body,
+    trained: Sequence[bool],
+    tangents: Sequence[int],
+    ways: int,
+    device: torch.device,
+    variant: str = "",
 ) -> str:
-    """A hash of all that decides what a body's code becomes. Parameters count by shape, not by name."""
+    """A hash of all that decides what a body's code becomes. Parameters count by shape, not by name.
+
+    variant: how the code is made of the body, where that is not as usual.
+    """
+    lines = _lines(body, trained, tangents, ways, device)
+    return digest_of([*lines, variant] if variant else lines)[:16]
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """A hash of lines of text."""
     digest = hashlib.sha256()
-    for line in _lines(body, trained, tangents, ways, device):
+    for line in lines:
         digest.update(line.encode() + b"\n")
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def _lines(
@@ -28,12 +43,17 @@ def _lines(
             grad = tensor.requires_grad if group == "input" else ""
             yield f"{group} {_shape(tensor)} {tensor.dtype} {grad}"
     yield f"trained {list(trained)} tangents {list(tangents)}"
+    yield from graph_lines(body.graph, body.root)
+
+
+def graph_lines(graph: fx.Graph, root: nn.Module) -> Iterator[str]:
+    """A graph in words: each operation and what it takes, without any names that a trace made up."""
     numbers: dict[fx.Node, int] = {}
-    for node in body.graph.nodes:
+    for node in graph.nodes:
         numbers[node] = len(numbers)
         shown = [_text(argument, numbers) for argument in node.args]
         named = [f"{key}={_text(argument, numbers)}" for key, argument in sorted(node.kwargs.items())]
-        yield f"{node.op} {_target(node, body.root)} {' '.join(shown + named)}"
+        yield f"{node.op} {_target(node, root)} {' '.join(shown + named)}"
 
 
 def _shape(tensor: Tensor) -> str:
@@ -48,7 +68,13 @@ def _target(node: fx.Node, root: nn.Module) -> str:
         held: object = root
         for part in str(node.target).split("."):
             held = getattr(held, part)
-        return str(held.graph) if isinstance(held, fx.GraphModule) else f"{type(held)} {id(held)}"
+        match held:
+            case fx.GraphModule():
+                return str(held.graph)
+            case Tensor() if not isinstance(held, FakeTensor):
+                return f"{held.dtype} {list(held.shape)} {held.tolist()}"
+            case _:
+                return f"{type(held)} {id(held)}"
     target = node.target
     if isinstance(target, str):
         return target

@@ -46,11 +46,13 @@ def trace(
     rows: int,
     precision: Precision = "fp32",
     device: str | torch.device = "cpu",
+    *,
+    compiled: bool = False,
 ) -> Traced:
     """Capture `loss_fn(model_fn(), batch)` for a slice of `rows` samples.
 
     Nothing is allocated: the model is built of fakes on the device it will run on. `batch` only gives names,
-    shapes and types.
+    shapes and types. compiled: its code is to be compiled, and traced in the operations that takes.
     """
     check_batch(batch, rows)
     dtype, device = DTYPES[precision], torch.device(device)
@@ -82,7 +84,7 @@ def trace(
         rows=rows,
         pieces=tuple(pieces),
         constants=recording.constants,
-        library=Library(device),
+        library=Library(device, compiled=compiled),
     )
 
 

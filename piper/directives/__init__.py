@@ -1,4 +1,4 @@
-"""The five directives: what a user can ask of the graph."""
+"""The directives: what a user can ask of the graph."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 from piper.directives.base import Directive
 from piper.directives.order import Order, order
 from piper.directives.place import Place, place
+from piper.directives.remat import Remat, remat
 from piper.directives.replicate import Replicate, replicate
 from piper.directives.shard import Shard, shard
 from piper.directives.split import Split, split
@@ -16,12 +17,14 @@ __all__ = [
     "Directive",
     "Order",
     "Place",
+    "Remat",
     "Replicate",
     "Shard",
     "Split",
     "apply",
     "order",
     "place",
+    "remat",
     "replicate",
     "shard",
     "split",

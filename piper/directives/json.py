@@ -9,6 +9,7 @@ from pathlib import Path
 from piper.directives.base import STREAM, Directive
 from piper.directives.order import order
 from piper.directives.place import place
+from piper.directives.remat import remat
 from piper.directives.replicate import replicate
 from piper.directives.shard import shard
 from piper.directives.split import split
@@ -24,6 +25,7 @@ KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # op: what it n
     "shard": (("filter", "devices"), ("stream", "ways")),
     "split": (("filter", "num_microbatches"), ("dim_name",)),
     "order": (("filters",), ()),
+    "remat": (("filter", "budget"), ()),
 }
 
 
@@ -208,10 +210,18 @@ def read_order(entry: Mapping[str, object], where: str) -> Directive:
     return order(groups)
 
 
+def read_remat(entry: Mapping[str, object], where: str) -> Directive:
+    budget = entry["budget"]
+    if not isinstance(budget, int | float) or isinstance(budget, bool):
+        raise wrong(where, "budget", budget, "a number from 0 to 1")
+    return remat(read_filter(entry["filter"], where), budget)
+
+
 READERS: Mapping[str, Callable[[Mapping[str, object], str], Directive]] = {
     "place": read_place,
     "replicate": read_replicate,
     "shard": read_shard,
     "split": read_split,
     "order": read_order,
+    "remat": read_remat,
 }

@@ -92,6 +92,7 @@ class Graph:
     parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
     policies: Mapping[str, Policy] = field(default_factory=dict)
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
+    budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> what it may keep of what it saves
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[str, ...] = ()  # "place #0 (llama.py:41)": who is number 0
 
@@ -144,7 +145,7 @@ class Graph:
     def placed_by(self, node: Compute) -> str:
         """The directive that put a node where it is: errors about places name it."""
         for number in reversed(node.origin):
-            if not self.directives[number].startswith(("order ", "split ")):
+            if not self.directives[number].startswith(("order ", "split ", "remat ")):
                 return self.directives[number]
         return "strategy"
 

@@ -32,6 +32,7 @@ NODE: Readers = {"part": pairs, "devices": parse, "stream": str, "origin": numbe
 CHUNK: Readers = {
     "parts": pairs,
     "transfers": str,
+    "budget": float,
     "zero": int,
     "bucket_mb": float,
     "reduce_stream": str,
@@ -56,6 +57,8 @@ def lines_of(graph: Graph) -> Iterator[str]:
         shown = [f"parts={show_pairs(graph.parts[chunk.name])}"] if graph.parts[chunk.name] else []
         if chunk.name in graph.transfer_streams:
             shown.append(f"transfers={graph.transfer_streams[chunk.name]}")
+        if chunk.name in graph.budgets:
+            shown.append(f"budget={graph.budgets[chunk.name]}")
         if chunk.name in graph.policies:
             policy = graph.policies[chunk.name]
             shown += [
@@ -103,6 +106,7 @@ class Reading:
         self.directives: list[str] = []
         self.parts: dict[str, Tags] = {}
         self.transfers: dict[str, str] = {}
+        self.budgets: dict[str, float] = {}
         self.policies: dict[str, Policy] = {}
         self.nodes: dict[str, Compute] = {}
         self.orderings: list[Ordering] = []
@@ -139,6 +143,8 @@ class Reading:
         self.parts[name] = cast(Tags, values.pop("parts", ()))
         if transfers := values.pop("transfers", None):
             self.transfers[name] = str(transfers)
+        if (budget := values.pop("budget", None)) is not None:
+            self.budgets[name] = cast(float, budget)
         if values:
             self.policies[name] = build(Policy, **values)
 
@@ -169,6 +175,7 @@ def read_graph(text: str, outline: Outline, source: str = "graph") -> Graph:
         parts=reading.parts,
         policies=reading.policies,
         transfer_streams=reading.transfers,
+        budgets=reading.budgets,
         orderings=tuple(reading.orderings),
         directives=tuple(reading.directives),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from piper.verbs.options import AsJson, ClusterName
+from piper.verbs.options import AsJson, ClusterName, CostsFile
 
 if TYPE_CHECKING:
     from piper.ir.chunk import Outline
@@ -31,28 +31,32 @@ def diff(
     a: Annotated[str, typer.Argument(help=EITHER, metavar="A")],
     b: Annotated[str, typer.Argument(help=EITHER, metavar="B")],
     cluster: ClusterName = "h100",
+    costs: CostsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two strategies: step time, bubble, bytes, memory, and which nodes moved."""
-    from piper.simulate.cluster import load_cluster
-    from piper.simulate.costs import Costs, Roofline, Unit
+    from piper.simulate.costs import Unit
     from piper.simulate.difference import difference
     from piper.simulate.simulate import simulate
     from piper.verbs.differences import Compared, compared_report, print_compared
+    from piper.verbs.prices import prices_of
 
-    machine = load_cluster(cluster)
+    prices = prices_of(cluster, costs)
     sides = [side_of(name) for name in (a, b)]
     timed = all(side.outline is not None for side in sides)
-    costs: Costs = Roofline(machine) if timed else Unit()
+    for side in sides:
+        if side.outline is not None:
+            prices.check(side.outline)
+    clock = prices.costs if timed else Unit()
     compared = Compared(
         names=(a, b),
         plans=(sides[0].plans, sides[1].plans),
         simulations=(
-            simulate(sides[0].plans, sides[0].outline, costs),
-            simulate(sides[1].plans, sides[1].outline, costs),
+            simulate(sides[0].plans, sides[0].outline, clock),
+            simulate(sides[1].plans, sides[1].outline, clock),
         ),
         difference=difference(sides[0].plans, sides[1].plans),
-        clock=machine.name if timed else "",
+        clock=prices.name if timed else "",
     )
     if as_json:
         sys.stdout.write(json.dumps(compared_report(compared)) + "\n")

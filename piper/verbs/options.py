@@ -1,5 +1,6 @@
 """Arguments and options that several verbs share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,10 @@ Device = Annotated[
 ]
 Compile = Annotated[
     bool, typer.Option("--compile", help="Run chunks as Inductor compiles them; kept in ~/.cache/piper.")
+]
+CostsFile = Annotated[
+    Path | None,
+    typer.Option("--costs", help="Measured costs, from `piper profile --calibrate`.", metavar="FILE"),
 ]
 ClusterName = Annotated[
     str, typer.Option("--cluster", help="a100, h100, h200, cpu, or a TOML file.", metavar="NAME|FILE")

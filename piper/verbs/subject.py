@@ -8,21 +8,21 @@ from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.recipe import load_recipe
-from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline, Unit
+from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
 from piper.train.folder import strategy_text
+from piper.verbs.prices import Prices, prices_of
 from piper.view.subject import Subject, said_by, tags_by_name
 
 CLUSTER = "h100"
 CPU = "cpu"
 
 
-def subject_of(target: str, *, cluster: str | None, measured: bool) -> Subject:
+def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
     """Find what a target names: `file.py:function`, or the folder of a run."""
     if Path(target).is_dir():
-        return subject_of_run(Path(target), cluster=cluster, measured=measured)
+        return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
     if ":" not in target:
         raise ConfigError(
             "there is no such recipe or run",
@@ -35,20 +35,19 @@ def subject_of(target: str, *, cluster: str | None, measured: bool) -> Subject:
             by=target,
             hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
         )
-    machine = cluster or CLUSTER
-    load_cluster(machine)  # refused before the costly part
-    return of_program(compile(load_recipe(target)), target, machine)
+    prices = prices_of(cluster or CLUSTER, costs)
+    return of_program(compile(load_recipe(target)), target, prices)
 
 
-def of_program(program: Program, target: str, cluster: str, profile: Profile | None = None) -> Subject:
-    """A compiled recipe, timed on a cluster, with what one of its runs measured."""
-    machine = load_cluster(cluster)
+def of_program(program: Program, target: str, prices: Prices, profile: Profile | None = None) -> Subject:
+    """A compiled recipe, timed at some prices, with what one of its runs measured."""
+    prices.check(program.outline)
     file = Path(target.rpartition(":")[0])
     return Subject(
         title=f"{file.name}:{target.rpartition(':')[2]}",
         plans=program.plans,
-        planned=simulate(program.plans, program.outline, Roofline(machine)),
-        clock=machine.name,
+        planned=simulate(program.plans, program.outline, prices.costs),
+        clock=prices.name,
         tags={chunk.name: chunk.tags for chunk in program.outline.chunks},
         orderings=program.graph.orderings,
         strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
@@ -61,17 +60,16 @@ def of_program(program: Program, target: str, cluster: str, profile: Profile | N
     )
 
 
-def subject_of_run(folder: Path, *, cluster: str | None, measured: bool) -> Subject:
+def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
     """A run: its plans as they were; directives and costs too, if its recipe still makes the same plans."""
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
     profile = read_profile(folder) if has_profile or measured else None
     plans = profile.plans if profile else plans_of_run(folder)
-    machine = cluster or (CPU if profile and profile.accelerator == "cpu" else CLUSTER)
-    load_cluster(machine)
+    prices = prices_of(cluster or (CPU if profile and profile.accelerator == "cpu" else CLUSTER), costs)
     recipe = recipe_of(folder, profile)
     program, why = same_program(recipe, plans)
     if program is not None:
-        return of_program(program, recipe, machine, profile)
+        return of_program(program, recipe, prices, profile)
     strategy = folder / "strategy.txt"
     return Subject(
         title=folder.resolve().name,

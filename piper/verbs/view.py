@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from piper.schedules.grid import Grid
+from piper.verbs.options import CostsFile
 
 Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
@@ -27,6 +28,7 @@ def view(
         bool, typer.Option("--measured", help="Refuse a target that has no measured times.")
     ] = False,
     cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
+    costs: CostsFile = None,
 ) -> None:
     """Show a strategy: its pipeline, streams, memory, dependencies and what made them, planned and measured.
 
@@ -42,7 +44,7 @@ def view(
     from piper.view.text import timeline_text
     from piper.view.trace import chrome_trace
 
-    subject = subject_of(target, cluster=cluster, measured=measured)
+    subject = subject_of(target, cluster=cluster, costs=costs, measured=measured)
     drawn = ""
     if svg or png:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))

@@ -77,7 +77,7 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"filter": {}}]',
             """
             strategy[0]: it does not say which directive it is
-              known: place, replicate, shard, split, order
+              known: place, replicate, shard, split, order, remat
               hint:  give it an "op"
             """,
         ),
@@ -85,7 +85,7 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"op": "plaice"}]',
             """
             strategy[0]: there is no directive 'plaice'
-              known: place, replicate, shard, split, order
+              known: place, replicate, shard, split, order, remat
               hint:  did you mean 'place'?
             """,
         ),

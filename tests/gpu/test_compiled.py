@@ -4,14 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import piper
 from piper.api import compile
 from piper.launchers.start import launcher
 from piper.runtime.check import check
-from tests.runtime.grid import Cell, batches, job
+from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
+TOLERANCE = 1e-6  # of float64: the models' rotations are float32, and a compiled cosine rounds another way
 CELLS = [
     Cell(case="decoder", schedule="zero-bubble", parts=4),
     Cell(case="moe", schedule="1f1b", dp=2, ways=2),
@@ -28,11 +30,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compiled_chunks_give_the_numbers_of_one_device(
     cell: Cell, budget: float | None, cache: Path
 ) -> None:
-    asked = job(cell)
+    asked = job(cell, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     if budget is not None:
-        asked = replace(asked, strategy=[*asked.strategy, piper.remat(piper.at(), budget)])
+        asked = replace(asked, strategy=[*strategy(cell), piper.remat(piper.at(), budget)])
     program = compile(asked, device="cuda", compile=True, cache=cache)
     report = check(
-        program, lambda started, options: launcher(started, "inline", options), batches(cell, 2), 1e-9
+        program, lambda started, options: launcher(started, "inline", options), batches(cell, 2), TOLERANCE
     )
     assert report.ok, report

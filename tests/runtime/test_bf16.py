@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import Numbers, numbers
+from piper.runtime.check import numbers
 from piper.runtime.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
@@ -21,7 +21,8 @@ from tests.runtime.sharing import Shared
 from tests.runtime.test_matrix import parts
 
 STEPS = 3
-TOGETHER, EACH = 1.25, 2.0  # how much larger the error may be: of all tensors, and of any one
+TOGETHER, EACH = 1.5, 2.0  # how much larger the error may be: of all tensors, and of any one
+ROUNDING = 2**-8  # of a number in bf16: an error below it, on either side, is luck
 
 
 def sgd(params: Iterator[Tensor]) -> torch.optim.Optimizer:
@@ -37,15 +38,27 @@ def errors(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
-def assert_as_exact(
-    got: Mapping[str, Tensor], single: Mapping[str, Tensor], exact: Mapping[str, Tensor]
-) -> None:
+def assert_each(got: Mapping[str, Tensor], single: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """No tensor is much further off than on one device."""
     assert got.keys() == single.keys() == exact.keys()
     mine, theirs = errors(got, exact), errors(single, exact)
     for name, error in mine.items():
-        assert error <= EACH * theirs[name], (name, error, theirs[name])
-    total = [sum(error**2 for error in found.values()) ** 0.5 for found in (mine, theirs)]
-    assert total[0] <= TOGETHER * total[1], total
+        usual = max(theirs[name], ROUNDING * exact[name].norm().item())
+        assert error <= EACH * usual, (name, error, theirs[name])
+
+
+def assert_together(
+    got: Mapping[str, Tensor], single: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> None:
+    """All tensors, as one vector, are no further off than on one device."""
+    mine, theirs = (
+        sum(error**2 for error in errors(found, exact).values()) ** 0.5 for found in (got, single)
+    )
+    assert mine <= TOGETHER * theirs, (mine, theirs)
+
+
+def assert_number(got: float, single: float, exact: float) -> None:
+    assert abs(got - exact) <= EACH * max(abs(single - exact), ROUNDING * abs(exact)), (got, single, exact)
 
 
 def assert_rounds_alike(cell: Cell) -> None:
@@ -54,22 +67,15 @@ def assert_rounds_alike(cell: Cell) -> None:
     program = shared.compile(cell, precision="bf16", optimizer=sgd)
     single = numbers(Reference(program), given)
     with launch_inline(program, Options(keep_gradients=True)) as run:
-        for batch, one, true in zip(given, single, exact, strict=True):
-            result = run.step(batch)
-            state = run.state_dict()
-            got = Numbers(
-                loss=result.loss, grad_norm=result.grad_norm, gradients=run.gradients(), state=state
-            )
-            assert got.loss == pytest.approx(true.loss, rel=0.02)
-            assert got.grad_norm == pytest.approx(true.grad_norm, rel=0.02)
-            assert_as_exact(got.gradients, one.gradients, true.gradients)
-            assert_as_exact(got.state, one.state, true.state)
-            assert all(value.dtype != torch.bfloat16 for value in trained(state)), "masters are exact"
-
-
-def trained(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The parameters that are trained, of the cases used here."""
-    return (value for name, value in state.items() if "running" not in name and value.is_floating_point())
+        for step, (batch, one, true) in enumerate(zip(given, single, exact, strict=True)):
+            result, gradients, state = run.step(batch), run.gradients(), run.state_dict()
+            assert_number(result.loss, one.loss, true.loss)
+            assert_number(result.grad_norm, one.grad_norm, true.grad_norm)
+            if step == 0:  # later ones begin from other parameters, and a router may choose other experts
+                assert_each(gradients, one.gradients, true.gradients)
+            assert_together(gradients, one.gradients, true.gradients)
+            assert_together(state, one.state, true.state)
+            assert all(state[name].dtype == torch.float32 for name in gradients), "masters are exact"
 
 
 CELLS = [

@@ -1,7 +1,5 @@
 """Every strategy gives the numbers of plain PyTorch on one device, in fp64 to 1e-9."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,9 +9,9 @@ from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.runtime.check import check
 from piper.runtime.reference import Reference
-from piper.runtime.worker import Options
 from tests import zoo
-from tests.runtime.grid import SHAPES, Cell, batches, case_of, job
+from tests.runtime.grid import SHAPES, Cell, batches, job
+from tests.runtime.sharing import Shared
 
 REPLICAS = [(2, 0), (2, 1), (4, 2), (3, 3)]  # (DP, zero)
 PARTS = {"none": 2, "dualpipe-v": 4}
@@ -59,22 +57,23 @@ PLACES: dict[str, tuple[str, int, list[Directive]]] = {  # the model, its stages
 }
 
 
-def assert_same(cell: Cell, options: Options | None = None) -> None:
-    program = compile(job(cell))
-    report = check(program, launch_inline, batches(cell, 2), options=options)
-    assert report.ok, report
+@pytest.fixture(scope="module")
+def shared() -> Shared:
+    return Shared()
 
 
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 @pytest.mark.parametrize("schedule", SHAPES)
-def test_schedules_and_replicas(schedule: str, replicas: tuple[int, int]) -> None:
+def test_schedules_and_replicas(shared: Shared, schedule: str, replicas: tuple[int, int]) -> None:
     dp, zero = replicas
-    assert_same(Cell(case="mlp", schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4)))
+    report = shared.check(Cell(case="mlp", schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4)))
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("cell", MODELS, ids=str)
-def test_models(cell: Cell) -> None:
-    assert_same(cell)
+def test_models(shared: Shared, cell: Cell) -> None:
+    report = shared.check(cell)
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -98,21 +97,3 @@ def test_plain_pytorch_is_what_a_chunk_by_chunk_reference_is_equal_to() -> None:
         assert plain.step(batch) == pytest.approx(chunks.step(batch), rel=1e-12)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(value, chunks.state_dict()[name], rtol=1e-9, atol=1e-12)
-
-
-def compositions() -> list[Cell]:
-    """Every model under every schedule, with replicas and shards of each kind."""
-    found = []
-    for case, schedule, (dp, zero) in itertools.product(zoo.NAMES, SHAPES, [(1, 0), (2, 2), *REPLICAS]):
-        cell = Cell(case=case, schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4), rows=1)
-        found.append(cell)
-        if case_of(cell).experts and dp % 2 == 0:
-            found.append(Cell(**{**{f: getattr(cell, f) for f in cell.__slots__}, "ways": 2, "clip": 0.3}))
-    return found
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", compositions(), ids=str)
-def test_matrix(cell: Cell) -> None:
-    assert_same(cell)

@@ -1,0 +1,142 @@
+"""Chooses which values of a forward are kept for the backward, and which the backward makes again.
+
+Keeping is a cut through the forward, between what may not be made again and what the backward reads: the cut
+of the fewest bytes. A compiler joins cheap operations to the ones that read them, so there they may always
+run again. A budget allows more, those that cost least for the bytes they free first, until that is enough.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.aliases import (
+    cheap,
+    draws_random,
+    memory_of,
+    read_from_memory,
+    recomputable,
+    takes_one,
+    tensors_in,
+)
+from piper.capture.cost import flops_of, traffic_of
+from piper.capture.mincut import INFINITE, Network
+from piper.capture.partition import Partition, backward_nodes, casts
+
+_FLOPS_PER_BYTE = 200  # computed in the time that one byte moves: only the order of costs depends on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The values of a forward that are kept; a backward makes all others again."""
+
+    keep: frozenset[fx.Node]
+    budget: float | None
+    kept_bytes: int
+    all_bytes: int  # what is kept when nothing is made again
+
+
+def choose(plain: Partition, budget: float | None, *, joined: bool) -> Choice:
+    """Choose what is kept of a chunk whose partition without recomputation is `plain`.
+
+    budget: the part of the bytes that may be kept; none: as many as free recomputation leaves.
+    joined: a compiler joins cheap operations to the ones that read them.
+    """
+    return _Chooser(plain, joined).run(budget)
+
+
+class _Chooser:
+    """Weighs the values of one joint graph against making them again."""
+
+    def __init__(self, plain: Partition, joined: bool) -> None:
+        joint = plain.joint
+        self.plain, self.sizes = plain, joint.sizes
+        self.backward = backward_nodes(joint)
+        self.casts = casts(joint, self.backward)
+        self.overwritten = {joint.buffers[position] for position in joint.mutated}
+        self.region = self._region()
+        candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
+        free = {node for node in candidates if joined and cheap(node) and not self._in_memory(node)}
+        self.free = free | {node for node in self.region if self._passes(node)}
+        self.costly = sorted((node for node in candidates if node not in self.free), key=self._density)
+
+    def run(self, budget: float | None) -> Choice:
+        everything = self._bytes(self.plain.saved)
+        keep = self._cut(0)
+        if budget is not None and self.costly and self._bytes(keep) > budget * everything:
+            few, many = 1, len(self.costly)  # the fewest that are enough; all of them, where none are
+            while few < many:
+                middle = (few + many) // 2
+                if self._bytes(self._cut(middle)) <= budget * everything:
+                    many = middle
+                else:
+                    few = middle + 1
+            keep = self._cut(few)
+        return Choice(keep=frozenset(keep), budget=budget, kept_bytes=self._bytes(keep), all_bytes=everything)
+
+    def _region(self) -> list[fx.Node]:
+        """All that the forward made the saved values of, and buffers that it overwrites."""
+        stack, found = list(self.plain.saved), set[fx.Node]()
+        while stack:
+            node = stack.pop()
+            given = node.op == "placeholder" and node not in self.overwritten
+            if node not in found and not given and tensors_in(node):  # sizes are read off any tensor
+                found.add(node)
+                stack += node.all_input_nodes
+        return [node for node in self.plain.joint.graph.nodes if node in found]
+
+    def _bytes(self, nodes: Iterable[fx.Node]) -> int:
+        """The memory that values hold, each storage once."""
+        return sum({memory_of(node): self.sizes.storage_bytes(node.meta["val"]) for node in nodes}.values())
+
+    def _passes(self, node: fx.Node) -> bool:
+        """Whether a value is made again anyway, or is only one result of an operation with several."""
+        return recomputable(node) or node in self.casts or takes_one(node)
+
+    def _fixed(self, node: fx.Node) -> bool:
+        """Whether a value may not be made again: it is random, or a choice such as where a row goes.
+
+        A choice made twice, of numbers that may differ in their last bit, could be two choices.
+        """
+        if self._passes(node):
+            return False
+        if not isinstance(node.target, torch._ops.OpOverload) or draws_random(node):
+            return True
+        whole = any(not t.is_floating_point() and t.dtype is not torch.bool for t in tensors_in(node))
+        return whole and torch.Tag.pointwise not in node.target.tags
+
+    def _in_memory(self, node: fx.Node) -> bool:
+        """Whether the backward needs a value in memory: making it again would cost a kernel."""
+        return read_from_memory(node, self.backward.__contains__)
+
+    def _density(self, node: fx.Node) -> float:
+        """What making a value again costs, for each byte that it holds."""
+        held = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
+        cost = flops_of(node, self.sizes) + _FLOPS_PER_BYTE * traffic_of(node, self.sizes)
+        return cost / max(held, 1)
+
+    def _cut(self, allowed: int) -> list[fx.Node]:
+        """The values to keep where the first `allowed` of the costly operations may run again."""
+        may = {*self.free, *self.costly[:allowed]}
+        network = Network()
+        into = {node: network.place() for node in self.region}
+        out = {node: network.place() for node in self.region}
+        for node in self.region:
+            network.join(into[node], out[node], self._weight(node))
+            if node not in may:
+                network.join(network.source, into[node])
+            for source in node.all_input_nodes:
+                if source in out:
+                    network.join(out[source], into[node])
+        for node in self.plain.saved:
+            network.join(out[node], network.sink)
+        behind = network.behind_cut()
+        return [node for node in self.region if out[node] in behind and into[node] not in behind]
+
+    def _weight(self, node: fx.Node) -> int:
+        """The bytes of keeping a value. What is made again anyway, or is several tensors, cannot be kept."""
+        several = not isinstance(node.meta["val"], Tensor)
+        if several or recomputable(node) or node in self.casts:
+            return INFINITE
+        return max(1, self.sizes.storage_bytes(node.meta["val"]))

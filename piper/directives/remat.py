@@ -1,0 +1,71 @@
+"""`remat`: fewer activations kept, the others made again."""
+
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, given_filter, selected, touched
+from piper.errors import ScheduleError
+from piper.ir.graph import Graph
+from piper.ir.node import Compute
+from piper.ir.select import At
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remat(Directive):
+    """Keep at most a part of what the selected chunks' forwards save; their backwards make the rest again.
+
+    F[PP=0] --480 MB--> B[PP=0]
+    -->
+    F[PP=0] --120 MB--> B[PP=0] with some of F      (budget=0.25)
+    """
+
+    at: At
+    budget: float
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        self._check_budget(by)
+        nodes = selected(graph, self.at, by)
+        self._check_whole(graph, nodes, by)
+        chunks = graph.chunks
+        names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
+        if not names:
+            raise ScheduleError(
+                "nothing here saves activations",
+                by=by,
+                facts={"asked": str(self.at), "but": f"{nodes[0].chunk} only sends rows"},
+                hint="select the regions around it, or its experts",
+            )
+        graph = replace(graph, budgets={**graph.budgets, **dict.fromkeys(names, float(self.budget))})
+        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
+
+    def _check_budget(self, by: str) -> None:
+        given = self.budget
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+            raise ScheduleError(
+                f"budget={given!r} is no part of the activations",
+                by=by,
+                hint="1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again",
+            )
+
+    def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
+        """A chunk's code is the same on all its parts, and forward and backward agree on what is kept."""
+        names = {node.name for node in nodes}
+        chunks = {node.chunk for node in nodes}
+        outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
+        if outside is not None:
+            raise ScheduleError(
+                "the filter cuts through a chunk",
+                by=by,
+                facts={"matched": nodes[0].name, "left out": outside.name},
+                hint="select whole regions: leave PASS and axes of split out of the filter",
+            )
+
+
+def has_code(kind: str) -> bool:
+    """Whether a chunk of this kind computes anything."""
+    return kind in ("compute", "expert")
+
+
+def remat(at: At, budget: float) -> Remat:
+    """Keep at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward."""
+    return Remat(at=given_filter("remat", at), budget=budget)

@@ -1,0 +1,37 @@
+"""Buffers of divided expert regions: what is read is divided as the experts are, what is written cannot be."""
+
+from piper.devices import show
+from piper.errors import ScheduleError
+from piper.ir.chunk import Outline
+from piper.ir.graph import Graph
+
+
+def check_expert_buffers(graph: Graph, outline: Outline) -> None:
+    """Refuse to divide a buffer that a region writes, or that a region with other experts uses too."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    ways = {
+        chunk.name: graph.policy(chunk.name).ways if chunk.kind == "expert" else 1 for chunk in outline.chunks
+    }
+    users: dict[str, str] = {}
+    for chunk in outline.chunks:
+        for name in chunk.buffers:
+            first = users.setdefault(name, chunk.name)
+            divided = max(first, chunk.name, key=lambda user: ways[user])
+            asked = f"ways {ways[divided]} over {show(homes[divided].devices)}"
+            if ways[first] != ways[chunk.name]:
+                raise ScheduleError(
+                    f"the buffer {name} would be divided in one region and not in another",
+                    by=graph.placed_by(homes[divided]),
+                    facts={"asked": f"{asked} for {divided}", "but": f"{first} and {chunk.name} share it"},
+                    hint="give each region a buffer of its own, or shard both alike",
+                )
+            if name in chunk.mutated and ways[chunk.name] > 1:
+                raise ScheduleError(
+                    f"the buffer {name} cannot be divided with its experts",
+                    by=graph.placed_by(homes[chunk.name]),
+                    facts={
+                        "asked": asked,
+                        "but": f"{chunk.name} writes it, from the rows of {ways[chunk.name]} devices at once",
+                    },
+                    hint="write it outside the part between route and unroute, or do not shard this region",
+                )

@@ -1,0 +1,181 @@
+"""Compiled phases: the numbers of those that are not compiled, kept on disk, and sent to other processes."""
+
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture import inductor
+from piper.capture.annotate import annotate
+from piper.capture.cache import Cache
+from piper.capture.differentiate import Captured, differentiate
+from piper.capture.inductor import Compiled
+from piper.capture.trace import trace
+from piper.errors import CaptureError
+from piper.experts import grouped_mm, route, unroute
+from piper.launchers.freight import pack, unpack
+from tests import zoo
+from tests.capture.capturing import difference
+from tests.capture.machine import Backward
+
+pytestmark = pytest.mark.timeout(180)  # a compiler for C++ is at work
+KINDS: tuple[Backward, ...] = ("whole", "split")
+EXPERTS = 4
+
+
+class Routed(nn.Module):
+    """A layer, then experts that each see the rows whose first entry says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, 16, 4) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            h = torch.tanh(self.first(x))
+            chosen = (x[:, 0] * 100).abs().long() % EXPERTS
+            order = chosen.argsort(stable=True)
+            counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(0, chosen, torch.ones_like(chosen))
+            with annotate("EP"):
+                rows, received = route(h[order], counts)
+                y = grouped_mm(torch.sigmoid(rows) * 2, self.experts, received)
+                y = unroute(y, received, x.shape[0])
+        return torch.empty_like(y).index_copy(0, order, y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A captured model whose code is compiled, and where that is kept."""
+
+    code: Captured
+    folder: Path
+
+
+def captured(folder: Path, budget: float | None = None) -> Captured:
+    found = trace(Routed, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
+    budgets = {} if budget is None else {chunk.name: budget for chunk in found.outline.chunks}
+    return differentiate(found, None, budgets, Cache(folder=folder))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("cache")
+    return Made(code=captured(folder), folder=folder)
+
+
+def apart(code: Captured, backward: Backward, seed: int = 1) -> float:
+    """How far compiled chunks are from autograd on the whole model."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Routed().double())
+    batch = {name: value.double() for name, value in zoo.vectors(8, seed).items()}
+    return difference(code, zoo.regression, models[0], models[1], batch, backward)
+
+
+@pytest.mark.slow
+def test_compiled_chunks_equal_autograd(made: Made) -> None:
+    for backward in KINDS:
+        assert apart(made.code, backward) < 1e-12
+    assert apart(made.code, "whole", seed=2) < 1e-12  # other rows for each expert
+    assert all(isinstance(code, Compiled) for code in made.code.built.values() if has_results(code))
+
+
+def has_results(code: object) -> bool:
+    return not isinstance(code, torch.fx.GraphModule)
+
+
+@pytest.mark.slow
+def test_a_second_capture_compiles_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart(made.code, "whole")
+    monkeypatch.setattr(inductor, "standalone_compile", None)
+    assert apart(captured(made.folder), "whole") < 1e-12
+
+
+@pytest.mark.slow
+def test_recomputation_is_compiled_too(made: Made) -> None:
+    code = captured(made.folder, 0.0)
+    for backward in KINDS:
+        assert apart(code, backward) < 1e-12
+    (expert,) = (chunk for chunk in code.outline.chunks if chunk.kind == "expert")
+    assert expert.saved == ()
+
+
+def expert_forward(made: Made) -> Compiled:
+    (chunk,) = (chunk for chunk in made.code.outline.chunks if chunk.kind == "expert")
+    code = made.code.phase(chunk.key, "F")
+    assert isinstance(code, Compiled)
+    return code
+
+
+def expert_arguments(rows: int) -> list[Tensor]:
+    counts = torch.tensor([rows - rows // 3, 0, rows // 3, 0])
+    return [torch.randn(rows, 16, dtype=torch.float64), counts, torch.randn(EXPERTS, 16, 4).double()]
+
+
+def test_one_artifact_serves_any_number_of_rows(made: Made) -> None:
+    code = expert_forward(made)
+    for rows in (7, 0, 1, 33):
+        given = expert_arguments(rows)
+        wanted = grouped_mm(torch.sigmoid(given[0]) * 2, given[2], given[1])
+        torch.testing.assert_close(code(*given)[0], wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_phase_travels_as_bytes(made: Made, tmp_path: Path) -> None:
+    given = expert_arguments(9)
+    (tmp_path / "sent").write_bytes(pack((expert_forward(made), given)))
+    program = (
+        "import sys\n"
+        "from piper.launchers.freight import pack, unpack\n"
+        "code, given = unpack(open(sys.argv[1], 'rb').read())\n"
+        "open(sys.argv[1], 'wb').write(pack(code(*given)[0]))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "sent")], check=True, timeout=120)
+    assert torch.equal(
+        torch.as_tensor(unpack((tmp_path / "sent").read_bytes())), expert_forward(made)(*given)[0]
+    )
+
+
+def test_boxed_arguments_are_let_go(made: Made) -> None:
+    given = expert_arguments(9)
+    seen = weakref.ref(given[0])
+    result = expert_forward(made).boxed(given)
+    assert given == [] and seen() is None
+    assert len(result[0]) == 9
+
+
+def test_a_damaged_entry_is_made_again(made: Made) -> None:
+    before = expert_forward(made)
+    entries = [path for path in (made.folder / "chunks").rglob("*") if path.is_file()]
+    assert entries
+    for path in entries:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    again = captured(made.folder)
+    (chunk,) = (chunk for chunk in again.outline.chunks if chunk.kind == "expert")
+    given = expert_arguments(5)
+    assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
+    assert any(Cache(folder=made.folder).find(path.name) is not None for path in entries)
+
+
+def test_a_phase_that_cannot_be_compiled(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> SimpleNamespace:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(inductor, "standalone_compile", fail)
+    code = captured(tmp_path)
+    (chunk,) = (chunk for chunk in code.outline.chunks if chunk.kind == "expert")
+    with pytest.raises(CaptureError) as error:
+        code.phase(chunk.key, "F")
+    assert str(error.value) == (
+        f"{chunk.name}: F cannot be compiled\n"
+        "  why:  RuntimeError: no kernel for this\n"
+        "  hint: leave compile=True out; the chunk then runs operation by operation"
+    )

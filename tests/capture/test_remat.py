@@ -1,0 +1,109 @@
+"""What is kept between the phases when values are made again: fewer bytes, and the very same numbers."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture.annotate import annotate
+from piper.capture.differentiate import Captured, differentiate
+from piper.capture.trace import trace
+from piper.ir.chunk import Chunk
+from tests import zoo
+from tests.capture.capturing import ROWS, case, difference, traced
+from tests.capture.machine import Backward
+
+KINDS: tuple[Backward, ...] = ("whole", "split")
+
+
+def kept(chunk: Chunk) -> int:
+    """The bytes that live from F to the backward, a shared storage once."""
+    shared = {spec.storage for spec in chunk.saved if spec.storage >= 0}
+    return sum(spec.nbytes for spec in chunk.saved if spec.storage < 0) + sum(
+        chunk.storages[i] for i in shared
+    )
+
+
+def with_budget(name: str, budget: float) -> Captured:
+    found = traced(name)
+    return differentiate(found, None, {chunk.name: budget for chunk in found.outline.chunks})
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("name", ["mlp", "decoder", "moe", "convnet", "dropout"])
+def test_gradients_are_the_same_bits_at_every_budget(name: str, budget: float) -> None:
+    found, code = case(name), with_budget(name, budget)
+    for backward in KINDS:
+        whole, parts = (zoo.build(found, dtype=torch.float64) for _ in range(2))
+        apart = difference(code, found.loss, whole, parts, found.batch(ROWS, 1), backward)
+        assert apart == 0.0
+    for chunk in code.outline.chunks:
+        if chunk.name in code.choices:
+            choice = code.choices[chunk.name]
+            assert kept(chunk) == choice.kept_bytes <= choice.all_bytes
+
+
+def test_bytes_follow_the_budget_and_work_moves_into_the_backward() -> None:
+    plain = differentiate(traced("decoder")).outline.chunks
+    before = [chunk.phases["B"].flops for chunk in plain]
+    for budget in (0.7, 0.4, 0.1):
+        chunks = with_budget("decoder", budget).outline.chunks
+        for chunk, whole in zip(chunks, plain, strict=True):
+            assert 0 < kept(chunk) <= budget * kept(whole)
+            assert chunk.phases["F"].flops == whole.phases["F"].flops
+        now = [chunk.phases["B"].flops for chunk in chunks]
+        assert all(a >= b for a, b in zip(now, before, strict=True))
+        before = now
+    assert before > [chunk.phases["B"].flops for chunk in plain]
+
+
+def test_the_second_half_does_not_repeat_the_first() -> None:
+    for chunk in with_budget("decoder", 0.1).outline.chunks:
+        halves = chunk.phases["BI"].flops + chunk.phases["BW"].flops
+        assert halves == chunk.phases["B"].flops
+
+
+def test_a_budget_of_one_keeps_what_is_kept_without() -> None:
+    plain = differentiate(traced("decoder")).outline.chunks
+    for chunk, whole in zip(with_budget("decoder", 1.0).outline.chunks, plain, strict=True):
+        assert (chunk.saved, chunk.carried) == (whole.saved, whole.carried)
+        assert chunk.key != whole.key
+
+
+class Chooses(nn.Module):
+    """A stage that draws a mask and chooses entries: neither may happen twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            h = nn.functional.dropout(torch.tanh(self.a(x)), 0.5)
+            best = h.topk(4).indices
+            result: Tensor = self.b(h.gather(-1, best).sigmoid())
+        return result
+
+
+def test_what_is_drawn_or_chosen_is_kept() -> None:
+    found = trace(Chooses, zoo.regression, zoo.vectors(4, 0), 4, "fp64")
+    code = differentiate(found, None, {"PP=0": 0.0})
+    chunk = code.outline.chunks[0]
+    types = sorted(spec.dtype for spec in chunk.saved)
+    assert types == ["bool", "float64", "int64"]  # the mask and what it left are drawn together
+    assert code.reasons() == [
+        f"PP=0: keeps {kept(chunk)} of {code.choices['PP=0'].all_bytes} bytes from F to its backward, "
+        "not 0 of them: the rest may not be made again"
+    ]
+    for backward in KINDS:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Chooses().double())
+        batch = {name: value.double() for name, value in zoo.vectors(4, 1).items()}
+        assert difference(code, zoo.regression, models[0], models[1], batch, backward) == 0.0
+
+
+def test_experts_keep_their_rows_and_nothing_else() -> None:
+    chunks = {chunk.name: chunk for chunk in with_budget("moe", 0.0).outline.chunks}
+    assert chunks["PP=0 EP=0"].saved == ()
+    assert 0 in chunks["PP=0 EP=0"].phases["B"].inputs

@@ -1,0 +1,120 @@
+"""`remat`: what it makes of the graph, its JSON form, and what it refuses."""
+
+import re
+from inspect import cleandoc
+
+import pytest
+
+from piper.directives import Directive, apply, order, remat, split
+from piper.directives.json import parse_strategy
+from piper.errors import ConfigError, ScheduleError
+from piper.ir.chain import chain
+from piper.ir.chunk import Chunk, Outline
+from piper.ir.graph import Graph, start
+from piper.ir.select import At, at
+from piper.ir.text import read_graph, show_graph
+
+DENSE = chain(2)
+EXPERTS = chain(2, experts=4)
+
+
+def after(*strategy: Directive, outline: Outline = DENSE) -> Graph:
+    return apply(start(outline), strategy)
+
+
+def said(outline: Outline, *strategy: Directive) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        apply(start(outline), strategy)
+    return re.sub(r"test_\w+\.py:\d+", "here", str(caught.value))
+
+
+def test_a_later_budget_wins() -> None:
+    graph = after(remat(at(), 0.5), remat(at(PP=1), 0))
+    assert graph.budgets == {"PP=0": 0.5, "PP=1": 0.0}
+    assert graph.nodes["F[PP=0]"].origin == (0,)
+    assert graph.nodes["B[PP=1]"].origin == (0, 1)
+
+
+def test_parts_and_halves_share_their_chunk_s_budget() -> None:
+    halves = order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]])
+    assert after(split(at(), parts=2), halves, remat(at(PP=0), 0.25)).budgets == {"PP=0": 0.25}
+
+
+def test_markers_have_nothing_to_recompute() -> None:
+    names = {"PP=0", "PP=0 EP=0", "PP=0 #1"}
+    assert set(after(remat(at(PP=0), 0.5), outline=EXPERTS).budgets) == names & {
+        chunk.name for chunk in EXPERTS.chunks
+    }
+
+
+def test_the_text_of_a_graph_keeps_budgets() -> None:
+    graph = after(remat(at(PP=1), 0.125))
+    assert "chunk  PP=1  budget=0.125" in show_graph(graph)
+    assert read_graph(show_graph(graph), DENSE).budgets == graph.budgets
+
+
+def test_the_json_form() -> None:
+    assert parse_strategy('[{"op": "remat", "filter": {"PP": 0}, "budget": 0.5}]') == [remat(at(PP=0), 0.5)]
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.5, True, "half", float("nan")])
+def test_a_budget_out_of_range(budget: float) -> None:
+    assert said(DENSE, remat(at(), budget)) == cleandoc(f"""
+        remat #0 (here): budget={budget!r} is no part of the activations
+          hint: 1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again
+    """)
+
+
+def test_nothing_matched() -> None:
+    assert said(DENSE, remat(at(PP=7), 0.5)) == cleandoc("""
+        remat #0 (here): the filter matches no node
+          asked: at(PP=7)
+          known: PP=0..1
+          hint:  use an index that exists; only an order that asks for halves makes a backward BI and BW
+    """)
+
+
+@pytest.mark.parametrize(
+    ("asked", "matched", "left"),
+    [
+        (at(PP=0, MB=1), "F[PP=0 MB=1]", "F[PP=0 MB=0]"),
+        (at(PP=0, PASS="F"), "F[PP=0 MB=0]", "B[PP=0 MB=0]"),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_chunk(asked: At, matched: str, left: str) -> None:
+    assert said(DENSE, split(at(), parts=2), remat(asked, 0.5)) == cleandoc(f"""
+        remat #1 (here): the filter cuts through a chunk
+          matched:  {matched}
+          left out: {left}
+          hint:     select whole regions: leave PASS and axes of split out of the filter
+    """)
+
+
+def test_only_markers() -> None:
+    route = Chunk(name="EP=0 route", tags=(("EP", 0),), kind="route")
+    outline = Outline(chunks=(*DENSE.chunks, route), loss=DENSE.loss)
+    assert said(outline, remat(at(EP=0), 0.5)) == cleandoc("""
+        remat #0 (here): nothing here saves activations
+          asked: at(EP=0)
+          but:   EP=0 route only sends rows
+          hint:  select the regions around it, or its experts
+    """)
+
+
+def test_no_filter() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        remat("PP", 0.5)  # type: ignore[arg-type]
+    assert re.sub(r"test_\w+\.py:\d+", "here", str(caught.value)) == cleandoc("""
+        remat (here): 'PP' is not a filter
+          hint: select nodes with at(): at(PP=0), or at() for all of them
+    """)
+
+
+def test_a_budget_in_json_that_is_no_number() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_strategy('[{"op": "remat", "filter": {}, "budget": "half"}]')
+    assert str(caught.value) == cleandoc("""
+        strategy[0]: 'budget' is "half"
+          hint: 'budget' is a number from 0 to 1
+    """)
