@@ -374,9 +374,9 @@ def piper_rank(
 
 def ranks(cache: str, stages: Sequence[int], sizes: Sequence[int], zeros: Sequence[int]) -> Iterator[Line]:
     """One rank of PP8 x DP4, 36 layers, 16 microbatches, beside torch's PipelineStage and FSDP2."""
-    for stage in stages:
+    for zero in zeros:
         for size in sizes:
-            for zero in zeros:
+            for stage in stages:
                 what = f"stage {stage} of PP8 x DP4, {size} x 1024, zero={zero}"
                 peer = attempt(functools.partial(peer_rank, stage, size, zero, 16))
                 ours = attempt(functools.partial(piper_rank, 4 * stage, size, zero, 16, cache))
@@ -556,7 +556,7 @@ def first_step(cache: str) -> None:
 ROWS: dict[str, Callable[[str], Iterator[Line]]] = {
     "single": single,
     "zb": zero_bubble,
-    "rank": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(0, 1, 2, 3)),
+    "rank": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(3, 0, 2, 1)),
     "rank4": functools.partial(ranks, stages=(0, 4), sizes=(4, 8), zeros=(3,)),
     "fit": fits,
     "overlap": overlap,
