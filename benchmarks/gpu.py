@@ -358,7 +358,8 @@ def piper_rank(
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated()
     batch = batch_of(LARGE, 4 * parts * size, 1024)
-    job = job_of(LARGE, batch, pipeline_strategy(zero, parts, budget))
+    # The peer shards block by block from zero=2 on; so do we.
+    job = job_of(replace(LARGE, by_layer=zero >= 2), batch, pipeline_strategy(zero, parts, budget))
     program = piper.compile(job, device="cuda", compile=True, cache=cache)
     with piper.launch(program, on=f"rank:{rank}") as run:
         times = []

@@ -1,6 +1,7 @@
 """The reference models: what they compute, and that every case of the zoo runs."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piper.api import compile
+from piper.directives import replicate, split
 from piper.errors import ConfigError
+from piper.ir.select import at
+from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
+from piper.plan.memory import timeline
 from piper.runtime.check import check
 from tests import zoo
 from tests.runtime.grid import Cell, batches, job
@@ -168,6 +173,26 @@ def test_latent_attention_under_a_composed_strategy_gives_the_numbers_of_one_dev
     cell = Cell(case="deepseek", schedule="zero-bubble", dp=2, zero=3, ways=2, clip=0.3)
     report = check(compile(job(cell)), launch_inline, batches(cell, 2))
     assert report.ok, report
+
+
+def test_layers_as_regions_let_zero_3_hold_less_and_give_the_same_numbers() -> None:
+    def layered(by_layer: bool) -> Job:
+        config = replace(decoder.Config.tiny(), by_layer=by_layer)
+        stages = [replicate(at(PP=stage), [2 * stage, 2 * stage + 1], zero=3) for stage in range(2)]
+        return Job(
+            model=lambda: decoder.Decoder(config),
+            loss=decoder.loss,
+            data=lambda: [zoo.tokens(8, 0)],
+            strategy=[*stages, split(at(), parts=2)],
+            precision="fp64",
+        )
+
+    program = compile(layered(by_layer=True))
+    assert [chunk.name for chunk in program.outline.chunks][:3] == ["PP=0", "PP=0 LAYER=0", "PP=0 LAYER=1"]
+    assert check(program, launch_inline, [zoo.tokens(8, 0)]).ok
+    whole = compile(layered(by_layer=False))
+    for device in range(4):
+        assert timeline(program.plans.of(device)).peak < timeline(whole.plans.of(device)).peak
 
 
 def test_hugging_face_experts_equal_its_own() -> None:

@@ -1,6 +1,7 @@
 """What the reference decoders share: their sizes, the way from tokens to logits, and their losses."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class Sizes:
     kv_heads: int = 4
     head_dim: int = 64
     stages: int = 1  # regions PP=0 ... PP=stages-1
+    by_layer: bool = False  # each layer is a region of its own, LAYER: what ZeRO gathers and reduces at a time
     tied: bool = False  # the head uses the embedding's weight
     rope_base: float = 10_000.0
     eps: float = 1e-6
@@ -66,7 +68,7 @@ def stage_ranges(layers: int, stages: int) -> Sequence[range]:
 
 
 class CausalDecoder(nn.Module):
-    """Tokens to logits through `sizes.layers` blocks, in `sizes.stages` regions tagged PP.
+    """Tokens to logits through `sizes.layers` blocks, in `sizes.stages` regions tagged PP, and LAYER if asked.
 
     The first region holds the embedding, the last the final norm and the head.
     """
@@ -95,7 +97,8 @@ class CausalDecoder(nn.Module):
                 # Each stage makes its own rotation: less work than receiving one.
                 rotation = rope(tokens.shape[1], sizes.rotary, sizes.rope_base, like=x)
                 for layer in layers:
-                    x = self.layers[layer](x, rotation)
+                    with annotate("LAYER") if sizes.by_layer else nullcontext():
+                        x = self.layers[layer](x, rotation)
                 if stage == sizes.stages - 1:
                     x = self.head(self.norm(x))
         return x
