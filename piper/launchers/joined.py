@@ -93,7 +93,7 @@ class JoinedCrew(WiredCrew):
                     if (newcomer := admit(listening, key, self.options.timeout)) is not None:
                         self._seat(*newcomer, width)
                 if monotonic() > until:
-                    raise self._absent()
+                    raise self.absent()
 
     def _seat(self, rank: int, channel: Channel, width: int) -> None:
         device = self.devices[rank]
@@ -103,7 +103,8 @@ class JoinedCrew(WiredCrew):
             self.cells[device] = Marks(marks, [device], width).of(device)
             os.close(marks)
 
-    def _absent(self) -> LaunchError:
+    def absent(self) -> LaunchError:
+        """The error of ranks that do not come."""
         missing = [str(rank) for rank, d in enumerate(self.devices) if rank and d not in self.hellos]
         return LaunchError(
             f"rank {', '.join(missing)} did not launch within {PATIENCE:g} s",

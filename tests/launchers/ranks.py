@@ -3,10 +3,13 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import piper
 from piper.errors import PiperError
+from piper.launchers.follower import Spot
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -29,6 +32,9 @@ def main(folder: Path, what: str) -> None:
             seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
         with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
+        elsewhere = patch.object(Spot, "open", lambda self: None) if rank == "0" else nullcontext()
+        with elsewhere, piper.launch(program, on="local", timeout=30) as run:
+            seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
         seen["size"] = error_of(piper.compile(job(MANY)))
         seen["broken"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail))
     if what == "die":

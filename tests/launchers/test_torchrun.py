@@ -8,13 +8,19 @@ import subprocess
 import sys
 from inspect import cleandoc
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from piper.api import compile
-from piper.errors import ConfigError
+from piper.errors import ConfigError, LaunchError, WorkerError
+from piper.launchers.follower import FollowerRun
 from piper.launchers.inline import launch_inline
+from piper.launchers.joined import JoinedCrew
+from piper.launchers.post import Told
+from piper.launchers.rendezvous import apart
 from piper.launchers.world import World, world_here
+from piper.runtime.worker import Options
 from tests.launchers.ranks import CELL
 from tests.runtime.grid import batches, job
 
@@ -70,6 +76,7 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     assert first == seen(tmp_path, 1)
     with launch_inline(compile(job(CELL))) as run:
         assert first["results"] == [[r.loss, r.grad_norm] for r in map(run.step, batches(CELL, 2))]
+        assert first["far"] == first["results"], "as if the other rank were on another machine"
         assert first["trained"] == [result.loss for result in run.train(1)]
         assert first["state"] == {name: value.tolist() for name, value in run.state_dict().items()}
         assert first["resumed"] == [run.step(batches(CELL, 1)[0]).loss]
@@ -149,4 +156,55 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == cleandoc("""
         launch: RANK=first is not a number
           hint: start with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    """)
+
+
+WORLD = World(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
+
+
+def follower(*told: Told | None) -> FollowerRun:
+    """A run on another rank than 0, of which it was told this."""
+    queue: SimpleQueue[Told | None] = SimpleQueue()
+    for item in told:
+        queue.put(item)
+    return FollowerRun(compile(job(CELL)), queue)
+
+
+def test_ranks_that_do_not_do_the_same() -> None:
+    run = follower(Told(method="settle"), Told(method="step", value="taken"), Told(method="step"))
+    assert run.step({}) == "taken", "what rank 0 only asks for does not matter"  # type: ignore[comparison-overlap]
+    with pytest.raises(LaunchError) as caught:
+        run.state_dict()
+    assert str(caught.value) == cleandoc("""
+        run: the ranks do not do the same
+          rank 0: step
+          here:   state_dict
+          hint:   call step, load, save and the like on every rank, in one order
+    """)
+
+
+def test_rank_0_ends_the_run() -> None:
+    run = follower(Told(method="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None)
+    with pytest.raises(WorkerError, match=r"^device 0: \.\.\.\n") as told:
+        run.step({})
+    assert told.value.__notes__ == ["its trace"]
+    for _ in range(2):
+        with pytest.raises(WorkerError) as caught:
+            run.step({})
+        assert str(caught.value) == cleandoc("""
+            run: the run has ended on rank 0
+              hint: look at what rank 0 says; it may have failed
+        """)
+
+
+def test_ranks_that_do_not_meet() -> None:
+    assert str(apart(WORLD, "timed out\nat length")) == cleandoc("""
+        rank 1: the processes of this world do not find each other
+          at:   here:29500
+          why:  timed out
+          hint: start every rank of WORLD_SIZE, with a MASTER_ADDR and MASTER_PORT that all can reach
+    """)
+    assert str(JoinedCrew(compile(job(CELL)), Options(), WORLD).absent()) == cleandoc("""
+        launch: rank 1 did not launch within 120 s
+          hint: every rank runs the same script: let all of them come to launch
     """)

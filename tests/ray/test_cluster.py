@@ -27,6 +27,7 @@ from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
+from tests.ray.test_own import exposed, listening
 from tests.runtime.grid import Cell, batches, job
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -37,10 +38,13 @@ PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[None]:
     """Two raylets on this machine, each with room for two workers."""
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    nodes.add_node(num_cpus=2)
-    ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
-    nodes.wait_for_nodes(timeout=60)
+    before = listening()
+    with launcher.loopback():
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes.add_node(num_cpus=2)
+        ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
+        nodes.wait_for_nodes(timeout=120)
+    assert not exposed(before)
     yield
     ray.shutdown()
     nodes.shutdown()  # type: ignore[no-untyped-call]

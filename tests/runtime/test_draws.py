@@ -30,7 +30,7 @@ class Drawn(TorchDispatchMode):
     """Writes down what is drawn: of a dropout its mask."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Tensor] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -44,7 +44,7 @@ class Given(TorchDispatchMode):
     """Gives what was drawn before, in the same order."""
 
     def __init__(self, draws: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws = iter(draws)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
