@@ -27,7 +27,7 @@ class Sizes:
     kv_heads: int = 4
     head_dim: int = 64
     stages: int = 1  # regions PP=0 ... PP=stages-1
-    by_layer: bool = False  # each layer is a region of its own, LAYER: what ZeRO gathers and reduces at a time
+    by_layer: bool = False  # each layer is a region LAYER: what ZeRO gathers and reduces at a time
     tied: bool = False  # the head uses the embedding's weight
     rope_base: float = 10_000.0
     eps: float = 1e-6
@@ -68,8 +68,9 @@ def stage_ranges(layers: int, stages: int) -> Sequence[range]:
 
 
 class CausalDecoder(nn.Module):
-    """Tokens to logits through `sizes.layers` blocks, in `sizes.stages` regions tagged PP, and LAYER if asked.
+    """Tokens to logits through `sizes.layers` blocks, in `sizes.stages` regions tagged PP.
 
+    With `by_layer` each block is a region of its own inside its stage, tagged LAYER.
     The first region holds the embedding, the last the final norm and the head.
     """
 
