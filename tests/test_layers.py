@@ -83,7 +83,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": ROOMS | {"api"},
     "__main__": {"cli"},
 }
-PURE = ("ir", "plan", "directives", "schedules", "lower", "simulate", "view")  # readable anywhere, in milliseconds
+PURE = (
+    "ir",
+    "plan",
+    "directives",
+    "schedules",
+    "lower",
+    "simulate",
+    "view",
+)  # readable anywhere, in milliseconds
 WATCHED = {"torch", "ray"}  # third parties that only some rooms may import
 RAY = "launchers/ray.py"  # the only file that may import ray
 
