@@ -18,6 +18,8 @@ from piper.plan.plan import Bucket
 from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
 
+WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
+
 
 def blank_values(outline: Outline) -> Initial:
     """Values of the right shape that take no memory, for a worker that is about to load others."""
@@ -92,7 +94,10 @@ def load_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> None:
             kept = moments_of(worker, span, tensors[span.name], shelf)
             if kept:
                 state[numbers[id(tensors[span.name])]] = kept
-    merged = [{**now, **saved} for now, saved in zip(here, groups, strict=True)]
+    merged = [
+        {**now, **saved, **{key: now[key] for key in WAYS if key in now}}
+        for now, saved in zip(here, groups, strict=True)
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": merged})
     for group in optimizer.param_groups:
         for parameter in group["params"]:

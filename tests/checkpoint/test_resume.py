@@ -1,12 +1,16 @@
 """A run goes on from a checkpoint exactly: with the same strategy to the bit, with any other to 1e-9."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
-from piper.api import compile
+from piper.api import Program, compile
+from piper.launchers.inline import launch_inline
+from piper.runtime.worker import Options
 from tests.checkpoint.jobs import (
     ROWS,
     batches,
@@ -118,3 +122,18 @@ def test_bf16_keeps_its_exact_weights(tmp_path: Path) -> None:
     _, loaded, _ = resume(program("mlp", "dp4", "bf16"), given[2:3], tmp_path / "a", blank=False)
     assert equal_bits(loaded, saved)
     assert {str(value.dtype) for value in saved.values()} == {"torch.float32"}
+
+
+def test_how_an_optimizer_computes_is_not_taken_from_a_checkpoint(tmp_path: Path) -> None:
+    given, made = batches("mlp", 0, 4), program("mlp", "one")
+
+    def computing(**how: bool) -> Program:
+        return replace(made, job=replace(made.job, optimizer=lambda params: AdamW(params, lr=0.02, **how)))
+
+    train_and_save(computing(fused=True), given, 2, tmp_path / "a")
+    with launch_inline(computing(foreach=True), Options(blank=True)) as run:
+        run.load(tmp_path / "a")
+        optimizer = run.workers[0].env.state.optimizer
+        assert optimizer is not None
+        (group,) = optimizer.param_groups
+        assert (group["fused"], group["foreach"], group["lr"]) == (None, True, 0.02)
