@@ -15,7 +15,7 @@ from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.check import Report
 from piper.view.grid import grid
-from piper.words import size
+from piper.words import count, size
 
 MOST_PROGRAMS = 16  # shown in a table
 MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
@@ -72,9 +72,10 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
             console.print(f"why: {reason}", markup=False)
     devices = sum(len(plan.devices) for plan in plans)
     console.print()
+    what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.line), "node")]
     console.print(
-        f"Proven: {devices} devices, {len(plans)} programs, {len(program.work.line)} nodes. Every send meets "
-        "its receive, nothing waits in a circle, every slot is written before it is read and freed once.",
+        f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
+        "written before it is read and freed once.",
         markup=False,
     )
 

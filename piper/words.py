@@ -34,3 +34,8 @@ def seconds(value: float) -> str:
 def percent(part: float, whole: float) -> str:
     """A share: `12.3 %`."""
     return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
+
+
+def count(number: int, what: str) -> str:
+    """So many of something: `1 program`, `2 programs`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper.words import percent, seconds, size
+from piper.words import count, percent, seconds, size
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,7 @@ def test_size(value: int, text: str) -> None:
 def test_percent() -> None:
     assert percent(1, 8) == "12.5 %"
     assert percent(1, 0) == "0.0 %"
+
+
+def test_count() -> None:
+    assert [count(number, "device") for number in (0, 1, 2)] == ["0 devices", "1 device", "2 devices"]
