@@ -56,9 +56,11 @@ class Post:
                     self.hear(message)
                 else:
                     self.calls.put(message)
-        self.wires.cut()
-        self.calls.put(None)
-        self.hear(None)
+        try:
+            self.wires.cut()
+        finally:  # whatever becomes of the wires: those who wait here are told
+            self.calls.put(None)
+            self.hear(None)
 
     def _work(self) -> None:
         with suppress(ClosedError, OSError):

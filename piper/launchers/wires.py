@@ -28,12 +28,19 @@ class Wires:
         now = sockets()
         for fd, inode in self.opened.items():
             if now.get(fd) == inode:
-                with socket.socket(fileno=os.dup(fd)) as end:
-                    # One that listens must stay: gloo ends the process when it cannot accept.
-                    if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        with suppress(OSError):  # the other side was faster
-                            end.shutdown(socket.SHUT_RDWR)
+                with suppress(
+                    OSError
+                ):  # the other side was faster, or gloo's own thread, which closes it too
+                    shut(fd)
         self.opened = {}
+
+
+def shut(fd: int) -> None:
+    """End what goes over a socket, and leave the descriptor to its owner."""
+    with socket.socket(fileno=os.dup(fd)) as end:
+        # One that listens must stay: gloo ends the process when it cannot accept.
+        if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def sockets() -> dict[int, int]:
