@@ -1,5 +1,6 @@
 """A run goes on from a checkpoint exactly: with the same strategy to the bit, with any other to 1e-9."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,8 +128,11 @@ def test_bf16_keeps_its_exact_weights(tmp_path: Path) -> None:
 def test_how_an_optimizer_computes_is_not_taken_from_a_checkpoint(tmp_path: Path) -> None:
     given, made = batches("mlp", 0, 4), program("mlp", "one")
 
-    def computing(**how: bool) -> Program:
-        return replace(made, job=replace(made.job, optimizer=lambda params: AdamW(params, lr=0.02, **how)))
+    def computing(*, fused: bool | None = None, foreach: bool | None = None) -> Program:
+        def adamw(params: Iterable[Tensor]) -> AdamW:
+            return AdamW(params, lr=0.02, fused=fused, foreach=foreach)
+
+        return replace(made, job=replace(made.job, optimizer=adamw))
 
     train_and_save(computing(fused=True), given, 2, tmp_path / "a")
     with launch_inline(computing(foreach=True), Options(blank=True)) as run:
