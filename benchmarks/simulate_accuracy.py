@@ -3,9 +3,8 @@
 Every strategy trains the same small model on processes of this machine. Their steps alternate, so what else
 the machine does hits all of them; the processes of those that wait are asleep. A row gives the foretold and
 the measured step from its first instruction to its last (the median over rounds), and the peak of live bytes
-of the fullest device. Busy neighbours stretch what is measured and not what is foretold. `stretch` says by
-how much: the time that chunks took over the time their threads were computing. On an idle machine it is 1;
-elsewhere `rested` is the error against what the step would take there, about.
+of the fullest device. `stretch` is the time that chunks took over the time their threads were computing,
+which is 1 on a machine without neighbours; `rested` is the error against a measured step divided by it.
 """
 
 import argparse

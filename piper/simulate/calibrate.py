@@ -33,11 +33,13 @@ def calibrate(
 ) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
 
-    There an instruction counts for the time its thread was computing, which other work on the machine does
-    not stretch; on an accelerator for the time between its events.
+    An instruction counts for the time from its beginning to its end, with whatever else the machine did
+    meanwhile: that is what its next run will take. Where devices had to share cores, it counts for the time
+    its thread was computing, because the simulation shares the cores out itself.
     cluster: what kinds and sizes of communication cost that the profile does not have.
     """
-    samples = samples_of(profile)
+    shared = profile.accelerator == "cpu" and 0 < cores < len(profile.tracks)
+    samples = samples_of(profile, shared=shared)
     chunks: dict[str, dict[str, float]] = {}
     for (name, phase), found in samples.chunks.items():
         chunks.setdefault(profile.works[name].key, {})[phase] = median(found)
@@ -64,14 +66,14 @@ def calibrate(
     )
 
 
-def samples_of(profile: Profile) -> Samples:
+def samples_of(profile: Profile, *, shared: bool) -> Samples:
     """Everything that the recorded steps show."""
     samples = Samples()
     for step in range(profile.count):
         timelines = profile.timelines(step)
         for track in profile.tracks:
             plan, timeline = profile.plans.of(track.device), timelines[track.device]
-            host = [row[2] for row in track.steps[step]] if profile.accelerator == "cpu" else None
+            host = [row[2] for row in track.steps[step]] if shared else None
             add_spans(samples, plan, timeline, host)
             add_gaps(samples, plan, timeline)
     return samples
