@@ -17,6 +17,7 @@ def ending(outcome: Outcome) -> str:
         f"  run      {folder}",
         f"  metrics  {folder / METRICS}",
         f"  plan     {folder / 'plan.txt'}",
+        f"  look     piper view {folder}",
     ]
     return "\n".join(rows)
 

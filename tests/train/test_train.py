@@ -31,6 +31,7 @@ def test_a_run_shows_its_steps_and_leaves_a_folder(piper: Piper, recipe: Path, t
         "  run      runs/net-job",
         "  metrics  runs/net-job/metrics.jsonl",
         "  plan     runs/net-job/plan.txt",
+        "  look     piper view runs/net-job",
     ]
     folder = tmp_path / "runs" / "net-job"
     assert list(metrics(folder)[0]) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s"]
