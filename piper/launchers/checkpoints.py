@@ -215,3 +215,23 @@ def trainer_names(program: ProgramLike) -> Trainer:
     optimizer = job.optimizer([torch.zeros(1, requires_grad=True)])
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
+
+
+class Saves:
+    """A run that leaves its checkpoints to `Checkpoints`."""
+
+    checkpoints: Checkpoints
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint."""
+        return self.checkpoints.load(path)
+
+    def settle(self) -> None:
+        """Wait until what is being saved is complete."""
+        self.checkpoints.settle()

@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launchers.base import Resumed, StepResult, Trains, ended, result_of, state_by_name
-from piper.launchers.checkpoints import Checkpoints
+from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name
+from piper.launchers.checkpoints import Checkpoints, Saves
 from piper.launchers.excerpt import Cutter
 from piper.launchers.member import Call
 from piper.plan.divided import Share
@@ -56,7 +55,7 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 
-class CrewRun(Trains):
+class CrewRun(Saves, Trains):
     """A job whose devices are processes somewhere."""
 
     def __init__(self, program: ProgramLike, crew: Crew, unread: dict[str, Tensor]) -> None:
@@ -86,20 +85,6 @@ class CrewRun(Trains):
         answers = self._ask("step", cut)
         self.checkpoints.poll()
         return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
-
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint."""
-        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
-
-    def load(self, path: Path | str) -> Resumed:
-        """Go on from a checkpoint."""
-        return self.checkpoints.load(path)
-
-    def settle(self) -> None:
-        """Wait until what is being saved is complete."""
-        self.checkpoints.settle()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, by fully qualified name."""

@@ -5,15 +5,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launchers.base import Resumed, StepResult, Trains, ended, result_of, state_by_name, streams_of
+from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
 from piper.launchers.blame import Scene, Sighting, blame
-from piper.launchers.checkpoints import Checkpoints
+from piper.launchers.checkpoints import Checkpoints, Saves
 from piper.launchers.look import running
 from piper.launchers.member import Call
 from piper.launchers.persist import Keeper
@@ -29,7 +28,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 
 
-class InlineRun(Trains):
+class InlineRun(Saves, Trains):
     """A job whose devices are threads."""
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
@@ -97,20 +96,6 @@ class InlineRun(Trains):
         if not self.open:
             raise ended()
         return {device: getattr(self.keepers[device], call)(value) for device, value in arguments.items()}
-
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint."""
-        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
-
-    def load(self, path: Path | str) -> Resumed:
-        """Go on from a checkpoint."""
-        return self.checkpoints.load(path)
-
-    def settle(self) -> None:
-        """Wait until what is being saved is complete."""
-        self.checkpoints.settle()
 
     def _blame(self) -> WorkerError:
         """The error that names the cause."""
