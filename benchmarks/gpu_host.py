@@ -1,6 +1,7 @@
 """What the host takes to issue a plan on a GPU, how long the GPU waits for it, and memory as foretold.
 
     python benchmarks/gpu_host.py [--layers 8 --dim 2048 --compile]
+    python benchmarks/gpu_host.py --layers 4 --dim 256 --length 128 --zero 0,3   # where the host is slower
 
 The executor alone is the same plan with instructions that do nothing. The rest is one rank of a pipeline with
 replicas: real kernels, the network of an H200 cluster.
@@ -24,16 +25,18 @@ from piper.launchers.alone import AloneRun, launch_alone
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED
+from piper.runtime.cuda.graphs import GraphExecutor
 from piper.runtime.record import WARM
 from piper.runtime.worker import Options
 
-STAGES, REPLICAS, PARTS, LENGTH = 4, 4, 8, 2048
+STAGES, REPLICAS, PARTS = 4, 4, 8
 
 
-def job_of(config: decoder.Config, zero: int) -> piper.Job:
+def job_of(config: decoder.Config, zero: int, length: int) -> piper.Job:
     """Stages of a decoder, each on several replicas."""
     samples = REPLICAS * PARTS
-    tokens = torch.randint(config.vocab, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(config.vocab, (samples, length + 1), generator=torch.Generator().manual_seed(1))
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     homes = [[*range(stage * REPLICAS, (stage + 1) * REPLICAS)] for stage in range(STAGES)]
     return piper.Job(
@@ -132,13 +135,13 @@ def rank_of(program: Program, rank: int, name: str) -> None:
         assert peak.measured is not None
         measured = peak.measured - before
         empty = issue_time(empty_executor(run)) / count
-        issued = whole_issue(run, batch) / count
+        issued = whole_issue(run, batch)
         print(
             f"{name:<22} {statistics.median(run.seconds[2:]) * 1e3:8.1f} ms  {count} instrs  "
             f"peak {measured / 2**30:.2f} GiB, planned {peak.planned / 2**30:.2f}, foretold "
             f"{peak.foretold / 2**30:.2f} ({measured / peak.foretold - 1:+.1%})  reserved "
             f"{torch.cuda.max_memory_reserved() / 2**30:.2f}  executor {empty * 1e6:.1f} us/instr, "
-            f"with kernels {issued * 1e6:.0f}",
+            f"with kernels {issued / count * 1e6:.0f}",
             flush=True,
         )
         found = [idle_by_host(lambda: run.step(batch)) for _ in range(3)]
@@ -147,6 +150,7 @@ def rank_of(program: Program, rank: int, name: str) -> None:
             f"{'':<22} of {whole * 1e3:.1f} ms under the profiler the GPU idles {idle:.1%}, "
             f"for the host {blamed:.2%}"
         )
+    as_graph(program, rank, issued)
     gc.collect()
     torch.cuda.empty_cache()
     with launch_alone(program, f"rank:{rank}", Options(profile=3), cluster="h200") as run:
@@ -156,6 +160,38 @@ def rank_of(program: Program, rank: int, name: str) -> None:
         instrs = run.worker.env.plan.instrs
         print(
             f"{'':<22} network, taken / foreseen: {', '.join(taken(run, instrs, recording.steps[-1]))}",
+            flush=True,
+        )
+
+
+def as_graph(program: Program, rank: int, issued: float) -> None:
+    """The same rank with its step as one graph; `issued`: what the host takes to issue it otherwise."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with launch_alone(program, f"rank:{rank}", Options(graphs=True), cluster="h200") as run:
+        for batch in itertools.islice(program.job.data(), UNTIL_CAPTURED + 6):
+            run.step(batch)
+        peak = run.peak()
+        assert peak.measured is not None
+        executor = run.worker.executor
+        assert isinstance(executor, GraphExecutor)
+        run.worker.env.batch = batch
+        times = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            executor.intake.fill()
+            executor.replay()
+            times.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        step = statistics.median(run.seconds[UNTIL_CAPTURED + 1 :])
+        print(
+            f"{'':<22} issued as one graph: {step * 1e3:.1f} ms, of the host "
+            f"{statistics.median(times) * 1e6:.0f} us (else {issued * 1e6:.0f})  peak "
+            f"{(peak.measured - before) / 2**30:.2f} GiB, reserved "
+            f"{torch.cuda.max_memory_reserved() / 2**30:.2f}  captured in "
+            f"{run.seconds[UNTIL_CAPTURED] - step:.2f} s",
             flush=True,
         )
 
@@ -177,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--zero", default="0,2,3")
     asked = parser.parse_args()
@@ -193,7 +230,7 @@ def main() -> None:
     )
     for zero in map(int, asked.zero.split(",")):
         begin = time.perf_counter()
-        program = piper.compile(job_of(config, zero), compile=asked.compile)
+        program = piper.compile(job_of(config, zero, asked.length), compile=asked.compile)
         print(f"zero={zero}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
         for rank in (0, (STAGES - 1) * REPLICAS):
             rank_of(program, rank, f"zero={zero} rank {rank}")

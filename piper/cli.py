@@ -145,12 +145,23 @@ def train(
         bool, typer.Option("--detect-nan", help="Keep every result, to name the first that is no number.")
     ] = False,
     profile: Annotated[int, typer.Option(help="Time every instruction of this many steps.", metavar="K")] = 0,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
+    ] = False,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
         from piper.train.alone import Wanted, train_alone
 
-        wanted = Wanted(recipe=recipe, on=on, steps=steps, device=device, cluster=cluster, compile=compiled)
+        wanted = Wanted(
+            recipe=recipe,
+            on=on,
+            steps=steps,
+            device=device,
+            cluster=cluster,
+            compile=compiled,
+            graphs=graphs,
+        )
         sys.stdout.write(train_alone(wanted))
         return
     from piper.train.ending import ending, stopping
@@ -166,6 +177,7 @@ def train(
         profile=profile,
         device=device,
         compile=compiled,
+        graphs=graphs,
     )
     console = Console(soft_wrap=True, markup=False, highlight=False)
     try:

@@ -91,6 +91,7 @@ def test_verbs_and_flags() -> None:
             "--compile",
             "--detect-nan",
             "--device",
+            "--graphs",
             "--on",
             "--out",
             "--profile",

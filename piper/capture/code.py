@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from piper.capture.aliases import draws_random, memory_of
 from piper.capture.cost import Cost, cost_of
-from piper.capture.partition import KINDS, Kind, Partition, Section
+from piper.capture.partition import KINDS, Kind, Partition
 from piper.ir.chunk import Phase, TensorSpec
 
 PhaseCode = Callable[..., tuple[Tensor, ...]]
@@ -109,7 +109,7 @@ def _shape_of(partition: Partition, joined: bool) -> Shape:
         storages=storages,
         mutated=tuple(sorted(joint.mutated)),
         random=any(draws_random(node) for node in forward.body),
-        phases={name: _signature(section, partition, joined) for name, section in partition.sections.items()},
+        phases={name: _signature(name, partition, joined) for name in partition.sections},
     )
 
 
@@ -130,10 +130,12 @@ def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, 
     return index, tuple(bytes_of)
 
 
-def _signature(section: Section, partition: Partition, joined: bool) -> Signature:
+def _signature(phase: Phase, partition: Partition, joined: bool) -> Signature:
+    section = partition.sections[phase]
+    lasting = partition.sections["BW"].read_nodes if phase == "BI" else []
     return Signature(
         reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
         grad_inputs=section.grad_inputs,
         grad_params=section.grad_params,
-        cost=cost_of(section, partition.joint.sizes, joined=joined),
+        cost=cost_of(section, partition.joint.sizes, joined=joined, lasting=lasting),
     )

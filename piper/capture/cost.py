@@ -29,13 +29,16 @@ class Cost:
 
     flops: int
     bytes_moved: int
-    workspace: int
+    workspace: int  # at its peak, beyond all it is given and all it returns; below 0 where these never meet
 
 
-def cost_of(section: Section, sizes: Sizes, *, joined: bool = False) -> Cost:
+def cost_of(
+    section: Section, sizes: Sizes, *, joined: bool = False, lasting: Collection[fx.Node] = ()
+) -> Cost:
     """Add up the operations of a phase.
 
     joined: a compiler joins cheap operations to the ones that read them: what lies between has no memory.
+    lasting: values that a later phase reads again.
     """
     fleeting = _fleeting(section) if joined else None
     flops = moved = 0
@@ -43,7 +46,7 @@ def cost_of(section: Section, sizes: Sizes, *, joined: bool = False) -> Cost:
         if isinstance(node.target, torch._ops.OpOverload) and not is_view(node):
             flops += flops_of(node, sizes)
             moved += traffic_of(node, sizes, fleeting or ())
-    return Cost(flops=flops, bytes_moved=moved, workspace=_workspace(section, sizes, fleeting))
+    return Cost(flops=flops, bytes_moved=moved, workspace=_workspace(section, sizes, fleeting, lasting))
 
 
 def _fleeting(section: Section) -> set[int]:
@@ -106,10 +109,19 @@ def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
     return scores * (3 * width + 2 * value[3] if backward else width + value[3])
 
 
-def _workspace(section: Section, sizes: Sizes, fleeting: Collection[int] | None) -> int:
-    """The most bytes that live at once and are neither read nor returned. `fleeting`: of compiled code."""
-    outside = {memory_of(node) for node in [*section.read_nodes, *(write.node for write in section.writes)]}
-    outside |= set(fleeting or ())
+def _workspace(
+    section: Section, sizes: Sizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
+) -> int:
+    """The most bytes that live at once, beyond what is read and what is returned.
+
+    fleeting: given for compiled code, which lets go of what was kept for it as soon as it has read it, mostly
+    before it makes the last of its results, so that the two are never there together.
+    """
+    results = {memory_of(write.node) for write in section.writes}
+    kept = _kept(section, lasting) - results if fleeting is not None else set()
+    outside = {memory_of(node) for node in section.read_nodes} - kept | set(fleeting or ())
+    if fleeting is None:
+        outside |= results
     reused = {} if fleeting is None else _reused(section)
     bytes_of: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -118,11 +130,17 @@ def _workspace(section: Section, sizes: Sizes, fleeting: Collection[int] | None)
         for made, tensor in _storages([node, *node.all_input_nodes]):
             storage = reused.get(made, made)
             if storage not in outside:
-                if storage not in bytes_of:
-                    bytes_of[storage] = sizes.storage_bytes(tensor)
-                first.setdefault(storage, position)
-                last[storage] = position
-    return peak(len(section.body), bytes_of, first, last)
+                bytes_of[storage] = max(sizes.storage_bytes(tensor), bytes_of.get(storage, 0))
+                first.setdefault(storage, 0 if storage in kept else position)
+                last[storage] = len(section.body) - 1 if storage in results else position
+    boundary = sum(nbytes for storage, nbytes in bytes_of.items() if storage in kept or storage in results)
+    return peak(len(section.body), bytes_of, first, last) - boundary
+
+
+def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
+    """The memory of what other phases keep for this one alone."""
+    given = [*section.reads.get("saved", {}).values(), *section.reads.get("carried", {}).values()]
+    return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
 
 
 def _reused(section: Section) -> dict[int, int]:

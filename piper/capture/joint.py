@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.aliases import label_memory
 from piper.capture.blame import quiet, reason
+from piper.capture.operators import KEPT
 from piper.capture.piece import Body
 from piper.capture.sizes import Sizes
 
@@ -75,12 +76,12 @@ def trace_joint(
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., object]]:
-    """How Inductor takes operations apart, except those that draw random numbers: they draw as ever."""
+    """How Inductor takes operations apart, but for those that draw random numbers or are kept whole."""
     from torch._inductor import config  # takes a second to import, and only compiled code needs it
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(fallback_random=True):
-        return dict(select_decomp_table())
+        return {**select_decomp_table(), **KEPT}
 
 
 def _correct_types(graph: fx.Graph) -> None:

@@ -69,7 +69,7 @@ class PhaseSpec:
     grad_params: tuple[str, ...] = ()
     flops: int = 0
     bytes_moved: int = 0  # memory traffic, for the cost estimate
-    workspace: int = 0  # bytes live only while the phase runs
+    workspace: int = 0  # bytes live only while the phase runs, less what it frees before its last results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

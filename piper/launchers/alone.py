@@ -18,7 +18,7 @@ from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.releases import foretold_peak
 from piper.runtime.kernels import KERNELS
-from piper.runtime.occupy import CopyEngine, occupied, sleep_for
+from piper.runtime.occupy import CopyEngine, Sleeper, occupied
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.trail import Mark
@@ -50,7 +50,7 @@ class AloneRun(Trains):
         self.engine = CopyEngine(setup.device) if setup.device.type == "cuda" else None
         kernels = {**KERNELS, "recv": arriving}
         for op in COMMUNICATION:
-            kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or sleep_for)
+            kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or Sleeper())
         self.worker = Worker(
             setup,
             device,

@@ -51,6 +51,7 @@ def load_state(worker: Worker, folder: Path) -> None:
         if scheduler is not None:
             scheduler.load_state_dict(cast("dict[str, object]", decode(record.trainer.schedule)))
     worker.env.step = record.step
+    worker.renew()
 
 
 def load_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> None:

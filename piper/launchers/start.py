@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from piper.errors import ConfigError
+from piper.launchers.accelerator import crowded
 from piper.launchers.base import Run
+from piper.launchers.crew import devices_of
 from piper.launchers.world import world_here
-from piper.runtime.setup import ProgramLike
+from piper.runtime.cuda.static import check_static
+from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
 On = Literal["inline", "local", "ray"]
@@ -27,6 +30,7 @@ def launch(
     keep_gradients: bool = DEFAULT.keep_gradients,
     keep_outputs: bool = DEFAULT.keep_outputs,
     profile: int = DEFAULT.profile,
+    graphs: bool = DEFAULT.graphs,
     cluster: str | None = None,
     resume: Path | str | None = None,
 ) -> Iterator[Run]:
@@ -40,6 +44,8 @@ def launch(
     threads: how many threads one computation uses. Runs give the same bits if they use the same number.
     keep_gradients, keep_outputs: keep each step's gradients, or what every chunk returned, to look at them.
     profile: how many steps to time instruction by instruction, after the first few; `run.recordings()`.
+    graphs: on CUDA, issue each step as one graph after the first few, so that the host has next to nothing to
+    do. The learning rate is then single precision. Not for steps that need the host: experts, dropout.
     cluster: the network whose times `rank:N` keeps: a known name, or a TOML file.
     resume: the checkpoint to begin from. No process then builds the model: each reads what it needs.
     """
@@ -50,6 +56,7 @@ def launch(
         keep_gradients=keep_gradients,
         keep_outputs=keep_outputs,
         profile=profile,
+        graphs=graphs,
         blank=resume is not None,
     )
     with launcher(program, on, options, cluster=cluster) as run:
@@ -62,6 +69,8 @@ def launcher(
     program: ProgramLike, on: str, options: Options, *, cluster: str | None = None
 ) -> AbstractContextManager[Run]:
     """The launcher of a name; the others are not imported."""
+    if options.graphs:
+        check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
         from piper.launchers.alone import launch_alone
 
@@ -82,6 +91,16 @@ def launcher(
         by="launch",
         hint="on is one of " + ", ".join((*get_args(On), "rank:N")),
     )
+
+
+def by_host(program: ProgramLike, on: str) -> bool:
+    """Whether the devices of a program on CUDA hand each other their values through the host."""
+    if program.device != "cuda" or on.startswith(ALONE):
+        return False
+    if on == "local":
+        world = world_here()
+        return crowded(len(devices_of(program.plans)) if world is None else world.nearby)
+    return on == "inline"
 
 
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:

@@ -27,7 +27,7 @@ from piper.lower.programs import Channel, channels
 from piper.lower.reductions import final_gradient
 from piper.lower.sync import Draft
 from piper.lower.work import Work, prefix_of
-from piper.plan.plan import Comm
+from piper.plan.plan import Bucket, Comm
 
 Communication = Counts | Exchange | Gather | Reduce | Total | Broadcast
 
@@ -174,8 +174,18 @@ def draft_reduce(emission: Emission, node: Reduce, draft: Draft, number: int) ->
     draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
     whole = bucket.nbytes * (size - 1) // size
     draft.nbytes = whole if node.scatter else 2 * whole
+    if node.scatter:
+        draft.workspace = scatter_workspace(bucket, node, summed=(number, node.reads[0]) in emission.begun)
     if not node.scatter and (number, node.reads[0]) not in emission.begun:
         draft.reads = ()  # no backward here reaches this tied parameter: it adds nothing, but gets the sum
+
+
+def scatter_workspace(bucket: Bucket, node: Reduce, *, summed: bool) -> int:
+    """What a scattered reduction needs beside its slots: gradients laid one after another, if no sum has done
+    so before, and this device's shard before it is added to the shard so far."""
+    again = len(node.reads) > 1
+    apart = not summed and len(bucket.pieces) > 1
+    return (bucket.numel * bucket.itemsize if apart else 0) + (bucket.shard_nbytes if again else 0)
 
 
 def draft_transfer(emission: Emission, node: Transfer) -> None:

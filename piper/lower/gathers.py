@@ -1,6 +1,6 @@
 """ZeRO-3: parameters gathered before each run of uses and freed after it, between parts too."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from piper.ir.node import Compute, Gather, Node
@@ -11,7 +11,7 @@ from piper.plan.plan import Bucket, Slot
 
 
 def add_gathers(work: Work) -> Work:
-    """Gather a sharded bucket for every run of neighbouring uses, one compute node ahead of it.
+    """Gather a sharded bucket for every run of neighbouring uses, one compute node ahead of it or two.
 
     F[PP=0]  B[PP=1]  B[PP=0]
     -->
@@ -22,6 +22,11 @@ def add_gathers(work: Work) -> Work:
         return work
     line = list(work.line)
     places = computes_by_set(line, {bucket.devices for bucket in sharded})
+    slots = {param_slot(bucket) for bucket in sharded}
+    reads_shards = {
+        devices: [not slots.isdisjoint(line[place].reads) for place in found]
+        for devices, found in places.items()
+    }
     before: dict[int, list[Node]] = {}
     values = dict(work.values)
     renamed: dict[int, dict[str, str]] = {}
@@ -30,7 +35,7 @@ def add_gathers(work: Work) -> Work:
         for run in uses(bucket, line, places[bucket.devices]):
             first = line[places[bucket.devices][run[0]]]
             slot = f"{whole(bucket)}[{first.name}]"
-            ahead = places[bucket.devices][max(0, run[0] - 1)]
+            ahead = places[bucket.devices][ahead_of(run[0], reads_shards[bucket.devices])]
             gather = Gather(
                 bucket=bucket.name,
                 run=first.name,
@@ -57,6 +62,13 @@ def sharded_parameters_are_gathered(work: Work) -> Iterator[str]:
             for value in node.reads:
                 if value in shards:
                     yield f"{node.name} reads the shard {value}"
+
+
+def ahead_of(use: int, reads_shards: Sequence[bool]) -> int:
+    """The compute node that a gather overlaps: the one before the use, and the one before that where it holds
+    no gathered parameters itself. So at most two buckets are whole at a time, one in use and one on its way."""
+    before = max(0, use - 1)
+    return before if reads_shards[before] else max(0, before - 1)
 
 
 def whole(bucket: Bucket) -> str:

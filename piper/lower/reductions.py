@@ -18,10 +18,22 @@ class Weaving:
     line: tuple[Node, ...]
     values: dict[str, Slot] = field(default_factory=dict)
     behind: dict[int, list[tuple[int, Node]]] = field(default_factory=dict)
+    renamed: dict[int, dict[str, str]] = field(default_factory=dict)  # by place: what a node writes instead
 
     def put(self, place: int, node: Node, behind: int | None = None) -> None:
         """Put a node after the place that makes what it reads, or further back."""
         self.behind.setdefault(place if behind is None else behind, []).append((place, node))
+
+    def rename(self, place: int, value: str, name: str) -> None:
+        """Let a node write a value under another name."""
+        self.renamed.setdefault(place, {})[value] = name
+
+    def woven(self) -> tuple[Node, ...]:
+        """The line with all that was put into it."""
+        line = list(self.line)
+        for place, names in self.renamed.items():
+            line[place] = replace(line[place], writes=tuple(names.get(v, v) for v in line[place].writes))
+        return woven(line, {}, self.after)
 
     @property
     def after(self) -> dict[int, list[Node]]:
@@ -48,7 +60,7 @@ def add_reductions(work: Work) -> Work:
             reduce_each_run(weaving, bucket, given, places[bucket.devices])
         else:
             reduce_once(weaving, bucket, given)
-    return replace(work, line=woven(work.line, {}, weaving.after), values=weaving.values)
+    return replace(work, line=weaving.woven(), values=weaving.values)
 
 
 def every_gradient_is_reduced(work: Work) -> Iterator[str]:
@@ -65,7 +77,7 @@ def every_gradient_is_reduced(work: Work) -> Iterator[str]:
         if bucket.group_size > 1 and bucket.name not in reduced:
             yield f"{bucket.name} is never reduced over its {bucket.group_size} replicas"
         for value in gives[bucket.name].values():
-            if value not in read:
+            if value not in read and value != final_gradient(bucket):
                 yield f"the gradient {value} is lost"
 
 
@@ -76,6 +88,7 @@ def gradient_givers(work: Work) -> dict[str, dict[int, str]]:
         for bucket in work.buckets.values()
         for chunk in bucket.chunks
     }
+    bucket_of |= {full_gradient(bucket): bucket.name for bucket in work.buckets.values()}
     givers: dict[str, dict[int, str]] = {}
     for place, node in enumerate(work.line):
         if isinstance(node, Compute) and node.phase in ("B", "BW"):
@@ -154,7 +167,11 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None
     weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
     begun: dict[Devices, None] = {}
     for place, value in given.items():
-        accumulate(weaving, place, value, total, begun)
+        if not begun and not bucket.travels:  # the first gradient can be added to as it is
+            begun[weaving.line[place].devices] = None
+            weaving.rename(place, value, total)
+        else:
+            accumulate(weaving, place, value, total, begun)
     if bucket.group_size > 1:
         reduce_node(weaving, bucket, max(given), total, again=False)
 

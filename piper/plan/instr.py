@@ -49,4 +49,4 @@ class Instr:
     part: tuple[tuple[str, int], ...] = ()
     devices: tuple[int, ...] = ()  # a load: the set of devices that share the samples
     nbytes: int = 0  # what it moves
-    workspace: int = 0  # memory only it uses, only while it runs
+    workspace: int = 0  # memory only it uses while it runs, less what it frees before it makes its results

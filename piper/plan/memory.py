@@ -80,5 +80,6 @@ def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
         sizes[name] = plan.slots[name].nbytes
         sizes.update(plan.slots[name].shares)
     if plan.instrs and plan.instrs[place].workspace:
-        sizes["workspace"] = plan.instrs[place].workspace
+        extra = plan.instrs[place].workspace
+        sizes["workspace" if extra > 0 else "freed while it runs"] = extra
     return sorted(filter(itemgetter(1), sizes.items()), key=lambda entry: (-entry[1], entry[0]))

@@ -70,6 +70,11 @@ class Bucket:
         return len(self.groups[0])
 
     @property
+    def travels(self) -> bool:
+        """Whether its gradient is added to that of other devices, for which it must lie in one piece."""
+        return self.group_size > 1 or bool(self.siblings)
+
+    @property
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
 

@@ -2,9 +2,16 @@
 
 Rows leave a device grouped by expert, so they are grouped by receiver too. They arrive grouped by sender, and
 are put in the order of the local experts; the way back undoes both.
+
+The host must know how many rows travel before it can let them. On an accelerator it is told by a copy that is
+begun where the rows are counted, and waits for it only where the first rows leave: what a plan issues between
+the two is under way meanwhile.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,37 +19,88 @@ from torch import Tensor
 from piper.runtime.comm.base import Group
 
 
-@dataclass(slots=True)
+class Arrival(Protocol):
+    """The moment from which a copy can be read: a CUDA event."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """How many rows travel, as the host knows it."""
+
+    gives: list[int]  # to each member
+    gets: list[int]  # from each member
+    blocks: list[list[int]]  # rows received: by sender, then by expert
+
+
+@dataclass(slots=True, kw_only=True)
 class Splits:
     """How many rows travel between this device and each member of its expert group, by expert."""
 
     given: Tensor  # [member, expert of that member]: rows this device sends
     taken: Tensor  # [member, own expert]: rows this device receives
-    gives: list[int]
-    gets: list[int]
-    blocks: list[list[int]]  # rows received: by sender, then by expert
+    told: Tensor  # both, on the host
+    arrival: Arrival | None = None  # when `told` can be read; none: it can
+    known: Lengths | None = None
+
+    def lengths(self) -> Lengths:
+        """The numbers, for which the host waits the first time it asks."""
+        if self.known is None:
+            if self.arrival is not None:
+                self.arrival.synchronize()
+            sent, blocks = self.told.tolist()
+            gives, gets = ([sum(row) for row in rows] for rows in (sent, blocks))
+            self.known = Lengths(gives=gives, gets=gets, blocks=blocks)
+        return self.known
 
 
 def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
     given = counts.view(group.size, -1).clone()  # the counts may be freed before the rows have come back
     taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
-    sent, blocks = torch.stack((given, taken)).tolist()  # one copy: the host waits for this stream here
-    gives, gets = ([sum(row) for row in rows] for rows in (sent, blocks))
-    return Splits(given, taken, gives, gets, blocks), taken.sum(0)
+    told, arrival = on_its_way(torch.stack((given, taken)))
+    return Splits(given=given, taken=taken, told=told, arrival=arrival), taken.sum(0)
+
+
+def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
+    """A value on the host, once the current stream has got there; the host does not wait."""
+    if not value.is_cuda:
+        return value, None
+    told = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(value.device))
+    return told, arrival
 
 
 def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:
     """Rows to their experts."""
-    arrived = group.all_to_all(rows, splits.gives, splits.gets)
-    by_sender = [part.split(lengths) for part, lengths in zip(arrived, splits.blocks, strict=True)]
-    return torch.cat([blocks[expert] for expert in range(len(splits.blocks[0])) for blocks in by_sender])
+    lengths = splits.lengths()
+    arrived = group.all_to_all(rows, lengths.gives, lengths.gets)
+    by_sender = [part.split(block) for part, block in zip(arrived, lengths.blocks, strict=True)]
+    return torch.cat([blocks[expert] for expert in range(len(lengths.blocks[0])) for blocks in by_sender])
 
 
 def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
     """Rows to where they came from, in the order they left."""
-    experts, senders = len(splits.blocks[0]), group.size
-    lengths = [splits.blocks[sender][expert] for expert in range(experts) for sender in range(senders)]
-    blocks = rows.split(lengths)
+    lengths = splits.lengths()
+    experts, senders = len(lengths.blocks[0]), group.size
+    by_expert = [lengths.blocks[sender][expert] for expert in range(experts) for sender in range(senders)]
+    blocks = rows.split(by_expert)
     by_sender = torch.cat([blocks[e * senders + s] for s in range(senders) for e in range(experts)])
-    return torch.cat(group.all_to_all(by_sender, splits.gets, splits.gives))
+    return whole(group.all_to_all(by_sender, lengths.gets, lengths.gives))
+
+
+def whole(parts: Sequence[Tensor]) -> Tensor:
+    """Parts one after another: what they are parts of, if they are all of it, else a copy."""
+    first = parts[0]
+    storage, place = first.untyped_storage(), first.storage_offset()
+    for part in parts:
+        apart = part.untyped_storage().data_ptr() != storage.data_ptr() or not part.is_contiguous()
+        if apart or part.storage_offset() != place:
+            return torch.cat(list(parts))
+        place += part.numel()
+    if first.storage_offset() or place * first.element_size() != storage.nbytes():
+        return torch.cat(list(parts))
+    row = math.prod(first.shape[1:])
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), (row, *first.stride()[1:]))

@@ -71,6 +71,12 @@ class Layout:
             found.append((piece.name, run if self.sharded else run.view(piece.shape)))
         return found
 
+    def apart(self, owned: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What this device owns, by piece: cut from one flat tensor, or as it is in one for each piece."""
+        if len(owned) == 1:
+            return dict(self.segments(owned[0].reshape(-1)))
+        return dict(zip(self.index, owned, strict=True))
+
     def local(self, value: Tensor, index: int) -> Tensor:
         """What this device holds of a full parameter: its own experts, where they are divided."""
         if self.bucket.ways == 1:

@@ -86,8 +86,23 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
 
 
 def flat_of(value: object, layout: Layout) -> Tensor:
-    """A gradient as one flat tensor, whether or not it was added up before."""
-    return value.whole if isinstance(value, Flat) else layout.flatten(cast(Sequence[Tensor], value))
+    """A gradient as one flat tensor to read from, whether or not it was added up before."""
+    match value:
+        case Flat():
+            return value.whole
+        case [Tensor() as only]:
+            return only.reshape(-1)
+    return layout.flatten(cast(Sequence[Tensor], value))
+
+
+def parts_of(value: object) -> list[Tensor]:
+    """The tensors that a gradient consists of: a flat one, a shard, or one for each piece."""
+    match value:
+        case Flat():
+            return [value.whole]
+        case Tensor():
+            return [value]
+    return cast(list[Tensor], value)
 
 
 def gather(env: Env, ins: Instr) -> Bound:
@@ -119,9 +134,7 @@ def norm(env: Env, ins: Instr) -> Bound:
     def run() -> None:
         result = torch.zeros(3, dtype=torch.float64, device=device)
         for slot, copies in parts:
-            value = slots[slot]
-            flat = value.whole if isinstance(value, Flat) else cast(Tensor, value)
-            result[0] += squares(flat) / copies
+            result[0] += squares(parts_of(slots[slot])) / copies
         for i, extra in enumerate(extras, 1):
             if extra is not None:
                 result[i] = cast(Tensor, slots[extra])
@@ -130,8 +143,16 @@ def norm(env: Env, ins: Instr) -> Bound:
     return run
 
 
-def squares(flat: Tensor) -> Tensor:
-    """The sum of squares, exact to a rounding of its type: short blocks as they are, then float64.
+def squares(gradient: list[Tensor]) -> Tensor:
+    """The sum of squares, exact to a rounding of its type."""
+    if gradient[0].is_cuda:
+        norms = torch._foreach_norm(gradient, 2, dtype=at_least_single(gradient[0].dtype))
+        return torch.stack(norms).double().square().sum()
+    return torch.stack([squares_on_host(part.reshape(-1)) for part in gradient]).sum()
+
+
+def squares_on_host(flat: Tensor) -> Tensor:
+    """The same of one flat tensor: short blocks in its own type, then float64.
 
     Reading a float32 gradient as float64 takes several times as long as this.
     """
@@ -167,10 +188,7 @@ def update(env: Env, ins: Instr) -> Bound:
     sums = env.at("total") if "total" in ins.reads else None
 
     def run() -> None:
-        gradients = {}
-        for name, place in places.items():
-            value = slots[place]
-            gradients[name] = value.whole if isinstance(value, Flat) else cast(Tensor, value)
+        gradients = {name: parts_of(slots[place]) for name, place in places.items()}
         env.state.update(gradients, None if sums is None else cast(Tensor, slots[sums]))
 
     return run

@@ -1,13 +1,15 @@
 """Keeps a stream busy for as long as a network would take."""
 
+import functools
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from piper.plan.instr import Instr
 from piper.runtime.env import Bound, Env
+from piper.runtime.experts import Splits
 
 BLOCK = 2**28  # bytes of one copy at most
 SPIN = 2e-4  # seconds: a sleep is not exact, so the end of a wait is spent looking at the clock
@@ -22,14 +24,23 @@ class Occupier(Protocol):
 
     def __call__(self, seconds: float, outward: bool) -> None: ...
 
+    def filling(self, nbytes: int) -> float:
+        """The seconds that it takes to fill so much memory, where that takes a stream's time."""
+        ...
 
-def sleep_for(seconds: float, outward: bool) -> None:
-    """Let a thread wait; the processor is free meanwhile."""
-    until = monotonic() + seconds
-    if seconds > SPIN:
-        sleep(seconds - SPIN)
-    while monotonic() < until:
-        pass
+
+class Sleeper:
+    """Lets a thread wait; the processor is free meanwhile."""
+
+    def __call__(self, seconds: float, outward: bool) -> None:
+        until = monotonic() + seconds
+        if seconds > SPIN:
+            sleep(seconds - SPIN)
+        while monotonic() < until:
+            pass
+
+    def filling(self, nbytes: int) -> float:
+        return 0.0
 
 
 class CopyEngine:
@@ -42,7 +53,11 @@ class CopyEngine:
     def __init__(self, accelerator: torch.device) -> None:
         self.host = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
         self.device = torch.empty(BLOCK, dtype=torch.uint8, device=accelerator)
-        self.rates = {outward: self._rate(outward) for outward in (False, True)}
+        self.rates = {
+            outward: self._rate(functools.partial(self._copy, BLOCK, outward)) for outward in (False, True)
+        }
+        half = BLOCK // 2
+        self.local = self._rate(lambda: self.device[:half].copy_(self.device[half:])) / 2
 
     @property
     def nbytes(self) -> int:
@@ -53,13 +68,16 @@ class CopyEngine:
         here, there = (self.host, self.device) if outward else (self.device, self.host)
         here[:nbytes].copy_(there[:nbytes], non_blocking=True)
 
-    def _rate(self, outward: bool) -> float:
-        """Bytes per second, measured."""
+    def filling(self, nbytes: int) -> float:
+        return nbytes / self.local
+
+    def _rate(self, copy: Callable[[], object]) -> float:
+        """Bytes per second of a copy that counts as one block, measured."""
         best = float("inf")
         for _ in range(3):
             torch.cuda.synchronize(self.device.device)
             begin = perf_counter()
-            self._copy(BLOCK, outward)
+            copy()
             torch.cuda.synchronize(self.device.device)
             best = min(best, perf_counter() - begin)
         return BLOCK / best
@@ -81,6 +99,10 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
         groups = env.setup.plans.comms[ins.comm].groups
         members = next(group for group in groups if env.device in group)
         takes, outward = seconds(ins.op, ins.nbytes, members), ins.op in OUTWARD
+        if ins.op == "gather":  # what the network would write is written here by a copy, in part of its time
+            takes -= occupy.filling(ins.nbytes * len(members) // max(1, len(members) - 1))
+        if ins.op == "exchange":
+            return exchanged(env, ins, run, functools.partial(occupy, takes, outward))
 
         def busy() -> None:
             occupy(takes, outward)  # first: a value is there when it has arrived
@@ -89,3 +111,15 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
         return busy
 
     return bind
+
+
+def exchanged(env: Env, ins: Instr, run: Bound, occupy: Bound) -> Bound:
+    """An exchange of rows, which a network cannot begin before the host knows how many there are."""
+    slots, splits = env.slots, env.at(ins.reads[1])
+
+    def busy() -> None:
+        cast(Splits, slots[splits]).lengths()
+        occupy()
+        run()
+
+    return busy

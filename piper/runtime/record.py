@@ -14,6 +14,7 @@ import torch
 
 from piper.plan.instr import Instr
 from piper.runtime.env import Bound
+from piper.runtime.label import labelled
 
 WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
 Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
@@ -37,12 +38,12 @@ class Recorder:
         self.cuda = Events(accelerator) if accelerator.type == "cuda" else None
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """An instruction that notes when it ran."""
+        """An instruction that notes when it ran, under its node's name in a trace of torch's profiler."""
         assert place == len(self.rows), "instructions are watched in order"
         row: list[Times] = []
         self.rows.append(row)
         if self.cuda is not None:
-            return self.cuda.watch(row, self.most, run)
+            return labelled(ins.node, self.cuda.watch(row, self.most, run))
         most = self.most
 
         def timed() -> None:
@@ -53,7 +54,7 @@ class Recorder:
             run()
             row.append((begin, monotonic(), thread_time() - busy))
 
-        return timed
+        return labelled(ins.node, timed)
 
     def take(self) -> Recording:
         """What has been recorded; steps that are not complete are left out."""

@@ -93,20 +93,21 @@ class State:
             return self.holdings[bucket].param
         return None  # the optimizer keeps its own state; the total is written by the step
 
-    def update(self, gradients: Mapping[str, Tensor], sums: Tensor | None) -> None:
+    def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None) -> None:
         """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
 
+        gradients: of what this device owns of a bucket, in one tensor, or in one for each piece.
         sums: the gradient's squared norm, the loss and the weight, which stay on the device: nothing here
         makes the host wait.
         """
         weight, scale = self._factors(sums)
-        for name, gradient in gradients.items():
+        for name, parts in gradients.items():
             if weight is not None:
-                gradient.div_(weight)
+                torch._foreach_div_(parts, weight)
             if self.keep_gradients:
-                self.gradients[name] = gradient.clone()
+                self.gradients[name] = torch.cat([part.reshape(-1) for part in parts])
             if scale is not None:
-                gradient.mul_(scale)
+                torch._foreach_mul_(parts, scale)
         assert self.optimizer is not None
         for portion in self._portions(gradients):
             for tensor, gradient in portion:
@@ -131,7 +132,7 @@ class State:
             norm = norm / weight
         return weight, (self.setup.clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _portions(self, gradients: Mapping[str, Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _portions(self, gradients: Mapping[str, list[Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """What is trained with its gradients: all of it, or so much at a time as casts may take memory for.
 
         Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
@@ -141,7 +142,7 @@ class State:
         apart = casts and all(group.get("fused") for group in self.optimizer.param_groups)
         portion: list[tuple[Tensor, Tensor]] = []
         for name, gradient in gradients.items():
-            given = dict(self.holdings[name].layout.segments(gradient))
+            given = self.holdings[name].layout.apart(gradient)
             for piece, tensor in self.segments[name]:
                 if piece in self.reached:  # the others have no gradient at all, as in plain PyTorch
                     portion.append((tensor, given[piece]))

@@ -9,8 +9,13 @@ from torch import Tensor
 
 from piper.plan.divided import Share
 from piper.plan.instr import Instr, Op
+from piper.runtime.comm.alone import AloneComms
 from piper.runtime.comm.base import Comms
+from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.cuda.graphs import GraphExecutor
+from piper.runtime.cuda.intake import Intake
+from piper.runtime.cuda.static import check_static
 from piper.runtime.env import Bound, Dice, Env, Rows
 from piper.runtime.executor import Executor
 from piper.runtime.kernels import KERNELS
@@ -41,6 +46,7 @@ class Options:
     measure: bool = False  # count the bytes of live slots; needs the order of issue
     blank: bool = False  # begin without first values, because a checkpoint is loaded before the first step
     profile: int = 0  # steps whose instructions are timed, after the first few
+    graphs: bool = False  # on CUDA: issue a step as one graph, after the first few
 
 
 Watch = Callable[[int, Instr, Bound], Bound]  # an instruction of the plan, by its place, as it is to be run
@@ -63,10 +69,18 @@ class Worker:
         kernels: Kernels = KERNELS,
     ) -> None:
         self.setup, self.device = setup, device
+        self.intake: Intake | None = None
+        if options.graphs:
+            on_streams = isinstance(comms, NcclComms | AloneComms)
+            check_static(setup, [setup.plans.of(device)], options, by_host=not on_streams)
+            self.intake = Intake()
+            kernels = self.intake.kernels(kernels)
         self.env = Env(setup, device, comms, initial, dice)
         self.env.state.keep_gradients = options.keep_gradients
         plan = self.env.plan
         bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
+        if self.intake is not None:
+            bound = [self.intake.guarded(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
         self.trail = Trail(self.env) if options.keep_outputs else None
         if self.trail is not None:
             bound = [self.trail.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
@@ -84,11 +98,11 @@ class Worker:
 
     def _executor(
         self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
-    ) -> Executor | StreamExecutor:
-        """What runs the plan: threads on the host, streams on an accelerator."""
+    ) -> Executor | StreamExecutor | GraphExecutor:
+        """What runs the plan: threads on the host, streams on an accelerator, or a graph of them."""
         env, streams = self.env, options.streams and not options.measure
         if self.setup.device.type == "cuda":
-            return StreamExecutor(
+            executor = StreamExecutor(
                 env.plan,
                 bound,
                 env.slots,
@@ -99,7 +113,11 @@ class Worker:
                 timeout=options.timeout,
                 on_failure=on_failure,
                 outro=self._fetch,
+                home=None if self.intake is None else torch.cuda.Stream(self.setup.device),
             )
+            if self.intake is None:
+                return executor
+            return GraphExecutor(executor, self.intake, [env.at(slot) for slot in env.plan.residents])
         return Executor(
             env.plan,
             bound,
@@ -149,6 +167,11 @@ class Worker:
         found = {name: self.buffer(name) for name in names}
         shares = self.env.state.shares
         return {name: (shares[name], value) for name, value in found.items() if value is not None}
+
+    def renew(self) -> None:
+        """Take note that the state was loaded: it may lie elsewhere in memory now."""
+        if isinstance(self.executor, GraphExecutor):
+            self.executor.reset()
 
     def close(self) -> None:
         """End the worker's threads."""

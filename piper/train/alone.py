@@ -8,6 +8,7 @@ from piper.api import compile
 from piper.errors import ConfigError
 from piper.launchers.alone import AloneRun, launch_alone
 from piper.recipe import load_recipe
+from piper.runtime.worker import Options
 
 STEPS = 5  # that are run where none are asked for: the first ones take their memory and are left out
 WARM = 2
@@ -23,26 +24,29 @@ class Wanted:
     device: str | None = None
     cluster: str | None = None
     compile: bool = False  # chunks run as Inductor compiles them
+    graphs: bool = False  # each step is one graph, after the first few
 
 
 def train_alone(wanted: Wanted) -> str:
     """Run a few steps of one device, and say what came of it. Nothing is written down."""
     steps = STEPS if wanted.steps is None else wanted.steps
-    if steps <= WARM:
+    warm = WARM + wanted.graphs  # the step after the first ones is captured
+    if steps <= warm:
         raise ConfigError(
-            f"--steps {steps}", by=wanted.on, hint=f"the first {WARM} are not timed: take {WARM + 1} or more"
+            f"--steps {steps}", by=wanted.on, hint=f"the first {warm} are not timed: take {warm + 1} or more"
         )
     job = replace(load_recipe(wanted.recipe), checkpoint=None)
     program = compile(job, device=wanted.device, compile=wanted.compile)
-    with launch_alone(program, wanted.on, cluster=wanted.cluster) as run:
+    options = Options(graphs=wanted.graphs)
+    with launch_alone(program, wanted.on, options, cluster=wanted.cluster) as run:
         for batch in islice(job.data(), steps):
             run.step(batch)
-        return summary(run, wanted.on)
+        return summary(run, wanted.on, warm)
 
 
-def summary(run: AloneRun, on: str) -> str:
-    """What a device's steps took, in words."""
-    times = run.seconds[WARM:] or run.seconds
+def summary(run: AloneRun, on: str, warm: int) -> str:
+    """What a device's steps took, in words, without the first ones."""
+    times = run.seconds[warm:] or run.seconds
     peak = run.peak()
     lines = [
         f"{on} of {sum(len(plan.devices) for plan in run.plans)}, on {run.network.name}: "

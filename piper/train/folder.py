@@ -2,24 +2,26 @@
 
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
 run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/, tensorboard/
+view.json     what made the plans' nodes, and what chunks cost, for `piper view`
 """
 
 import json
 import platform
 import re
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
 from piper.api import Program, strategy_of
 from piper.devices import show
-from piper.directives import Directive
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.plan.text import show_plans
+from piper.train.background import background_of, strategy_text
 from piper.train.measure import Measure
+from piper.view.background import FILE, show_background
 
 RUNS = "runs"  # where folders go that nobody names
 METRICS, ABOUT = "metrics.jsonl", "run.json"
@@ -102,6 +104,7 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         texts = {
             "strategy.txt": strategy_text(strategy_of(job)),
             "plan.txt": show_plans(program.plans),
+            FILE: show_background(background_of(program, recipe), program.plans),
             ABOUT: json.dumps(about, indent=2) + "\n",
         }
         for name, text in texts.items():
@@ -119,26 +122,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def strategy_text(strategy: list[Directive]) -> str:
-    """Directives one per line, with what they were given and where."""
-    lines = []
-    for number, directive in enumerate(strategy):
-        given = ", ".join(
-            f"{field.name}={shown(value)}"
-            for field in fields(directive)
-            if field.name != "source" and (value := getattr(directive, field.name)) is not None
-        )
-        lines.append(f"{directive.title(number)}: {given}\n")
-    return "".join(lines) or "one device\n"
-
-
-def shown(value: object) -> str:
-    """A directive's argument as its user would write it."""
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(shown, value)) + "]"
-    return str(value)
 
 
 class Metrics:

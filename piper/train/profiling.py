@@ -1,5 +1,6 @@
 """The profile of a run: what its workers recorded, on the driver's clock, in the run's folder."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ from piper.errors import ConfigError
 from piper.runtime.record import WARM, Clock, Recording
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
 from piper.simulate.trace import chrome_trace
+from piper.view.background import FILE
 
 TRACE = "trace.json"
 
@@ -69,4 +71,5 @@ def save_profile(profile: Profile, folder: Path) -> str:
         return f"No step was recorded: the run ended within its first {WARM}"
     write_profile(profile, folder / FOLDER)
     (folder / FOLDER / TRACE).write_text(chrome_trace(profile), encoding="utf-8")
+    shutil.copyfile(folder / FILE, folder / FOLDER / FILE)  # a run that goes on may have other plans
     return f"Profile in {folder / FOLDER}: piper profile {folder}"

@@ -39,6 +39,7 @@ class Asked:
     profile: int = 0  # steps to record
     device: str | None = None  # cpu or cuda; none: as there is
     compile: bool = False  # chunks run as Inductor compiles them
+    graphs: bool = False  # on CUDA each step is one graph, after the first few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,12 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
     record(folder, program, asked.recipe, asked.on, job.steps)
     devices = sum(len(plan.devices) for plan in program.plans)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
-    options = Options(keep_outputs=asked.detect_nan, profile=asked.profile, blank=begin is not None)
+    options = Options(
+        keep_outputs=asked.detect_nan,
+        profile=asked.profile,
+        graphs=asked.graphs,
+        blank=begin is not None,
+    )
     with launcher(program, asked.on, options) as run:
         feed = Feed(job.data, job.seed)
         done = 0 if begin is None else go_on(run, begin, feed)

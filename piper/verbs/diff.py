@@ -65,12 +65,15 @@ def diff(
 
 
 def side_of(name: str) -> Side:
-    """A recipe, compiled, or plans read from their text, which a run leaves in its folder."""
+    """A recipe, compiled, or plans read from their text, which a run leaves in its folder with its costs."""
     path = Path(name) / "plan.txt" if Path(name).is_dir() else Path(name)
     if path.is_file():
         from piper.plan.text import read_plans
+        from piper.view.background import read_background
 
-        return Side(name=name, plans=read_plans(read(path), str(path)))
+        plans = read_plans(read(path), str(path))
+        kept = read_background(path.parent, plans) if Path(name).is_dir() else None
+        return Side(name=name, plans=plans, outline=kept.outline if kept else None)
     from piper.api import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 

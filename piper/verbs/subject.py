@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from piper.api import Program, compile, strategy_of
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
-from piper.recipe import load_recipe
 from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
-from piper.train.folder import strategy_text
 from piper.verbs.prices import Prices, prices_of
+from piper.view.background import Background, read_background
 from piper.view.subject import Subject, said_by, tags_by_name
+
+if TYPE_CHECKING:
+    from piper.api import Program
 
 CLUSTER = "h100"
 CPU = "cpu"
@@ -36,40 +38,65 @@ def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured
             hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
         )
     prices = prices_of(cluster or CLUSTER, costs)
-    return of_program(compile(load_recipe(target)), target, prices)
+    program = compiled(target)
+    return of_background(told_by(program, target), program.plans, prices)
 
 
-def of_program(program: Program, target: str, prices: Prices, profile: Profile | None = None) -> Subject:
-    """A compiled recipe, timed at some prices, with what one of its runs measured."""
-    prices.check(program.outline)
-    file = Path(target.rpartition(":")[0])
+def of_background(
+    background: Background, plans: Plans, prices: Prices, profile: Profile | None = None
+) -> Subject:
+    """Plans of which all is known, timed at some prices, with what a run measured."""
+    prices.check(background.outline)
     return Subject(
-        title=f"{file.name}:{target.rpartition(':')[2]}",
-        plans=program.plans,
-        planned=simulate(program.plans, program.outline, prices.costs),
+        title=background.title,
+        plans=plans,
+        planned=simulate(plans, background.outline, prices.costs),
         clock=prices.name,
-        tags={chunk.name: chunk.tags for chunk in program.outline.chunks},
-        orderings=program.graph.orderings,
-        strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
-        origins={node.name: node.origin for node in program.work.line},
-        temporal=program.work.temporal,
+        tags={chunk.name: chunk.tags for chunk in background.outline.chunks},
+        orderings=background.orderings,
+        strategy=background.strategy,
+        origins=background.origins,
+        temporal=background.temporal,
         measured=profile.timelines() if profile else {},
         about=about_run(profile) if profile else "",
-        source=file.read_text(encoding="utf-8"),
-        source_name=file.name,
+        source=background.source,
+        source_name=background.source_name,
     )
 
 
+def compiled(recipe: str) -> "Program":
+    """A recipe compiled."""
+    from piper.api import compile  # torch is paid for only where it is used
+    from piper.recipe import load_recipe
+
+    return compile(load_recipe(recipe))
+
+
+def told_by(program: "Program", recipe: str) -> Background:
+    """What stands behind the plans of a recipe."""
+    from piper.train.background import background_of  # which imports torch
+
+    return background_of(program, recipe)
+
+
 def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
-    """A run: its plans as they were; directives and costs too, if its recipe still makes the same plans."""
+    """A run: its plans as they were, with what it kept of what made them.
+
+    A run that kept nothing is shown with its directives and costs if its recipe still makes the same plans.
+    """
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
     profile = read_profile(folder) if has_profile or measured else None
     plans = profile.plans if profile else plans_of_run(folder)
     prices = prices_of(cluster or (CPU if profile and profile.accelerator == "cpu" else CLUSTER), costs)
+    kept = read_background(folder, plans)
+    if kept is None and profile is not None:  # of an earlier layout, which the profile has kept
+        kept = read_background(folder / FOLDER, plans)
+    if kept is not None:
+        return of_background(kept, plans, prices, profile)
     recipe = recipe_of(folder, profile)
     program, why = same_program(recipe, plans)
     if program is not None:
-        return of_program(program, recipe, prices, profile)
+        return of_background(told_by(program, recipe), plans, prices, profile)
     strategy = folder / "strategy.txt"
     return Subject(
         title=folder.resolve().name,
@@ -117,14 +144,14 @@ def recipe_of(folder: Path, profile: Profile | None) -> str:
     return recipe if isinstance(recipe, str) else ""
 
 
-def same_program(recipe: str, plans: Plans) -> tuple[Program | None, str]:
+def same_program(recipe: str, plans: Plans) -> tuple["Program | None", str]:
     """The recipe compiled, if it still makes these plans; else why not."""
     if not recipe:
         return None, "the folder does not say which recipe it ran"
     if not Path(recipe.rpartition(":")[0]).is_file():
         return None, f"its recipe {recipe} is not there"
     try:
-        program = compile(load_recipe(recipe))
+        program = compiled(recipe)
     except PiperError as error:
         return None, f"its recipe {recipe} no longer compiles ({str(error).splitlines()[0]})"
     if show_plans(program.plans) != show_plans(plans):

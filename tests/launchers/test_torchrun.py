@@ -21,6 +21,7 @@ from piper.launchers.post import Told
 from piper.launchers.rendezvous import apart
 from piper.launchers.world import World, world_here
 from piper.runtime.worker import Options
+from tests.launchers.family import family, wait_for
 from tests.launchers.ranks import CELL
 from tests.runtime.grid import batches, job
 
@@ -42,16 +43,23 @@ def four():
 """
 
 
-def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+IDLE = """
+import os, pathlib, time
+pathlib.Path("rank" + os.environ["RANK"]).touch()
+time.sleep(300)
+"""
+
+
+def command(*words: str) -> list[str]:
     start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    return subprocess.run(
-        [sys.executable, *start, "--master-port", str(free_port()), *words],
-        env=ENVIRONMENT,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-    )
+    return [sys.executable, *start, "--master-port", str(free_port()), *words]
+
+
+def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    with family() as ranks:
+        process = ranks.start(command(*words), env=ENVIRONMENT, folder=folder)
+        out, err = process.communicate(timeout=BOUND)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def free_port() -> int:
@@ -96,24 +104,33 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     """Started by hand, because torchrun itself ends every rank when one dies."""
     port = str(free_port())
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), "die"],
-            env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(BOUND) for process in ranks] == [0, -9]
-    finally:
-        for process in ranks:
-            process.kill()
+    with family() as ranks:
+        processes = [
+            ranks.start(
+                [sys.executable, str(SCRIPT), str(tmp_path), "die"],
+                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        ended = [(process.communicate(timeout=BOUND)[1], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [0, -9], ended
     error = text(seen(tmp_path, 0)["dead"])
     assert error.startswith("WorkerError: device 1 (process N): the process has ended\n  at: ")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in error
     assert error.endswith(
         "hint:    look for what ended it: the system's log names a process killed for want of memory"
     )
+
+
+def test_ranks_end_with_a_torchrun_that_takes_too_long(tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text(IDLE, encoding="utf-8")
+    with pytest.raises(subprocess.TimeoutExpired), family() as ranks:
+        process = ranks.start(command(str(script)), env=ENVIRONMENT, folder=tmp_path)
+        wait_for([tmp_path / "rank0", tmp_path / "rank1"], BOUND)
+        assert len(ranks.members()) == 3
+        process.communicate(timeout=0.1)
+    assert ranks.members() == []
 
 
 def test_the_command_line_trains_once(tmp_path: Path) -> None:

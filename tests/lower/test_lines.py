@@ -17,7 +17,7 @@ from piper.lower.lower import lower
 from piper.lower.work import Settings
 from piper.plan.check import prove
 from piper.plan.plan import Plan, Plans
-from piper.schedules import gpipe, one_f_one_b, zero_bubble
+from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble
 from tests.lower.outlines import SCALAR, Drawing, X, Y, pp
 
 
@@ -274,3 +274,26 @@ def test_parts_that_write_a_buffer_stay_in_step(ordered: bool) -> None:
     if ordered:  # each part's pieces come before the next part's
         pieces = [ins.part[0][1] for ins in plans.of(0).instrs if ins.arg.startswith("F ")]
         assert pieces == sorted(pieces)
+
+
+def test_a_pair_with_experts_interleaves_region_by_region() -> None:
+    """Rows of one direction travel while the other computes, also while the host learns their number."""
+    homes = [[0, 1], [2, 3], [2, 3], [0, 1]]
+    strategy: list[Directive] = [replicate(at(PP=stage), home) for stage, home in enumerate(homes)]
+    strategy += [shard(at(PP=stage, EP="*"), home) for stage, home in enumerate(homes)]
+    plans = compiled(chain(4, experts=4), *strategy, split(at(), parts=8), *dualpipe_v(2, 8))
+    lines = shown(plans.of(0), "compute", "counts", "exchange")
+    first, last = "B[PP=3 #1 MB=3]", "F[PP=0 #1 MB=5]"
+    assert lines[lines.index(first) : lines.index(last) + len(last)] == cleandoc("""
+        B[PP=3 #1 MB=3]
+        B[PP=3 EP=3 unroute MB=3]
+        F[PP=0 MB=5]
+        counts counts[PP=0 EP=0 route MB=5]
+        B[PP=3 EP=3 MB=3]
+        F[PP=0 EP=0 route MB=5]
+        B[PP=3 EP=3 route MB=3]
+        F[PP=0 EP=0 MB=5]
+        F[PP=0 EP=0 unroute MB=5]
+        B[PP=3 MB=3]
+        F[PP=0 #1 MB=5]
+    """)

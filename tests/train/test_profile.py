@@ -37,6 +37,7 @@ def test_a_profile_has_a_span_for_each_instruction_of_each_device(profiled: Path
         "plan.txt",
         "profile.json",
         "trace.json",
+        "view.json",
     ]
     profile = read_profile(profiled)
     assert (profile.count, profile.first, profile.on, profile.accelerator) == (3, 3, "inline", "cpu")

@@ -1,1 +1,1 @@
-"""The runtime on CUDA devices: streams, and when memory that crossed them goes back."""
+"""The runtime on CUDA devices: streams, when memory that crossed them goes back, and steps as one graph."""

@@ -48,8 +48,13 @@ class StreamExecutor:
         timeout: float = 60.0,
         on_failure: Callable[[], None] = lambda: None,
         outro: Bound = lambda: None,
+        home: torch.cuda.Stream | None = None,
     ) -> None:
-        """`outro` is issued last, when all streams have been joined: it brings the results to the host."""
+        """`outro` is issued last, when all streams have been joined: it brings the results to the host.
+
+        home: the stream that steps begin and end on; without one, that on which the state is changed between
+        steps.
+        """
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
         self.timeout, self.on_failure, self.outro = timeout, on_failure, outro
         self.parked: list[object] = [None] * len(slots)
@@ -59,7 +64,7 @@ class StreamExecutor:
         with torch.cuda.device(accelerator):
             self.streams = self._streams() if streams else {}
             self.ends = {name: torch.cuda.Event() for name in self.streams}
-            self.home = torch.cuda.default_stream()
+            self.home = torch.cuda.default_stream() if home is None else home
         self.steps = self._bind(bound, index)
 
     def _streams(self) -> dict[str, torch.cuda.Stream]:
@@ -100,20 +105,28 @@ class StreamExecutor:
     def run(self) -> None:
         """Run the plan once; returns when every stream is at its end."""
         with torch.cuda.device(self.accelerator), torch.no_grad():
-            home = self.home
-            self.begin.record(home)  # what was done to the state between steps was done here
-            for stream in self.streams.values():
-                stream.wait_event(self.begin)
-            self._issue()
-            for name, stream in self.streams.items():
-                self.ends[name].record(stream)
-                home.wait_event(self.ends[name])
-            with torch.cuda.stream(home):
+            self.enqueue()
+            with torch.cuda.stream(self.home):
                 self.outro()
-            self.done.record(home)
+            self.done.record(self.home)
             self._wait()
-            self.parked = [None] * len(self.slots)
-            self.replaced.clear()
+            self.drop()
+
+    def enqueue(self) -> None:
+        """Issue the plan once: every stream begins after the home stream, which goes on after all of them."""
+        home = self.home
+        self.begin.record(home)  # what was done to the state between steps was done here
+        for stream in self.streams.values():
+            stream.wait_event(self.begin)
+        self._issue()
+        for name, stream in self.streams.items():
+            self.ends[name].record(stream)
+            home.wait_event(self.ends[name])
+
+    def drop(self) -> None:
+        """Let go of what was held until the end of the step."""
+        self.parked = [None] * len(self.slots)
+        self.replaced.clear()
 
     def _issue(self) -> None:
         slots, parked, place = self.slots, self.parked, 0

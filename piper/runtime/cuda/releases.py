@@ -126,14 +126,7 @@ def foretold_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> in
             if slot in plan.slots and slot not in held:
                 held.add(slot)
                 ledger.hold(slot)
-        peak = max(peak, resident + ledger.live + max(ins.workspace, flattened(plan, ins)))
+        peak = max(peak, resident + ledger.live + ins.workspace)
         for slot in handling.frees:
             ledger.release(slot)
     return peak
-
-
-def flattened(plan: Plan, ins: Instr) -> int:
-    """The bytes of gradients that a reduction lays one after another first, if no sum has done so before."""
-    if ins.op != "reduce_scatter" or ".grad" in ins.reads[0]:
-        return 0
-    return plan.slots[ins.reads[0]].nbytes

@@ -1,0 +1,132 @@
+"""Whether a step is the same work every time, so that it can be issued as one graph; if not, why not.
+
+A graph is replayed as it was captured: the same kernels on the same memory, with the numbers that the host
+gave them then. So nothing in a step may depend on what the host knows only while it runs, and nobody can look
+at one instruction of it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from piper.errors import ConfigError
+from piper.ir.chunk import Chunk
+from piper.plan.plan import Plan
+from piper.runtime.compute import subject
+from piper.runtime.setup import Setup
+from piper.runtime.state import fuse
+
+LOOKS = {
+    "keep_gradients": "keep_gradients",
+    "keep_outputs": "keep_outputs (--detect-nan)",
+    "measure": "measure",
+    "profile": "profile (--profile)",
+}  # options that look into a step
+RATES = ("lr", "initial_lr")  # of a group of parameters: read anew in every step
+MOST = 3  # chunks that are named
+
+
+class Looks(Protocol):
+    """The options that look into a step."""
+
+    @property
+    def keep_gradients(self) -> bool: ...
+    @property
+    def keep_outputs(self) -> bool: ...
+    @property
+    def measure(self) -> bool: ...
+    @property
+    def profile(self) -> int: ...
+
+
+def check_static(setup: Setup, plans: Iterable[Plan], options: Looks, *, by_host: bool) -> None:
+    """Refuse graphs for steps that need the host. `by_host`: values of other devices come through it."""
+    chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
+    plans = [*plans]
+    reasons = [] if setup.device.type == "cuda" else [f"device {setup.device.type} has no graphs"]
+    looks = [shown for name, shown in LOOKS.items() if getattr(options, name)]
+    reasons += [f"{look} looks at single instructions" for look in looks]
+    if by_host and any(ins.comm is not None for plan in plans for ins in plan.instrs):
+        reasons.append("values go from device to device through the host")
+    for plan in plans:
+        reasons += static_reasons(plan, chunks)
+    reasons += trainer_reasons(setup)
+    if reasons:
+        raise not_static(reasons)
+
+
+def not_static(reasons: Iterable[str]) -> ConfigError:
+    """The error of a step that cannot be a graph."""
+    return ConfigError(
+        "a step of this job cannot be issued as one graph",
+        by="graphs",
+        facts={"why": "\n".join(dict.fromkeys(reasons))},
+        hint="leave graphs out: every instruction is then issued by itself",
+    )
+
+
+def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
+    """What of a plan needs the host while it runs."""
+    named = dict.fromkeys(subject(chunks, ins.arg)[1].name for ins in plan.instrs if ins.op == "compute")
+    routed = [name for name in named if chunks[name].kind == "expert"]
+    drawn = [name for name in named if chunks[name].random]
+    reasons = []
+    if routed:
+        reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
+    if drawn:
+        reasons.append(f"{listed(drawn)}: the host sets the seed of random numbers anew in every step")
+    return reasons
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in one line, the first ones if they are many."""
+    more = len(names) - MOST
+    return ", ".join(names[:MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def trainer_reasons(setup: Setup) -> list[str]:
+    """What of a job's optimizer and scheduler needs the host; asked of those of a single number."""
+    if not any(bucket.trainable for bucket in setup.plans.buckets.values()):
+        return []
+    optimizer = setup.optimizer([torch.zeros(1, requires_grad=True)])
+    scheduler = setup.scheduler(optimizer) if setup.scheduler else None
+    fuse(optimizer)  # as on the device
+    reasons = optimizer_reasons(optimizer)
+    if scheduler is not None and not reasons and (moved := moved_by(scheduler, optimizer)):
+        name = type(scheduler).__name__
+        reasons.append(f"{name} changes {', '.join(moved)}: a graph follows the learning rate alone")
+    return reasons
+
+
+def optimizer_reasons(optimizer: Optimizer) -> list[str]:
+    """Why an optimizer's step cannot be captured. torch's own say `capturable`, or are fused as SGD is."""
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, SGD) and not group["fused"]:
+            return [f"{name} reads its learning rate on the host unless it is fused"]
+        if not isinstance(optimizer, SGD) and "capturable" not in group:
+            return [f"{name} has no `capturable`: it computes on the host"]
+        if group.get("differentiable"):
+            return [f"{name} is differentiable: nothing of it is done in place"]
+    return []
+
+
+def moved_by(scheduler: LRScheduler, optimizer: Optimizer) -> list[str]:
+    """The settings that a scheduler changes beside the learning rate, as far as its first step shows."""
+    before = settings(optimizer)
+    optimizer.step()  # nothing happens without gradients, but a scheduler wants to come second
+    scheduler.step()
+    after = settings(optimizer)
+    changed = (key for old, new in zip(before, after, strict=True) for key in new if old.get(key) != new[key])
+    return [*dict.fromkeys(changed)]
+
+
+def settings(optimizer: Optimizer) -> list[dict[str, object]]:
+    """The numbers of each group of parameters that a graph keeps as they were when it was captured."""
+    return [
+        {key: value for key, value in group.items() if key != "params" and key not in RATES}
+        for group in optimizer.param_groups
+    ]

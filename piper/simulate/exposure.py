@@ -1,0 +1,72 @@
+"""How much of a kind of communication a device cannot hide, in a step or in the overlapped part of one."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from piper.ir.graph import Graph
+from piper.ir.node import compute_name
+from piper.plan.instr import COMMUNICATION, Op
+from piper.plan.plan import Plan
+from piper.simulate.account import Interval, merged, uncovered
+from piper.simulate.timeline import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """What some communication takes of a stretch of a step, in seconds."""
+
+    window: Interval
+    computing: float  # something computes
+    communication: float  # of each such communication, added up
+    exposed: float  # one of them is under way, and nothing computes
+
+    @property
+    def share(self) -> float:
+        """The exposed part of the communication."""
+        return self.exposed / self.communication if self.communication else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long the stretch is."""
+        return self.window[1] - self.window[0]
+
+
+def exposure(
+    plan: Plan, spans: Sequence[Span], ops: Collection[Op], window: Interval | None = None
+) -> Exposure:
+    """Add up the communication of some kinds on one device, hidden and not; no window: of the whole step.
+
+    spans: when each instruction of the plan ran, simulated or measured.
+    """
+    timed = list(zip(plan.instrs, spans, strict=True))
+    low, high = window or (min(span.start for span in spans), max(span.end for span in spans))
+
+    def inside(span: Span) -> Interval:
+        return max(low, span.start), min(high, span.end)
+
+    busy = merged(inside(span) for ins, span in timed if ins.op not in COMMUNICATION and ins.op != "load")
+    talking = [inside(span) for ins, span in timed if ins.op in ops]
+    return Exposure(
+        window=(low, high),
+        computing=sum(end - start for start, end in busy),
+        communication=sum(max(0.0, end - start) for start, end in talking),
+        exposed=sum(uncovered(start, end, busy) for start, end in merged(talking)),
+    )
+
+
+def main_phase(graph: Graph, plan: Plan, spans: Sequence[Span]) -> Interval | None:
+    """From the first to the last instruction of a forward and a backward that an order lets interleave.
+
+    None: the device has no such pair.
+    """
+    pairs = {
+        compute_name(step.chunk, step.phase, step.part)
+        for ordering in graph.orderings
+        for group in ordering.groups
+        if len({step.phase == "F" for step in group}) == 2
+        for step in group
+    }
+    times = [span for ins, span in zip(plan.instrs, spans, strict=True) if ins.node in pairs]
+    if not times:
+        return None
+    return min(span.start for span in times), max(span.end for span in times)

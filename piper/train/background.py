@@ -1,0 +1,44 @@
+"""What made a program: its strategy in words, and what a run keeps of it for `piper view`."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from piper.api import Program, strategy_of
+from piper.directives import Directive
+from piper.view.background import Background
+from piper.view.subject import said_by
+
+
+def background_of(program: Program, recipe: str) -> Background:
+    """What made a program's nodes, what its chunks cost, and the text of the recipe that it came from."""
+    file, _, function = recipe.rpartition(":")
+    return Background(
+        title=f"{Path(file).name}:{function}",
+        outline=program.outline,
+        orderings=program.graph.orderings,
+        strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
+        origins={node.name: node.origin for node in program.work.line},
+        temporal=program.work.temporal,
+        source=Path(file).read_text(encoding="utf-8", errors="replace"),  # Python reads other encodings too
+        source_name=Path(file).name,
+    )
+
+
+def strategy_text(strategy: list[Directive]) -> str:
+    """Directives one per line, with what they were given and where."""
+    lines = []
+    for number, directive in enumerate(strategy):
+        given = ", ".join(
+            f"{field.name}={shown(value)}"
+            for field in fields(directive)
+            if field.name != "source" and (value := getattr(directive, field.name)) is not None
+        )
+        lines.append(f"{directive.title(number)}: {given}\n")
+    return "".join(lines) or "one device\n"
+
+
+def shown(value: object) -> str:
+    """A directive's argument as its user would write it."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    return str(value)

@@ -1,0 +1,91 @@
+"""What a run keeps for its page: the same page comes of it, and only of the plans it was kept for."""
+
+import json
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+
+from piper.errors import ConfigError
+from piper.ir.chain import chain
+from piper.plan.text import read_plans, show_plans
+from piper.simulate.profile import fingerprint
+from piper.verbs.prices import prices_of
+from piper.verbs.subject import of_background
+from piper.view.background import FILE, Background, read_background, show_background
+from piper.view.report import page
+from piper.view.subject import Subject
+from tests.view.scenes import deep, demo
+
+
+def background(subject: Subject, stages: int, experts: int) -> Background:
+    """What stands behind a subject that was made of a chain."""
+    return Background(
+        title=subject.title,
+        outline=chain(stages, experts=experts),
+        orderings=subject.orderings,
+        strategy=subject.strategy,
+        origins=subject.origins,
+        temporal=subject.temporal,
+        source=subject.source,
+        source_name=subject.source_name,
+    )
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """The folder of a run of `demo`."""
+    (tmp_path / "plan.txt").write_text(show_plans(demo().plans))
+    (tmp_path / FILE).write_text(show_background(background(demo(), 4, 4), demo().plans))
+    return tmp_path
+
+
+def test_the_page_is_the_same_to_the_last_byte(kept: Path) -> None:
+    plans = read_plans((kept / "plan.txt").read_text())
+    found = read_background(kept, plans)
+    assert found is not None
+    assert page(of_background(found, plans, prices_of("h100", None))) == page(demo())
+
+
+def test_measured_costs_know_the_model(kept: Path) -> None:
+    found = read_background(kept, demo().plans)
+    assert found is not None
+    assert fingerprint(found.outline) == fingerprint(chain(4, experts=4))
+
+
+def test_it_is_smaller_than_the_plan() -> None:
+    text = show_background(background(deep(), 16, 0), deep().plans)
+    assert len(text) < len(show_plans(deep().plans)) / 3
+
+
+def test_a_folder_that_keeps_nothing_or_something_of_other_plans(kept: Path, tmp_path: Path) -> None:
+    assert read_background(kept, deep().plans) is None
+    (kept / FILE).unlink()
+    assert read_background(kept, demo().plans) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"piper_view":2}', "ValueError: it is of form 2, not 1"),
+        ("{}", "KeyError: 'piper_view'"),
+        ("[]", "TypeError: list indices must be integers or slices, not str"),
+        ("", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_a_file_that_is_none(kept: Path, text: str, why: str) -> None:
+    (kept / FILE).write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_background(kept, demo().plans)
+    assert str(error.value) == cleandoc(f"""
+        {kept / FILE}: what this run kept for its page cannot be read
+          why:  {why}
+          hint: delete view.json: the page is then made of the recipe, or of the plan alone
+    """)
+
+
+def test_a_file_that_was_changed(kept: Path) -> None:
+    told = json.loads((kept / FILE).read_text())
+    (kept / FILE).write_text(json.dumps({**told, "temporal": [[0, 10**6, 0]]}))
+    with pytest.raises(ConfigError, match="why:  IndexError"):
+        read_background(kept, demo().plans)
