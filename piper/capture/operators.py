@@ -2,6 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import embedding_dense_backward
+
+SPARSE = 16  # rows of a table for each that is read, from which on it is mostly zeros
 
 
 @torch.library.custom_op("piper::embedding_grad", mutates_args=())
@@ -20,4 +23,16 @@ def _(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> 
     return grad.new_empty([length, *grad.shape[rows.dim() :]])
 
 
-KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # what each is called as instead
+def embedding_gradient(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
+    """The gradient of an embedding's table, taken apart where the table is not large beside what reads it.
+
+    Whole, it sorts the rows, which takes longer than going through a small table.
+    """
+    sparse = length >= SPARSE * rows.numel()
+    made: Tensor = (embedding_grad if sparse else embedding_dense_backward)(
+        grad, rows, length, padding, by_count
+    )
+    return made
+
+
+KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_gradient}  # instead of Inductor's own way

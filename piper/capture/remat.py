@@ -97,14 +97,15 @@ class _Chooser:
     def _fixed(self, node: fx.Node) -> bool:
         """Whether a value may not be made again: it is random, or a choice such as where a row goes.
 
-        A choice made twice, of numbers that may differ in their last bit, could be two choices.
+        A choice made twice, of numbers that may differ in their last bit, could be two choices. Attention's
+        whole numbers are none: they say where it stands in the random numbers that it does not draw.
         """
         if self._passes(node):
             return False
         if not isinstance(node.target, torch._ops.OpOverload) or draws_random(node):
             return True
         whole = any(not t.is_floating_point() and t.dtype is not torch.bool for t in tensors_in(node))
-        return whole and torch.Tag.pointwise not in node.target.tags
+        return whole and not {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & {*node.target.tags}
 
     def _in_memory(self, node: fx.Node) -> bool:
         """Whether the backward needs a value in memory: making it again would cost a kernel."""

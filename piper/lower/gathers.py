@@ -65,8 +65,8 @@ def sharded_parameters_are_gathered(work: Work) -> Iterator[str]:
 
 
 def ahead_of(use: int, reads_shards: Sequence[bool]) -> int:
-    """The compute node that a gather overlaps: the one before the use, and the one before that where it holds
-    no gathered parameters itself. So at most two buckets are whole at a time, one in use and one on its way."""
+    """The compute node that a gather may overlap: the one before the use, or two before, where that one holds
+    no gathered parameters. So at most two chunks are whole at a time, one in use and one on its way."""
     before = max(0, use - 1)
     return before if reads_shards[before] else max(0, before - 1)
 

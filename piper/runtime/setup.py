@@ -122,7 +122,8 @@ def device_of(kind: str) -> torch.device:
 
 def build_model(job: JobLike) -> nn.Module:
     """The model as PyTorch initialises it for the job's seed on one device."""
-    with torch.random.fork_rng(devices=[]):
+    accelerators = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=accelerators):
         torch.manual_seed(job.seed)
         return job.model()
 

@@ -20,21 +20,22 @@ class Holding:
 
     def __init__(self, bucket: Bucket, device: int, initial: Initial, setup: Setup) -> None:
         self.bucket, self.layout = bucket, Layout(bucket, device)
-        layout = self.layout
-        dtype = getattr(torch, bucket.dtype)
-        full = torch.zeros(layout.length, dtype=dtype)  # on the host: the device holds no more than its part
+        layout, dtype = self.layout, getattr(torch, bucket.dtype)
         keeps_master = bucket.trainable and dtype in (torch.bfloat16, torch.float16)
-        exact = torch.zeros(layout.length, dtype=torch.float32) if keeps_master else None
+        sharded = bucket.zero == 3
+        begin, end = (layout.start, layout.stop) if sharded else (0, layout.length)
+        self.flat = torch.zeros(end - begin, dtype=dtype, device=setup.device)
+        self.own = self.flat if sharded else layout.owned(self.flat)
+        self.master = torch.zeros_like(self.own, dtype=torch.float32) if keeps_master else None
         for index, piece in enumerate(bucket.pieces):
             value = layout.local(initial(piece.name), index).reshape(-1)
-            full[piece.offset : piece.offset + piece.numel] = value.to(dtype)
-            if exact is not None:
-                exact[piece.offset : piece.offset + piece.numel] = value.float()
-        held = layout.owned(full).clone() if bucket.zero == 3 else full
-        self.flat = held.to(setup.device)
-        self.own = self.flat if bucket.zero == 3 else layout.owned(self.flat)
-        self.master = None if exact is None else layout.owned(exact).clone().to(setup.device)
-        self.param: Flat | Tensor = self.flat if bucket.zero == 3 else layout.over(self.flat)
+            low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
+            if low < high:  # the device is given no more than its part
+                given = value[low - piece.offset : high - piece.offset].to(setup.device)
+                fill(self.flat, begin, given, low)
+                if self.master is not None:
+                    fill(self.master, layout.start, given, low)
+        self.param: Flat | Tensor = self.flat if sharded else layout.over(self.flat)
 
     @property
     def trained(self) -> Tensor:
@@ -151,6 +152,13 @@ class State:
                         portion = []
         if portion or not apart:
             yield portion
+
+
+def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:
+    """Copy so much of a value as lies in a target; each is told where in the flat bucket it begins."""
+    low, high = max(offset, start), min(offset + len(value), start + len(target))
+    if low < high:
+        target[low - start : high - start] = value[low - offset : high - offset]
 
 
 def fuse(optimizer: Optimizer) -> None:

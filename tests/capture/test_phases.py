@@ -187,6 +187,36 @@ def test_workspace_is_what_lives_at_once_and_goes() -> None:
     )  # the linear layer's result, until the sigmoid is made
 
 
+def test_compiled_code_lets_go_of_what_was_kept_before_its_results_are_all_there() -> None:
+    sample = zoo.vectors(4, 0)
+
+    def workspaces(*, compiled: bool) -> dict[str, int]:
+        found = trace(Tower, zoo.regression, sample, 4, "fp32", torch.device("cpu"), compiled=compiled)
+        chunk = differentiate(found).outline.chunks[0]
+        assert len(chunk.saved) >= 3
+        return {name: spec.workspace for name, spec in chunk.phases.items()}
+
+    plain, compiled = workspaces(compiled=False), workspaces(compiled=True)
+    assert min(plain.values()) >= 0
+    assert compiled["B"] < 0  # the first layers' gradients are made when the last layers' inputs are gone
+    assert compiled["F"] >= 0
+
+
+class Tower(nn.Module):
+    """Wide layers one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), *(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 class Weights(nn.Module):
     """Weights that are cast before they are used."""
 

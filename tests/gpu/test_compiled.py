@@ -38,3 +38,11 @@ def test_compiled_chunks_give_the_numbers_of_one_device(
         program, lambda started, options: launcher(started, "inline", options), batches(cell, 2), TOLERANCE
     )
     assert report.ok, report
+
+
+def test_attention_is_made_again_where_nothing_is_to_be_kept() -> None:
+    asked = job(Cell(case="decoder", schedule="1f1b", parts=2), precision="bf16")
+    asked = replace(asked, strategy=[*asked.strategy, piper.remat(piper.at(), 0.0)])  # type: ignore[list-item,misc]
+    program = compile(asked, device="cuda", compile=True)
+    middle = program.outline.chunks[1]
+    assert sum(spec.nbytes for spec in middle.saved) == 0, middle.saved

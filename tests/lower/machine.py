@@ -22,7 +22,10 @@ class Device:
     lanes: dict[str, list[int]]  # by stream: the places of its instructions
     reached: dict[str, int]
     slots: dict[str, Value]
-    counts: list[int]  # the places at which the host waits
+    counts: list[int]  # the places at which the host will wait, in order
+    meetings: dict[
+        tuple[str, str, str | None], list[int]
+    ]  # where it meets peers, by op, node and communicator
     events: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     ran: Counter[str] = field(default_factory=Counter)  # how often each node computed
@@ -33,10 +36,9 @@ class Device:
         if reached == len(lane):
             return None
         place = lane[reached]
-        if not self.events.issuperset(self.plan.instrs[place].waits):
+        if self.counts and self.counts[0] < place:
             return None
-        held = any(at < place and at not in self.done for at in self.counts)
-        return None if held else place
+        return place if self.events.issuperset(self.plan.instrs[place].waits) else None
 
     def read(self, ins: Instr) -> list[Value]:
         missing = [slot for slot in ins.reads if slot not in self.slots]
@@ -51,6 +53,8 @@ class Device:
             del self.slots[slot]
         if ins.signals is not None:
             self.events.add(ins.signals)
+        if ins.op == "counts":
+            self.counts.remove(place)
         self.done.add(place)
         self.reached[ins.stream] += 1
 
@@ -134,11 +138,8 @@ class Machine:
         assert ins.comm is not None
         number = self.receivers[ins.comm, device.number]
         queue = self.queues.setdefault((ins.comm, number), [])
-        if not self.buffered:
-            receiver = self.devices[number]
-            heads = [receiver.plan.instrs[at] for s in receiver.lanes if (at := receiver.head(s)) is not None]
-            if queue or not any(head.op == "recv" and head.comm == ins.comm for head in heads):
-                return False
+        if not self.buffered and (queue or not receives(self.devices[number], ins.comm)):
+            return False
         queue.append(cut(device.read(ins)[0], ins.arg))
         device.finish(place, ())
         return True
@@ -147,18 +148,29 @@ class Machine:
 def device(number: int, plan: Plan, slots: dict[str, Value]) -> Device:
     """A device at the start of a step."""
     lanes: dict[str, list[int]] = {}
+    meetings: dict[tuple[str, str, str | None], list[int]] = {}
     for place, ins in enumerate(plan.instrs):
         lanes.setdefault(ins.stream, []).append(place)
+        if ins.op in TOGETHER:
+            meetings.setdefault((ins.op, ins.node, ins.comm), []).append(place)
     counts = [place for place, ins in enumerate(plan.instrs) if ins.op == "counts"]
-    return Device(number, plan, lanes, dict.fromkeys(lanes, 0), slots, counts)
+    return Device(number, plan, lanes, dict.fromkeys(lanes, 0), slots, counts, meetings)
 
 
 def waiting(device: Device, ins: Instr) -> int | None:
     """Where a device waits with the same instruction as a peer, if it does."""
-    for stream in device.lanes:
-        place = device.head(stream)
-        if place is not None:
-            other = device.plan.instrs[place]
-            if (other.op, other.node, other.comm) == (ins.op, ins.node, ins.comm):
-                return place
+    for place in device.meetings.get((ins.op, ins.node, ins.comm), ()):
+        if device.head(device.plan.instrs[place].stream) == place:
+            return place
     return None
+
+
+def receives(device: Device, comm: str) -> bool:
+    """Whether a device waits for what is sent on a communicator."""
+    for stream, lane in device.lanes.items():
+        reached = device.reached[stream]
+        if reached < len(lane):
+            ins = device.plan.instrs[lane[reached]]
+            if ins.op == "recv" and ins.comm == comm and device.head(stream) is not None:
+                return True
+    return False

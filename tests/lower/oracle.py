@@ -8,10 +8,11 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-from piper.ir.chunk import Chunk, Output, PhaseSpec
+from piper.ir.chunk import Output
 from piper.ir.graph import Graph
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
+from tests.lower.expected import Expected
 from tests.lower.lifetimes import check_lifetimes
 from tests.lower.machine import Device, Machine, Results
 from tests.lower.symbols import (
@@ -20,7 +21,6 @@ from tests.lower.symbols import (
     Row,
     Rows,
     Share,
-    Slope,
     Value,
     Weights,
     accumulated,
@@ -32,26 +32,27 @@ from tests.lower.symbols import (
     returned,
     rows_of,
 )
-from tests.lower.truth import Truth
 
 
-def examine(plans: Plans, graph: Graph, seed: int = 0) -> None:
-    """Assert that plans compute what the graph means, in one of many orders that they allow."""
-    oracle = Oracle(plans, graph)
-    machine = Machine(plans, oracle.residents, oracle.alone, oracle.together, seed)
-    machine.run()
-    oracle.check_runs(machine.devices)
-    oracle.check_updates(machine.devices)
-    oracle.check_buffers(machine.devices)
+def examine(plans: Plans, graph: Graph, *seeds: int) -> None:
+    """Assert that plans compute what the graph means, in some of many orders that they allow."""
+    expected = Expected(plans, graph)
+    for seed in seeds or (0,):
+        oracle = Oracle(plans, expected)
+        machine = Machine(plans, oracle.residents, oracle.alone, oracle.together, seed)
+        machine.run()
+        oracle.check_runs(machine.devices)
+        oracle.check_updates(machine.devices)
+        oracle.check_buffers(machine.devices)
     check_lifetimes(plans)
 
 
 class Oracle:
-    """The meaning of every instruction."""
+    """The meaning of every instruction, in one run of the plans."""
 
-    def __init__(self, plans: Plans, graph: Graph) -> None:
+    def __init__(self, plans: Plans, expected: Expected) -> None:
         self.plans = plans
-        self.truth = Truth(graph, plans.cells)
+        self.expected, self.truth = expected, expected.truth
         self.measured: dict[str, Fraction] = {}  # how often each parameter's gradient is in the norm
         self.sums: dict[str, Counter[Row]] = {"loss": Counter(), "weight": Counter()}
 
@@ -116,48 +117,13 @@ class Oracle:
 
     def compute(self, device: Device, ins: Instr, reads: list[Value]) -> Results:
         """Check all that a phase reads, and give what it should."""
-        phase, _, name = ins.arg.partition(" ")
-        chunk = self.truth.chunks[name]
-        spec = chunk.phases[phase]  # type: ignore[index]
         device.ran[ins.node] += 1
-        wanted = self.wanted(device, ins, chunk, spec)
+        expected = self.expected.of(device.number, ins)
+        wanted = expected.reads(device.slots)
         assert reads == wanted, f"device {device.number}: {ins.node} reads\n{reads}\nwanted\n{wanted}"
-        rows, share = self.truth.rows(name, device.number, ins.part)
-        if phase == "F":
-            outputs = [self.truth.output(name, i, device.number, ins.part) for i in range(len(chunk.outputs))]
-            notes = [
-                Note(f"{name}.{bundle}", rows, share) for bundle in bundles(chunk, range(len(chunk.saved)))
-            ]
-            return (*outputs, *notes, *(mutated(device, buffer, ins) for buffer in chunk.mutated))
-        given: list[Value] = []
-        for position in spec.grad_inputs:
-            source = self.truth.name(chunk.inputs[position])
-            given.append(Slope(Rows(source, rows, share), ((name, position),)))
-        if phase == "BI":
-            return (*given, *([Note(f"{name}.carried", rows, share)] if chunk.carried else []))
-        for bucket in self.plans.buckets.values():
-            pieces = [piece.name for piece in bucket.pieces if piece.name in spec.grad_params]
-            if name in bucket.chunks and pieces:
-                given.append(Weights({p: Counter((name, row, share) for row in rows) for p in pieces}))
-        return tuple(given)
-
-    def wanted(self, device: Device, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[Value]:
-        """What a phase should read, in the order of its PhaseSpec."""
-        name, truth = chunk.name, self.truth
-        rows, share = truth.rows(name, device.number, ins.part)
-        found: list[Value] = [
-            truth.value(chunk.inputs[i], name, device.number, ins.part) for i in spec.inputs
-        ]
-        for bucket in self.plans.buckets.values():
-            if name in bucket.chunks and any(piece.name in spec.params for piece in bucket.pieces):
-                found.append(Held(("old",) * bucket.group_size))
-        found += [device.slots[f"buffer.{buffer}"] for buffer in spec.buffers]
-        found += [Note(f"{name}.{bundle}", rows, share) for bundle in bundles(chunk, spec.saved)]
-        found += [Note(f"{name}.carried", rows, share)] if spec.carried else []
-        for index in spec.tangents:
-            first = Output(chunk=name, index=index) == truth.outline.loss
-            found.append(Note("seed") if first else truth.slope(index, name, device.number, ins.part))
-        return found
+        if not expected.mutated:
+            return expected.gives
+        return (*expected.gives, *(mutated(device, buffer, ins) for buffer in expected.mutated))
 
     def exchange(self, ins: Instr, reads: list[list[Value]]) -> list[Value]:
         """Rows out to the shares of the experts, or back to their owners, as they were counted."""
@@ -211,8 +177,9 @@ class Oracle:
         for piece in bucket.pieces:
             wanted = self.truth.gradient(piece.name, share_of(bucket, device.number))
             found = gradient.terms.get(piece.name, Counter())
-            less, more = dict(wanted - found), dict(found - wanted)
-            assert found == wanted, f"{piece.name} on {device.number}: too few {less}, too many {more}"
+            if found != wanted:
+                less, more = dict(wanted - found), dict(found - wanted)
+                raise AssertionError(f"{piece.name} on {device.number}: too few {less}, too many {more}")
         held = device.slots[written]
         assert isinstance(held, Held)
         own = [mine] if bucket.zero else range(len(group))
@@ -273,14 +240,6 @@ def group_of(bucket: Bucket, device: int) -> tuple[int, ...]:
 
 def share_of(bucket: Bucket, device: int) -> Share:
     return (bucket.devices.index(device) % bucket.ways, bucket.ways)
-
-
-def bundles(chunk: Chunk, saved: tuple[int, ...] | range) -> list[str]:
-    """The bundles that hold some saved values: `kept` those that BW needs, `saved` the others."""
-    late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
-    return [
-        name for name, kept in (("saved", False), ("kept", True)) if any((i in late) == kept for i in saved)
-    ]
 
 
 def mutated(device: Device, buffer: str, ins: Instr) -> Value:

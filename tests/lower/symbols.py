@@ -31,14 +31,18 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Gradients of parameters: for each, what is in the sum."""
+    """Gradients of parameters: for each, what is in the sum. Sums are never changed, so several may be one."""
 
     terms: Mapping[str, Terms]
     shard: Share | None = None  # of the flat bucket; none: all of it
 
     def __str__(self) -> str:
         """The sum, whatever the order in which it came about."""
-        return str(sorted((name, sorted(terms.items())) for name, terms in self.terms.items()))
+        texts: dict[int, str] = {}
+        for terms in self.terms.values():
+            if id(terms) not in texts:
+                texts[id(terms)] = str(sorted(terms.items()))
+        return str(sorted((name, texts[id(terms)]) for name, terms in self.terms.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,14 @@ def plus(*values: Value) -> Weights:
     for value in values:
         assert isinstance(value, Weights)
         shards.add(value.shard)
+        before = dict(terms)
+        sums: dict[tuple[int, int], Terms] = {}  # the parameters of a chunk mostly have the same sum
         for name, found in value.terms.items():
-            terms[name] = terms.get(name, Counter()) + found
+            key = (id(before.get(name)), id(found))
+            if key not in sums:
+                sums[key] = Counter(before.get(name))
+                sums[key].update(found)
+            terms[name] = sums[key]
     assert len(shards) == 1, f"shards of different elements are summed: {shards}"
     return Weights(terms, shards.pop())
 

@@ -49,7 +49,7 @@ def test_every_strategy_is_right_or_refused(name: str, scaffold: int, others: li
         assert "hint:" in str(error)
         return
     prove(plans)
-    examine(plans, replace(work.graph, outline=outline), seed=scaffold)
+    examine(plans, replace(work.graph, outline=outline), scaffold)
     for plan in plans:
         held = timeline(plan)
         assert held.peak == sum(nbytes for _, nbytes in held.at_peak) >= held.resident

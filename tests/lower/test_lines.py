@@ -131,6 +131,39 @@ def test_zero_0_reduces_once_and_updates_all() -> None:
     """)
 
 
+def test_a_gradient_that_stays_on_its_device_begins_the_sum() -> None:
+    plan = compiled(chain(1, width=4), split(at(), parts=2)).of(0)
+    assert shown(plan, "accumulate") == cleandoc("""
+        accumulate accumulate[F[PP=0 MB=0] into loss]
+        accumulate accumulate[F[PP=0 MB=1] into loss]
+        accumulate accumulate[B[PP=0 MB=1] into PP=0/0.grad]
+    """)
+    first = next(ins for ins in plan.instrs if ins.node == "B[PP=0 MB=0]")
+    assert "PP=0/0.grad" in first.writes
+
+
+def test_a_scatter_counts_the_memory_it_needs_beside_its_slots() -> None:
+    plans = compiled(chain(1, width=4), replicate(at(), [0, 1], zero=2), split(at(), parts=2))
+    (bucket,) = plans.buckets.values()
+    found = [ins.workspace for ins in plans.of(0).instrs if ins.op == "reduce_scatter"]
+    laid_out = 0 if len(bucket.pieces) == 1 else bucket.numel * bucket.itemsize
+    assert found == [laid_out, laid_out + bucket.shard_nbytes]
+
+
+def test_zero_3_gathers_two_nodes_ahead_where_one_of_them_holds_nothing_gathered() -> None:
+    at_last = replicate(at(PP=2), [0, 1], zero=3)
+    plans = compiled(
+        chain(3, width=4), replicate(at(PP=0), [0, 1], zero=3), replicate(at(PP=1), [0, 1]), at_last
+    )
+    assert shown(plans.of(0), "compute", "gather").splitlines()[:5] == [
+        "gather gather[PP=0/0 for F[PP=0]]",
+        "gather gather[PP=2/0 for F[PP=2]]",
+        "F[PP=0]",
+        "F[PP=1]",
+        "F[PP=2]",
+    ]
+
+
 def test_zero_3_gathers_for_each_run_of_uses_one_node_ahead() -> None:
     plans = compiled(chain(2, width=4), replicate(at(), [0, 1], zero=3))
     assert shown(plans.of(1), "compute", "gather", "reduce_scatter", "update") == cleandoc("""

@@ -1,12 +1,29 @@
 """What every phase of every chunk should see and give, told from the outline and the places alone."""
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import TypeVar, cast
 
 from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Source, Tags
 from piper.ir.graph import Graph
 from tests.lower.symbols import WHOLE, Note, Row, Rows, Share, Slope, Terms, Value
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def remembered(method: Method) -> Method:
+    """A method that works each answer out once: the same is asked in every order that a plan allows."""
+
+    @wraps(method)
+    def ask(truth: "Truth", *args: Hashable) -> object:
+        known: dict[Hashable, object] = vars(truth).setdefault(f"known {method.__name__}", {})
+        if args not in known:
+            known[args] = method(truth, *args)
+        return known[args]
+
+    return cast(Method, ask)
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,7 @@ class Truth:
         position, each = devices.index(device), self.cells // len(devices)
         return tuple((cell, part) for cell in range(position * each, (position + 1) * each))
 
+    @remembered
     def rows(self, chunk: str, device: int, part: Tags) -> tuple[tuple[Row, ...], Share]:
         """The rows that a chunk works on: its own slice; in a divided region its group's, for a share of experts."""
         home, ways = self.homes[chunk], self.ways(chunk)
@@ -103,6 +121,7 @@ class Truth:
         rows, share = self.rows(chunk, device, part)
         return Slope(Rows(name, rows, share), self.readers[name])
 
+    @remembered
     def gradient(self, param: str, share: Share) -> Terms:
         """The gradient of a parameter over the whole step: every row of every chunk that trains it, once."""
         found: Terms = Counter()

@@ -1,10 +1,13 @@
 """What cells have in common is worked out once: the capture of a model, and its numbers on one device.
 
-Nearly all that a cell costs is capture. It depends on the model and on the samples in a slice, not on the
-strategy, and the numbers of one device depend on how the samples are cut, not on where they go.
+Capture depends on the model, on the samples in a slice and on how experts are divided, not on the rest of the
+strategy; the numbers of one device depend on how the samples are cut, not on where they go. What is left of a
+cell's cost is its steps, and those of many threads cost less than half on one core: on two, the threads take
+the interpreter from each other at every operation.
 """
 
-from collections.abc import Hashable, Iterator
+import os
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +15,10 @@ from unittest.mock import patch
 
 from piper import api
 from piper.api import Program
+from piper.capture.cache import Cache
+from piper.capture.differentiate import Captured, differentiate
 from piper.capture.trace import Traced, trace
+from piper.collector import no_collection
 from piper.launchers.inline import launch_inline
 from piper.runtime.check import Launch, Numbers, Report, check, numbers
 from piper.runtime.reference import Reference
@@ -27,6 +33,7 @@ class Shared:
     """Keeps captures and references, those of one model at a time."""
 
     captures: dict[Hashable, Traced] = field(default_factory=dict)
+    codes: dict[Hashable, Captured] = field(default_factory=dict)  # with what has been built of them
     references: dict[Hashable, list[Numbers]] = field(default_factory=dict)
 
     def compile(self, cell: Cell, **changes: object) -> Program:
@@ -43,10 +50,19 @@ class Shared:
             if key not in self.captures:
                 if any(known[0] is not model for known in self.captures):  # type: ignore[index]
                     self.captures.clear()  # cells come model by model, and graphs are large
+                    self.codes.clear()
                 self.captures[key] = trace(model, loss, batch, rows, *rest, **more)
             return self.captures[key]
 
-        with patch.object(api, "trace", traced):
+        def captured(
+            found: Traced, ways: Mapping[str, int], budgets: Mapping[str, float], cache: Cache | None = None
+        ) -> Captured:
+            key = (id(found), *ways.items(), *budgets.items())
+            if key not in self.codes:
+                self.codes[key] = differentiate(found, ways, budgets, cache)
+            return self.codes[key]
+
+        with patch.object(api, "trace", traced), patch.object(api, "differentiate", captured):
             yield
 
     def wanted(self, cell: Cell, program: Program) -> list[Numbers]:
@@ -60,6 +76,22 @@ class Shared:
 
     def check(self, cell: Cell, launch: Launch = launch_inline, options: Options | None = None) -> Report:
         """Whether a cell gives the numbers of one device."""
-        program = self.compile(cell)
         given = batches(cell, STEPS)
-        return check(program, launch, given, options=options, wanted=self.wanted(cell, program))
+        with no_collection():  # there are large graphs to look through, and nothing of them to collect
+            program = self.compile(cell)
+            return check(program, launch, given, options=options, wanted=self.wanted(cell, program))
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep the threads that begin inside to one core: another one for each worker of the test run."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
