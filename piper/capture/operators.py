@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch._decomp.decompositions import embedding_dense_backward
 
 SPARSE = 16  # rows of a table for each that is read, from which on it is mostly zeros
 
@@ -11,9 +10,13 @@ SPARSE = 16  # rows of a table for each that is read, from which on it is mostly
 def embedding_grad(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
     """The gradient of an embedding's table.
 
-    Taken apart, it is added up in a float32 table and then cast: for a bf16 table of a large vocabulary that
-    is three times the memory, and most of the time of its region.
+    Taken apart, it is added up in a float32 table that is then cast. For a bf16 table of a large vocabulary
+    that is three times the memory, and most of the time of its region. Sorting the rows first, as eager code
+    does, needs no such table, but takes longer than going through a small one.
     """
+    small = length < SPARSE * rows.numel() and grad.dtype is not torch.float64 and not by_count
+    if small and grad.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return through_table(grad, rows, length, padding)
     made: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, rows, length, padding, by_count)
     return made
 
@@ -23,16 +26,14 @@ def _(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> 
     return grad.new_empty([length, *grad.shape[rows.dim() :]])
 
 
-def embedding_gradient(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
-    """The gradient of an embedding's table, taken apart where the table is not large beside what reads it.
-
-    Whole, it sorts the rows, which takes longer than going through a small table.
-    """
-    sparse = length >= SPARSE * rows.numel()
-    made: Tensor = (embedding_grad if sparse else embedding_dense_backward)(
-        grad, rows, length, padding, by_count
-    )
-    return made
+def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tensor:
+    """Add up in single precision, in whatever order rows come, and cast at the end."""
+    width = grad.shape[rows.dim() :]
+    table = grad.new_zeros([length, *width], dtype=torch.float32)
+    table.index_add_(0, rows.reshape(-1), grad.reshape(-1, *width).float())
+    if padding >= 0:
+        table[padding] = 0.0
+    return table.to(grad.dtype)
 
 
-KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_gradient}  # instead of Inductor's own way
+KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # instead of Inductor's own way

@@ -182,8 +182,8 @@ class Oracle:
                 raise AssertionError(f"{piece.name} on {device.number}: too few {less}, too many {more}")
         held = device.slots[written]
         assert isinstance(held, Held)
-        own = [mine] if bucket.zero else range(len(group))
-        return Held(tuple(str(gradient) if i in own else old for i, old in enumerate(held.versions)))
+        own, new = [mine] if bucket.zero else range(len(group)), str(gradient)
+        return Held(tuple(new if i in own else old for i, old in enumerate(held.versions)))
 
     def check_runs(self, devices: dict[int, Device]) -> None:
         """Every phase of every chunk ran once on each of its devices, for each part."""
