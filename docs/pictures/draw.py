@@ -2,17 +2,22 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from piper import Directive, at, place, replicate, shard, split
+from piper import Directive, at, place, remat, replicate, shard, split
 from piper.directives import apply
-from piper.ir.chain import chain
+from piper.ir.chain import UNIT, chain
+from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.work import Work
 from piper.plan.plan import Plans
 from piper.schedules import dualpipe_v, one_f_one_b
+from piper.simulate.costs import Unit
+from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans
+from piper.view.heights import Row, heights
 from piper.view.placement import placement
 from piper.view.svg import grid
 
@@ -34,6 +39,9 @@ def pictures() -> Mapping[str, str]:
             [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
+        "remat.svg": heights(
+            [kept("all kept", 1.0), kept("budget=0.25", 0.25)], title="remat: fewer bytes kept, more made again"
+        ),
     }
 
 
@@ -61,6 +69,41 @@ def timetable(strategy: list[Directive], title: str, stages: int = 2, experts: i
     plans, work = lowered(strategy, stages, experts)
     tags = {chunk.name: chunk.tags for chunk in work.graph.outline.chunks}
     return grid(of_plans(plans, tags, title, work.graph.orderings))
+
+
+class ByWork(Unit):
+    """Units of time by the arithmetic that a phase has to do."""
+
+    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
+        assert chunk is not None
+        return chunk.phases[phase].flops / UNIT
+
+
+def kept(name: str, budget: float) -> Row:
+    """One device with four regions, of which each keeps this part of what it saves."""
+    graph = apply(start(chain(4, width=64, rows=4096)), [remat(at(), budget=budget)])
+    outline = made_again(graph.outline, graph.budgets)
+    plans, _ = lower(graph, outline=outline)
+    found = simulate(plans, outline, ByWork())
+    return Row(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
+
+
+def made_again(outline: Outline, budgets: Mapping[str, float]) -> Outline:
+    """What capture makes of budgets: less is saved, and a backward does that part of its forward once more."""
+    chunks = []
+    for chunk in outline.chunks:
+        (saved,), forward, backward = chunk.saved, chunk.phases["F"], chunk.phases["B"]
+        whole = 6 * saved.nbytes  # a block of a transformer saves several times the size of its input
+        again = round((1 - budgets[chunk.name]) * whole)
+        work = backward.flops + forward.flops * again // whole
+        chunks.append(
+            replace(
+                chunk,
+                saved=(replace(saved, nbytes=whole - again),),
+                phases={**chunk.phases, "B": replace(backward, flops=work, workspace=again)},
+            )
+        )
+    return replace(outline, chunks=tuple(chunks))
 
 
 def main() -> None:

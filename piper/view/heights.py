@@ -1,0 +1,138 @@
+"""Draws what a device holds over a step as SVG: its work, and below it the bytes, row by row to compare."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from piper.plan.instr import Instr
+from piper.plan.plan import Plan
+from piper.simulate.memory import Memory
+from piper.simulate.timeline import Span, Timeline
+from piper.view.paper import HATCH, hatching, hue, sheet
+from piper.view.shade import caption, shade_of
+from piper.view.svg import PHASES
+from piper.view.xml import drawing, element, number, words
+
+MARGIN, HEADER, BAR, HEIGHT, GAP, LEGEND = 20.0, 64.0, 26.0, 64.0, 20.0, 34.0
+WIDTH, LETTER_WIDTH, SMALL = 760.0, 6.6, 6.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One device in one step."""
+
+    name: str
+    plan: Plan
+    timeline: Timeline
+    memory: Memory
+
+    @property
+    def highest(self) -> int:
+        """The most it holds beside what outlives a step."""
+        return self.memory.peak - self.memory.resident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Where times and bytes are; all rows share both scales."""
+
+    left: float
+    scale: float
+    tall: float  # pixels of a byte
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.scale
+
+
+def heights(rows: Sequence[Row], *, title: str, axes: Iterable[str] = ("MB",)) -> str:
+    """Draw the rows below each other. Peaks and times are told as parts of the first row's."""
+    left = MARGIN + max(len(text) for row in rows for text in (row.name, "peak 100 %")) * LETTER_WIDTH + 12
+    frame = Frame(
+        left=left,
+        scale=(WIDTH - left - MARGIN) / max(row.timeline.end for row in rows),
+        tall=HEIGHT / max(1, *(row.highest for row in rows)),
+    )
+    each = BAR + HEIGHT + GAP
+    height = HEADER + len(rows) * each + LEGEND
+    body = [
+        element("rect", width=WIDTH, height=height, class_="page"),
+        words(title, MARGIN, 30, "title"),
+        words("what a device holds beside parameters and optimizer state", MARGIN, 48, "small faint"),
+    ]
+    for place, row in enumerate(rows):
+        y = HEADER + place * each
+        body += names(row, rows[0], frame, y)
+        body += work(row, frame, y, tuple(axes))
+        body.append(curve(row, frame, y + BAR))
+    body += legend(rows, tuple(axes), height - LEGEND)
+    return drawing(
+        width=WIDTH,
+        height=height,
+        title=title,
+        about="; ".join(f"{row.name}: {', '.join(told(row, rows[0]))}" for row in rows),
+        style=sheet(),
+        defs=hatching(),
+        body=body,
+    )
+
+
+def told(row: Row, first: Row) -> tuple[str, str]:
+    """A row's peak and time as parts of the first one's."""
+    return f"peak {row.highest / first.highest:.0%}", f"time {row.timeline.end / first.timeline.end:.0%}"
+
+
+def names(row: Row, first: Row, frame: Frame, y: float) -> Iterator[str]:
+    """What stands beside a row."""
+    yield words(row.name, frame.left - 10, y + BAR / 2 + 4, "right")
+    for line, text in enumerate(told(row, first)):
+        yield words(text, frame.left - 10, y + BAR + 24 + 16 * line, "right small faint num")
+
+
+def busy(row: Row) -> Iterator[tuple[Instr, Span]]:
+    """What takes time."""
+    for ins, span in zip(row.plan.instrs, row.timeline.spans, strict=True):
+        if ins.op == "compute" and span.end > span.start:
+            yield ins, span
+
+
+def work(row: Row, frame: Frame, y: float, axes: tuple[str, ...]) -> Iterator[str]:
+    """A bar for each phase that computes."""
+    for ins, span in busy(row):
+        shade = shade_of(ins, axes)
+        x, width = frame.x(span.start), (span.end - span.start) * frame.scale
+        box: dict[str, str | float] = {"x": x + 0.75, "y": y, "width": width - 1.5, "height": BAR - 2}
+        class_ = f"{shade.phase}{hue(shade.part)}"
+        inner = [element("title", ins.node), element("rect", **box, rx=3, class_=class_)]
+        if shade.phase == "BW":
+            inner.append(element("rect", **box, rx=3, fill=HATCH))
+        text = caption(ins)
+        if len(text) * SMALL + 4 <= width:
+            inner.append(words(text, x + width / 2, y + BAR / 2 + 3, f"on{shade.phase} mid small"))
+        yield element("g", "".join(inner))
+
+
+def curve(row: Row, frame: Frame, y: float) -> str:
+    """The bytes held, as steps from one change to the next."""
+    memory, base = row.memory, y + HEIGHT
+    path = [f"M{number(frame.left)} {number(base)}"]
+    for time, live in zip(memory.times, memory.live, strict=True):
+        path.append(f"H{number(frame.x(time))}V{number(base - (live - memory.resident) * frame.tall)}")
+    path.append(f"H{number(frame.x(row.timeline.end))}V{number(base)}Z")
+    floor = element("path", d=f"M{number(frame.left)} {number(base)}H{number(WIDTH - MARGIN)}", class_="line")
+    return element("path", d="".join(path), class_="quiet") + floor
+
+
+def legend(rows: Sequence[Row], axes: tuple[str, ...], y: float) -> Iterator[str]:
+    """What the shades mean."""
+    shades = [shade_of(ins, axes) for row in rows for ins, _ in busy(row)]
+    x = MARGIN
+    for phase, name in PHASES.items():
+        shade = next((shade for shade in shades if shade.phase == phase), None)
+        if shade is None:
+            continue
+        yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_=f"{phase}{hue(shade.part)}")
+        if phase == "BW":
+            yield element("rect", x=x, y=y, width=16, height=14, rx=3, fill=HATCH)
+        yield words(name, x + 22, y + 11, "small")
+        x += 22 + len(name) * SMALL + 14
+    yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_="quiet")
+    yield words("bytes held", x + 22, y + 11, "small")
