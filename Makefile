@@ -33,7 +33,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 matrix: setup
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(SUITE)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(SUITE)
 
 ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(SUITE)

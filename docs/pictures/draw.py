@@ -40,7 +40,8 @@ def pictures() -> Mapping[str, str]:
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
         "remat.svg": heights(
-            [kept("all kept", 1.0), kept("budget=0.25", 0.25)], title="remat: fewer bytes kept, more made again"
+            [kept("all kept", 1.0), kept("budget=0.25", 0.25)],
+            title="remat: fewer bytes kept, more made again",
         ),
     }
 
@@ -89,7 +90,7 @@ def kept(name: str, budget: float) -> Row:
 
 
 def made_again(outline: Outline, budgets: Mapping[str, float]) -> Outline:
-    """What capture makes of budgets: less is saved, and a backward does that part of its forward once more."""
+    """What capture makes of budgets: less is saved, and a backward does part of its forward once more."""
     chunks = []
     for chunk in outline.chunks:
         (saved,), forward, backward = chunk.saved, chunk.phases["F"], chunk.phases["B"]

@@ -13,7 +13,7 @@ from piper.view.svg import PHASES
 from piper.view.xml import drawing, element, number, words
 
 MARGIN, HEADER, BAR, HEIGHT, GAP, LEGEND = 20.0, 64.0, 26.0, 64.0, 20.0, 34.0
-WIDTH, LETTER_WIDTH, SMALL = 760.0, 6.6, 6.1
+WIDTH, LETTER_WIDTH, SMALL = 840.0, 7.2, 6.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

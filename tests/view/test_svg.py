@@ -1,6 +1,7 @@
 """Pictures: well-formed, described, and with a mark for everything they stand for."""
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +10,7 @@ from piper.schedules.action import Action
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, grid_for
 from piper.view.cells import of_plans, of_schedule
+from piper.view.heights import Row, heights
 from piper.view.lanes import lanes
 from piper.view.placement import Held, held, placement, slice_of
 from piper.view.svg import grid
@@ -137,3 +139,28 @@ def test_placement_shows_shards_experts_and_slices() -> None:
     ]
     described = parsed(placement(plans, title="who")).findtext(f"{SVG}desc") or ""
     assert described.startswith("device 0: samples 1/2; parameters of PP=0 1/2, gradients of PP=0 1/2")
+
+
+def test_heights_are_on_one_scale_and_tell_what_the_page_shows() -> None:
+    subject = demo()
+    plan, timeline, memory = (
+        subject.plans.plans[0],
+        subject.planned.timelines[0],
+        subject.planned.memories[0],
+    )
+    fuller = replace(memory, live=tuple(2 * live for live in memory.live), peak=2 * memory.peak)
+    fuller = replace(fuller, resident=2 * memory.resident)
+    rows = [Row(name=n, plan=plan, timeline=timeline, memory=m) for n, m in (("b", fuller), ("a", memory))]
+    svg = heights(rows, title="two")
+    described = parsed(svg).find(f"{SVG}desc")
+    assert described is not None
+    assert described.text == "b: peak 100%, time 100%; a: peak 50%, time 100%"
+    drawn = [node.text for node in parsed(svg).iter(f"{SVG}title")]
+    assert drawn == ["two", *[ins.node for ins in plan.instrs if ins.op == "compute"] * 2]
+    curves = [
+        node.get("d", "") for node in parsed(svg).iter() if node.get("class") == "quiet" and node.get("d")
+    ]
+    tops = [min(float(y) for y in re.findall(r"V([\d.]+)", curve)) for curve in curves]
+    floors = [float(re.findall(r"V([\d.]+)Z", curve)[0]) for curve in curves]
+    full, half = (floor - top for floor, top in zip(floors, tops, strict=True))
+    assert full == pytest.approx(2 * half, abs=0.05)
