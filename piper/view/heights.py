@@ -7,13 +7,13 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.memory import Memory
 from piper.simulate.timeline import Span, Timeline
+from piper.view.legend import LETTER, Legend
 from piper.view.paper import HATCH, hatching, hue, sheet
-from piper.view.shade import caption, shade_of
-from piper.view.svg import PHASES
+from piper.view.shade import caption, draw_phases, shade_of
 from piper.view.xml import drawing, element, number, words
 
 MARGIN, HEADER, BAR, HEIGHT, GAP, LEGEND = 20.0, 64.0, 26.0, 64.0, 20.0, 34.0
-WIDTH, LETTER_WIDTH, SMALL = 840.0, 7.2, 6.1
+WIDTH, LETTER_WIDTH = 840.0, 7.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def work(row: Row, frame: Frame, y: float, axes: tuple[str, ...]) -> Iterator[st
         if shade.phase == "BW":
             inner.append(element("rect", **box, rx=3, fill=HATCH))
         text = caption(ins)
-        if len(text) * SMALL + 4 <= width:
+        if len(text) * LETTER + 4 <= width:
             inner.append(words(text, x + width / 2, y + BAR / 2 + 3, f"on{shade.phase} mid small"))
         yield element("g", "".join(inner))
 
@@ -123,16 +123,7 @@ def curve(row: Row, frame: Frame, y: float) -> str:
 
 def legend(rows: Sequence[Row], axes: tuple[str, ...], y: float) -> Iterator[str]:
     """What the shades mean."""
-    shades = [shade_of(ins, axes) for row in rows for ins, _ in busy(row)]
-    x = MARGIN
-    for phase, name in PHASES.items():
-        shade = next((shade for shade in shades if shade.phase == phase), None)
-        if shade is None:
-            continue
-        yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_=f"{phase}{hue(shade.part)}")
-        if phase == "BW":
-            yield element("rect", x=x, y=y, width=16, height=14, rx=3, fill=HATCH)
-        yield words(name, x + 22, y + 11, "small")
-        x += 22 + len(name) * SMALL + 14
-    yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_="quiet")
-    yield words("bytes held", x + 22, y + 11, "small")
+    line = Legend(MARGIN, y)
+    draw_phases(line, [shade_of(ins, axes) for row in rows for ins, _ in busy(row)])
+    line.shade("bytes held", "quiet")
+    yield from line

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Span, Timeline
+from piper.view.legend import Legend
 from piper.view.paper import HATCH, hatching, hue, sheet
-from piper.view.shade import caption, shade_of
-from piper.view.svg import PHASES
+from piper.view.shade import caption, draw_phases, shade_of
 from piper.view.xml import drawing, element, number, words
 
 MARGIN, HEADER, LANE, FOOT = 20.0, 62.0, 30.0, 52.0
@@ -152,20 +152,11 @@ def arrows(bars: Sequence[Bar], frame: Frame) -> Iterator[str]:
 
 def legend(bars: Sequence[Bar], axes: Iterable[str], y: float, *, arrowed: bool) -> Iterator[str]:
     """What the shades and arrows mean."""
+    line = Legend(MARGIN, y)
     shades = [shade_of(bar.ins, tuple(axes)) for bar in bars]
-    x = MARGIN
-    for phase, name in PHASES.items():
-        shade = next((shade for shade in shades if shade.phase == phase), None)
-        if shade is None:
-            continue
-        yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_=f"{phase}{hue(shade.part)}")
-        if phase == "BW":
-            yield element("rect", x=x, y=y, width=16, height=14, rx=3, fill=HATCH)
-        yield words(name, x + 22, y + 11, "small")
-        x += 22 + len(name) * 6.1 + 14
+    draw_phases(line, shades)
     if any(shade.phase is None for shade in shades):
-        yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_="quiet")
-        yield words("for the whole step", x + 22, y + 11, "small")
-        x += 22 + 18 * 6.1 + 14
+        line.shade("for the whole step", "quiet")
     if arrowed:
-        yield words("an arrow is an event that another stream waits for", x, y + 11, "small faint")
+        line.remark("an arrow is an event that another stream waits for")
+    yield from line

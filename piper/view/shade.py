@@ -1,11 +1,13 @@
 """What an instruction looks like: the phase it works for and the part of the samples, hence its colour."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from piper.ir.chunk import PHASES, Phase
 from piper.plan.instr import Instr
+from piper.view.legend import Legend
+from piper.view.paper import hue
 
 PHASE = re.compile(r"\b(BI|BW|F|B)\[")
 VERBS = {
@@ -54,3 +56,11 @@ def caption(ins: Instr) -> str:
         phase, _, chunk = ins.arg.partition(" ")
         return f"{phase} {chunk}"
     return VERBS.get(ins.op, ins.op)
+
+
+def draw_phases(legend: Legend, shades: Sequence[Shade]) -> None:
+    """The phases that occur among shades, each in the hue it has first."""
+    for phase in PHASES:
+        shade = next((shade for shade in shades if shade.phase == phase), None)
+        if shade is not None:
+            legend.phase(phase, hue(shade.part))

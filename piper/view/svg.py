@@ -7,8 +7,8 @@ draws the streams of one device, `piper.view.placement` who holds what.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.ir.chunk import Phase
 from piper.view.cells import Cell, Pipeline
+from piper.view.legend import PHASES, Legend
 from piper.view.paper import HATCH, hatching, hue, sheet
 from piper.view.xml import drawing, element, number, words
 
@@ -16,12 +16,6 @@ MARGIN, HEADER, ROW, GAP = 20.0, 60.0, 34.0, 8.0
 AXIS, LEGEND = 30.0, 30.0
 WIDEST, NARROWEST, ROOM = 30.0, 5.0, 1180.0  # a unit of time; all of them together
 LETTER_WIDTH = 6.6  # of the names beside the rows, about
-PHASES: dict[Phase, str] = {
-    "F": "forward",
-    "B": "backward",
-    "BI": "input gradients",
-    "BW": "weight gradients",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,18 +164,11 @@ def axis(pipeline: Pipeline, frame: Frame, bottom: float) -> Iterator[str]:
 
 def legend(pipeline: Pipeline, y: float) -> Iterator[str]:
     """What the shades and outlines mean."""
-    x = MARGIN
+    line = Legend(MARGIN, y)
     for phase in pipeline.phases:
-        yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_=f"{phase}0")
-        if phase == "BW":
-            yield element("rect", x=x, y=y, width=16, height=14, rx=3, fill=HATCH)
-        yield words(PHASES[phase], x + 22, y + 11, "small")
-        x += 22 + len(PHASES[phase]) * 6.1 + 14
+        line.phase(phase)
     if any(cell.pair >= 0 for row in pipeline.rows for cell in row):
-        yield element("rect", x=x, y=y, width=16, height=14, rx=3, class_="pair")
-        yield words("overlapped pair", x + 22, y + 11, "small")
-        x += 22 + 15 * 6.1 + 14
-    yield element("rect", x=x, y=y + 0.5, width=16, height=13, rx=3, class_="idle")
-    yield words("idle", x + 22, y + 11, "small")
-    x += 22 + 4 * 6.1 + 14
-    yield words("a colour per microbatch", x, y + 11, "small faint")
+        line.shade("overlapped pair", "pair")
+    line.shade("idle", "idle")
+    line.remark("a colour per microbatch")
+    yield from line

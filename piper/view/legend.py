@@ -1,0 +1,49 @@
+"""The line below a drawing that says what its shades mean."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from piper.ir.chunk import Phase
+from piper.view.paper import HATCH
+from piper.view.xml import element, words
+
+PHASES: Mapping[Phase, str] = {
+    "F": "forward",
+    "B": "backward",
+    "BI": "input gradients",
+    "BW": "weight gradients",
+}
+LETTER = 6.1  # pixels
+
+
+@dataclass(slots=True)
+class Legend:
+    """Samples with their names, one after another from the left."""
+
+    x: float
+    y: float
+    drawn: list[str] = field(default_factory=list)
+
+    def phase(self, phase: Phase, hue: int = 0) -> None:
+        """The shade of a phase."""
+        rest = [element("rect", **self._box(), fill=HATCH)] if phase == "BW" else []
+        self._named(PHASES[phase], [element("rect", **self._box(), class_=f"{phase}{hue}"), *rest])
+
+    def shade(self, name: str, class_: str) -> None:
+        """A shade by its class; an outline is drawn half a pixel smaller, to be sharp."""
+        inset = 0.5 if class_ == "idle" else 0.0
+        self._named(name, [element("rect", **self._box(inset), class_=class_)])
+
+    def remark(self, text: str) -> None:
+        """Words without a sample, at the end."""
+        self.drawn.append(words(text, self.x, self.y + 11, "small faint"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.drawn)
+
+    def _box(self, inset: float = 0.0) -> dict[str, float]:
+        return {"x": self.x, "y": self.y + inset, "width": 16, "height": 14 - 2 * inset, "rx": 3}
+
+    def _named(self, name: str, sample: list[str]) -> None:
+        self.drawn += [*sample, words(name, self.x + 22, self.y + 11, "small")]
+        self.x += 22 + len(name) * LETTER + 14
