@@ -35,7 +35,6 @@ app = typer.Typer(
 app.command()(simulate)
 app.command()(profile)
 app.command()(diff)
-app.command()(diff)
 app.command()(view)
 
 

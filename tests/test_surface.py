@@ -77,6 +77,11 @@ def test_schedules() -> None:
     ]
 
 
+def test_a_verb_is_registered_once() -> None:
+    verbs = [verb.callback for verb in app.registered_commands]
+    assert len(verbs) == len(set(verbs))
+
+
 def test_verbs_and_flags() -> None:
     command = typer.main.get_command(app)
     verbs = {
