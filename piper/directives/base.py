@@ -76,6 +76,13 @@ def given_stream(verb: str, key: str, stream: object) -> str | None:
     return stream
 
 
+def given_tag(verb: str, key: str, tag: object) -> str | None:
+    """The tag that a directive is given, or none; whether the model has it is checked where it is applied."""
+    if tag is not None and not isinstance(tag, str):
+        raise refused(verb, f"{key}={tag!r} is not a tag", f'name a tag of the model: {key}="PP"')
+    return tag
+
+
 def is_whole(number: object) -> bool:
     """Whether a value is a whole number; True and False are not."""
     return isinstance(number, int) and not isinstance(number, bool)

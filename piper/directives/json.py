@@ -25,7 +25,7 @@ KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # op: what it n
     "shard": (("filter", "devices"), ("stream", "ways")),
     "split": (("filter", "num_microbatches"), ("dim_name",)),
     "order": (("filters",), ()),
-    "remat": (("filter", "budget"), ()),
+    "remat": (("filter", "budget"), ("across",)),
 }
 
 
@@ -214,7 +214,7 @@ def read_remat(entry: Mapping[str, object], where: str) -> Directive:
     budget = entry["budget"]
     if not isinstance(budget, int | float) or isinstance(budget, bool):
         raise wrong(where, "budget", budget, "a number from 0 to 1")
-    return remat(read_filter(entry["filter"], where), budget)
+    return remat(read_filter(entry["filter"], where), budget, across=read_text(entry, "across", where))
 
 
 READERS: Mapping[str, Callable[[Mapping[str, object], str], Directive]] = {

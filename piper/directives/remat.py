@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, given_filter, selected, touched
+from piper.directives.base import Directive, given_filter, given_tag, selected, touched
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
-from piper.ir.node import Compute
+from piper.ir.node import Compute, show_part
 from piper.ir.select import At
 
 
@@ -16,10 +16,14 @@ class Remat(Directive):
     F[PP=0] --480 MB--> B[PP=0]
     -->
     F[PP=0] --120 MB--> B[PP=0] with some of F      (budget=0.25)
+
+    With `across`, a region around them keeps nothing but what comes into it. Its forwards run a second time
+    before its backwards, which read what that run saved; the budget says how much of it.
     """
 
     at: At
     budget: float
+    across: str | None = None  # the tag of those regions
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
@@ -35,8 +39,34 @@ class Remat(Directive):
                 facts={"asked": str(self.at), "but": f"{nodes[0].chunk} only sends rows"},
                 hint="select the regions around it, or its experts",
             )
-        graph = replace(graph, budgets={**graph.budgets, **dict.fromkeys(names, float(self.budget))})
+        kept = {name: region for name, region in graph.reruns.items() if name not in names}
+        graph = replace(
+            graph,
+            budgets={**graph.budgets, **dict.fromkeys(names, float(self.budget))},
+            reruns={**kept, **self._regions(graph, names, by)},
+        )
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
+
+    def _regions(self, graph: Graph, names: list[str], by: str) -> dict[str, str]:
+        """For each chunk, the region around it whose forwards run again, by the tags down to `across`."""
+        if self.across is None:
+            return {}
+        regions: dict[str, str] = {}
+        for name in names:
+            tags = graph.chunks[name].tags
+            place = next((i for i, (tag, _) in enumerate(tags) if tag == self.across), None)
+            if place is None:
+                around = ", ".join(
+                    dict.fromkeys(tag for chunk in graph.outline.chunks for tag, _ in chunk.tags)
+                )
+                raise ScheduleError(
+                    f"{name} lies in no region {self.across!r}",
+                    by=by,
+                    facts={"asked": f"across={self.across!r}", "regions": around or "none"},
+                    hint="name a tag that the model is annotated with around all of them, or select fewer",
+                )
+            regions[name] = show_part(tags[: place + 1])[1:]
+        return regions
 
     def _check_budget(self, by: str) -> None:
         given = self.budget
@@ -66,6 +96,9 @@ def has_code(kind: str) -> bool:
     return kind in ("compute", "expert")
 
 
-def remat(at: At, budget: float) -> Remat:
-    """Keep at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward."""
-    return Remat(at=given_filter("remat", at), budget=budget)
+def remat(at: At, budget: float, across: str | None = None) -> Remat:
+    """Keep at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
+
+    across: a tag. Regions with it keep nothing from forward to backward but what comes into them.
+    """
+    return Remat(at=given_filter("remat", at), budget=budget, across=given_tag("remat", "across", across))

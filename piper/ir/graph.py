@@ -93,6 +93,7 @@ class Graph:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> what it may keep of what it saves
+    reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> the region whose forwards run again
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[str, ...] = ()  # "place #0 (llama.py:41)": who is number 0
 

@@ -30,14 +30,16 @@ class Compute:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()  # values it does not read but whose storage it still uses
+    again: bool = False  # a forward that runs a second time, for what its region's backwards read
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", compute_name(self.chunk, self.phase, self.part))
+        name = compute_name(self.chunk, self.phase, self.part)
+        object.__setattr__(self, "name", f"R{name[1:]}" if self.again else name)
 
 
 def compute_name(chunk: str, phase: Phase, part: Tags) -> str:
-    """The name of a compute node, known without having the node."""
+    """The name of a compute node, known without having the node. One that runs again has an R for its F."""
     return f"{phase}[{chunk}{show_part(part)}]"
 
 

@@ -33,6 +33,7 @@ CHUNK: Readers = {
     "parts": pairs,
     "transfers": str,
     "budget": float,
+    "again": str,
     "zero": int,
     "bucket_mb": float,
     "reduce_stream": str,
@@ -59,6 +60,8 @@ def lines_of(graph: Graph) -> Iterator[str]:
             shown.append(f"transfers={graph.transfer_streams[chunk.name]}")
         if chunk.name in graph.budgets:
             shown.append(f"budget={graph.budgets[chunk.name]}")
+        if chunk.name in graph.reruns:
+            shown.append(f"again={graph.reruns[chunk.name]}")
         if chunk.name in graph.policies:
             policy = graph.policies[chunk.name]
             shown += [
@@ -107,6 +110,7 @@ class Reading:
         self.parts: dict[str, Tags] = {}
         self.transfers: dict[str, str] = {}
         self.budgets: dict[str, float] = {}
+        self.reruns: dict[str, str] = {}
         self.policies: dict[str, Policy] = {}
         self.nodes: dict[str, Compute] = {}
         self.orderings: list[Ordering] = []
@@ -145,6 +149,8 @@ class Reading:
             self.transfers[name] = str(transfers)
         if (budget := values.pop("budget", None)) is not None:
             self.budgets[name] = cast(float, budget)
+        if region := values.pop("again", None):
+            self.reruns[name] = str(region)
         if values:
             self.policies[name] = build(Policy, **values)
 
@@ -176,6 +182,7 @@ def read_graph(text: str, outline: Outline, source: str = "graph") -> Graph:
         policies=reading.policies,
         transfer_streams=reading.transfers,
         budgets=reading.budgets,
+        reruns=reading.reruns,
         orderings=tuple(reading.orderings),
         directives=tuple(reading.directives),
     )

@@ -84,6 +84,8 @@ def add_losses(work: Work) -> Work:
         began = False
         for place, node in enumerate(work.line):
             if isinstance(node, Compute) and node.phase == "F" and node.chunk == source.chunk:
+                if node.again:
+                    continue
                 value = next(value for value in node.writes if prefix_of(value) == prefix)
                 after.setdefault(place, []).append(
                     Accumulate(

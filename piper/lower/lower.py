@@ -24,6 +24,7 @@ from piper.lower.reductions import (
     every_gradient_is_reduced,
     every_tied_copy_is_summed,
 )
+from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import line_respects_every_edge, schedule
 from piper.lower.settle import every_chunk_has_one_home, settle
 from piper.lower.work import Property, Rewrite, Settings, Work
@@ -35,6 +36,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (bind_values, no_value_crosses_devices),
     (add_orders, edges_join_nodes_that_exist),
     (schedule, line_respects_every_edge),
+    (add_reruns, backwards_read_what_ran_last),
     (add_gathers, sharded_parameters_are_gathered),
     (add_reductions, every_gradient_is_reduced),
     (add_tied_sums, every_tied_copy_is_summed),

@@ -27,6 +27,7 @@ def settle(work: Work) -> Work:
     check_one_home(graph)
     check_expert_regions(graph)
     check_buffers(graph)
+    check_reruns(graph)
     check_batch(graph, work.settings.samples)
     return replace(work, graph=graph)
 
@@ -142,6 +143,20 @@ def check_buffers(graph: Graph) -> None:
                     },
                     hint="place the regions that share the buffer on the same devices",
                 )
+
+
+def check_reruns(graph: Graph) -> None:
+    """What writes buffers cannot run twice: the second time it would read what the first has written."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    for chunk in graph.outline.chunks:
+        if chunk.name in graph.reruns and chunk.mutated:
+            said = [graph.directives[number] for number in homes[chunk.name].origin]
+            raise ScheduleError(
+                f"{chunk.name} writes buffers, so its forward cannot run again",
+                by=next(by for by in reversed(said) if by.startswith("remat ")),
+                facts={"buffers": ", ".join(chunk.mutated)},
+                hint="leave this region out of the filter, or leave across= out",
+            )
 
 
 def cells_per_device(graph: Graph) -> int:

@@ -50,3 +50,8 @@ class Instr:
     devices: tuple[int, ...] = ()  # a load: the set of devices that share the samples
     nbytes: int = 0  # what it moves
     workspace: int = 0  # memory only it uses while it runs, less what it frees before it makes its results
+
+    @property
+    def again(self) -> bool:
+        """Whether a forward runs a second time, for what its region's backwards read."""
+        return self.op == "compute" and self.node.startswith("R[")

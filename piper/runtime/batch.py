@@ -6,7 +6,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
-from piper.runtime.compute import home_of
+from piper.runtime.compute import home_of, parts_of
 from piper.runtime.setup import Setup
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -20,9 +20,8 @@ def wanted_shapes(setup: Setup) -> Shapes:
         for source, spec in zip(chunk.inputs, chunk.input_specs, strict=True):
             if isinstance(source, Batch) and source.field not in found:
                 arg = f"F {chunk.name}"
-                home = home_of(plans, arg)
-                parts = sum(ins.op == "compute" and ins.arg == arg for ins in plans.of(home[0]).instrs)
-                found[source.field] = (spec.shape[0] * len(home) * parts, *spec.shape[1:])
+                pieces = len(home_of(plans, arg)) * len(parts_of(plans, arg))
+                found[source.field] = (spec.shape[0] * pieces, *spec.shape[1:])
     return found
 
 

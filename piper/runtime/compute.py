@@ -80,6 +80,14 @@ def home_of(plans: Plans, arg: str) -> list[int]:
     return sorted(device for plan in running for device in plan.devices)
 
 
+def parts_of(plans: Plans, arg: str) -> list[Tags]:
+    """The parts of the samples that a phase of a chunk runs on, whether once each or again."""
+    found = [
+        ins.part for ins in plans.of(home_of(plans, arg)[0]).instrs if (ins.op, ins.arg) == ("compute", arg)
+    ]
+    return list(dict.fromkeys(found))
+
+
 def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple[int, int]]:
     """For each argument of a phase, its slot and its place in it."""
     reads = iter(env.at(slot) for slot in ins.reads)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from piper.ir.chunk import Tags
 from piper.runtime.chunkwise import Chunkwise, Walk
-from piper.runtime.compute import home_of, slices
+from piper.runtime.compute import home_of, parts_of, slices
 from piper.runtime.setup import ProgramLike, Setup, build_model, setup_of
 
 
@@ -123,9 +123,8 @@ def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Slice]:
     plans, chunk = setup.plans, setup.outline.loss.chunk
     arg = f"F {chunk}"
     home = home_of(plans, arg)
-    parts = [ins.part for ins in plans.of(home[0]).instrs if ins.op == "compute" and ins.arg == arg]
     for replica, device in enumerate(home):
-        for part in sorted(parts):
+        for part in sorted(parts_of(plans, arg)):
             fields = {}
             for name, value in batch.items():
                 rows = slices(plans, len(value), replica, len(home), part)

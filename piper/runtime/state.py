@@ -70,6 +70,7 @@ class State:
                     (piece, tensor.detach().requires_grad_())
                     for piece, tensor in holding.layout.segments(holding.trained)
                 ]
+        self.copies = self._copies()
         trained = [tensor for segments in self.segments.values() for _, tensor in segments]
         self.optimizer: Optimizer | None = setup.optimizer(trained) if trained else None
         if self.optimizer is not None and setup.device.type == "cuda":
@@ -77,6 +78,16 @@ class State:
         self.scheduler: LRScheduler | None = (
             setup.scheduler(self.optimizer) if setup.scheduler and self.optimizer else None
         )
+
+    def _copies(self) -> dict[Tensor, Tensor]:
+        """What computes, by what the optimizer works on, where the two differ."""
+        copies = dict[Tensor, Tensor]()
+        for name, segments in self.segments.items():
+            holding = self.holdings[name]
+            if holding.master is not None:
+                computing = dict(holding.layout.segments(holding.own))
+                copies |= {tensor: computing[piece] for piece, tensor in segments}
+        return copies
 
     def resident(self, slot: str, initial: Initial) -> object:
         """What a slot that outlives the step holds at first."""
@@ -116,10 +127,9 @@ class State:
             self.optimizer.step()
             for tensor, _ in portion:
                 tensor.grad = None
-        for name in gradients:
-            holding = self.holdings[name]
-            if holding.master is not None:
-                holding.own.copy_(holding.master)
+            updated = [tensor for tensor, _ in portion if tensor in self.copies]
+            if updated:
+                torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
 
     def _factors(self, sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What gradients are divided by, and what they are scaled by to clip their norm."""

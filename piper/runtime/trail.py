@@ -17,7 +17,7 @@ class Trail:
 
     def watch(self, ins: Instr, run: Bound) -> Bound:
         """An instruction whose results are kept, if it is a chunk's."""
-        if ins.op != "compute":
+        if ins.op != "compute" or ins.again:
             return run
         slots, kept = self.env.slots, self.kept
         marks = [

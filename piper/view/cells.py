@@ -21,6 +21,7 @@ class Cell:
     phase: Phase
     stage: int | None  # None: the model has no stages
     part: tuple[int, ...]  # one index per axis that splits the samples
+    again: bool = False  # a forward that runs a second time
     pair: int = -1  # cells of one row with one number overlap
     places: tuple[int, ...] = ()  # of plans: the instructions it stands for
 
@@ -103,6 +104,7 @@ def cell_of(block: Block, pair: int) -> Cell:
         phase=block.phase,
         stage=block.stage,
         part=block.part,
+        again=block.again,
         pair=pair,
         places=tuple(block.places),
     )

@@ -10,6 +10,7 @@ from piper.plan.plan import Plan, Plans
 
 UNIT: Mapping[Phase, int] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
 LETTER: Mapping[Phase, str] = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
+AGAIN = "R"  # the letter of a forward that runs a second time
 IDLE, STILL = ".", "--"
 
 
@@ -22,6 +23,7 @@ class Block:
     phase: Phase
     stage: int | None  # the index of the outermost tag; None outside every tag
     part: tuple[int, ...]
+    again: bool = False  # a forward that runs a second time
     places: list[int] = field(default_factory=list)  # its instructions
     needs: set[int] = field(default_factory=set)
     start: int = 0
@@ -63,15 +65,16 @@ def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
     return [[blocks[i] for i in row] for row in rows]
 
 
-def block_of(arg: str, part: Tags, tags: Mapping[str, Tags]) -> Block:
+def block_of(arg: str, part: Tags, tags: Mapping[str, Tags], *, again: bool = False) -> Block:
     """The block that a compute instruction belongs to, as yet without a place in time."""
     word, _, chunk = arg.partition(" ")
     phase = next(phase for phase in PHASES if phase == word)
     outer = tags.get(chunk, ())
     stage = outer[0][1] if outer else None
     indices = tuple(index for _, index in part)
-    label = f"{'' if stage is None else stage}{LETTER[phase]}{'.'.join(map(str, indices))}"
-    return Block(label=label, cost=UNIT[phase], phase=phase, stage=stage, part=indices)
+    letter = AGAIN if again else LETTER[phase]
+    label = f"{'' if stage is None else stage}{letter}{'.'.join(map(str, indices))}"
+    return Block(label=label, cost=UNIT[phase], phase=phase, stage=stage, part=indices, again=again)
 
 
 def collect(
@@ -86,7 +89,7 @@ def collect(
     row: dict[str, int] = {}
     for place, ins in enumerate(plan.instrs):
         if ins.op == "compute":
-            block = block_of(ins.arg, ins.part, tags)
+            block = block_of(ins.arg, ins.part, tags, again=ins.again)
             if block.label not in row:
                 row[block.label] = len(blocks)
                 blocks.append(block)
@@ -121,7 +124,7 @@ def link(
         elif ins.op in ("add", "concat", "copy", "exchange") and any(slot in arrived for slot in ins.reads):
             arrived[ins.writes[0]] = max(arrived[slot] for slot in ins.reads if slot in arrived)
         elif ins.op == "compute":
-            block = mine[block_of(ins.arg, ins.part, tags).label]
+            block = mine[block_of(ins.arg, ins.part, tags, again=ins.again).label]
             for slot in ins.reads:
                 source = arrived.get(slot, written.get((number, slot)))
                 if source is not None and source != block:

@@ -9,7 +9,7 @@ from piper.plan.instr import Instr
 from piper.view.legend import Legend
 from piper.view.paper import hue
 
-PHASE = re.compile(r"\b(BI|BW|F|B)\[")
+PHASE = re.compile(r"\b(BI|BW|F|B|R)\[")
 VERBS = {
     "load": "load",
     "send": "send",
@@ -38,7 +38,8 @@ class Shade:
 def shade_of(ins: Instr, axes: Iterable[str]) -> Shade:
     """Read phase and part off an instruction, or off the node it is named for."""
     match = PHASE.search(ins.node)
-    phase = next((phase for phase in PHASES if match and phase == match[1]), None)
+    letter = match and match[1].replace("R", "F")  # a forward that runs again is still one
+    phase = next((phase for phase in PHASES if phase == letter), None)
     if phase is None and ins.op in ("send", "recv"):
         phase = "B" if re.search(r"\.din\d", ins.node) else "F"
     if phase is None and ins.op in ("counts", "load"):
@@ -54,7 +55,7 @@ def caption(ins: Instr) -> str:
     """An instruction in one or two words, to stand in its bar."""
     if ins.op == "compute":
         phase, _, chunk = ins.arg.partition(" ")
-        return f"{phase} {chunk}"
+        return f"{'R' if ins.again else phase} {chunk}"
     return VERBS.get(ins.op, ins.op)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piper.view.cells import Cell, Pipeline
+from piper.view.grid import AGAIN, LETTER
 from piper.view.legend import PHASES, Legend
 from piper.view.paper import HATCH, hatching, hue, sheet
 from piper.view.xml import drawing, element, number, words
@@ -83,7 +84,7 @@ def about(pipeline: Pipeline) -> str:
 
 def describe(cell: Cell) -> str:
     """A cell in a word, as the text grid writes it: `2F0`."""
-    letter = {"F": "F", "B": "B", "BI": "I", "BW": "W"}[cell.phase]
+    letter = AGAIN if cell.again else LETTER[cell.phase]
     return f"{'' if cell.stage is None else cell.stage}{letter}{part_text(cell)}"
 
 
@@ -124,7 +125,8 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
         "rx": 3 if frame.unit > 8 else 1,
     }
     stage = "" if cell.stage is None else f"stage {cell.stage}, "
-    told = f"{describe(cell)}: {PHASES[cell.phase]}, {stage}part {part_text(cell) or 'whole'}"
+    phase = f"{PHASES[cell.phase]}{' again' if cell.again else ''}"
+    told = f"{describe(cell)}: {phase}, {stage}part {part_text(cell) or 'whole'}"
     inner = [element("title", told), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
     if cell.phase == "BW":
         inner.append(element("rect", **box, fill=HATCH))

@@ -6,7 +6,7 @@ from piper.devices import show
 from piper.plan.instr import Instr, Op
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
-from piper.view.grid import LETTER
+from piper.view.grid import AGAIN, LETTER
 from piper.view.shade import shade_of
 from piper.view.subject import Subject
 
@@ -88,5 +88,7 @@ def mark_of(ins: Instr) -> tuple[str, str]:
     if ins.op == "compute":
         phase = shade_of(ins, ()).phase
         assert phase is not None, f"{ins.node} computes a phase"
+        if ins.again:
+            return AGAIN, "forward again"
         return LETTER[phase], PHASES[LETTER[phase]]
     return MARKS[ins.op]

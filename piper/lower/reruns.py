@@ -1,0 +1,108 @@
+"""Forwards that run again: those of a region that keeps only what came into it until its backwards."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from piper.ir.node import Compute, Node
+from piper.lower.line import woven
+from piper.lower.work import Work, prefix_of
+from piper.plan.plan import Slot
+
+
+def add_reruns(work: Work) -> Work:
+    """Run a region's forwards again, as late as its backwards allow, and let these read the new results.
+
+    F[PP=0]  F[PP=0 #1] ... B[PP=0 #1]  B[PP=0]
+    -->
+    F[PP=0]  F[PP=0 #1] ... R[PP=0]  R[PP=0 #1]  B[PP=0 #1]  B[PP=0]
+    """
+    if not work.graph.reruns:
+        return work
+    reruns = _Reruns(work.graph.reruns, makers_of(work))
+    line, before = list(work.line), dict[int, list[Node]]()
+    for place, node in enumerate(work.line):
+        if isinstance(node, Compute) and node.phase != "F":
+            before[place] = reruns.missing_for(node)
+            line[place] = reruns.reading_anew(node)
+    values = {**work.values, **dict(anew(work.values, before))}
+    return replace(work, line=woven(line, before, {}), values=values)
+
+
+def backwards_read_what_ran_last(work: Work) -> Iterator[str]:
+    """No backward of a region that runs again reads a result of the first run."""
+    makers = makers_of(work)
+    for node in work.line:
+        if isinstance(node, Compute) and node.phase != "F":
+            for value in inner(node, makers, work.graph.reruns):
+                yield f"{node.name} reads {value} of {makers[value][1].name}"
+
+
+Makers = Mapping[str, tuple[int, Compute]]
+
+
+def makers_of(work: Work) -> Makers:
+    """The forwards of regions that run again, with their places in line, by what they write at first."""
+    return {
+        value: (place, node)
+        for place, node in enumerate(work.line)
+        if isinstance(node, Compute) and node.phase == "F" and node.chunk in work.graph.reruns
+        if not node.again
+        for value in node.writes
+    }
+
+
+def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[str]:
+    """The values that a node uses and that its own region's forwards computed: what arrives there is kept."""
+    region = regions.get(node.chunk)
+    used = [value for value in (*node.reads, *node.keeps) if value in makers]
+    return [value for value in used if regions[makers[value][1].chunk] == region]
+
+
+@dataclass(slots=True)
+class _Reruns:
+    """Which forwards run again, as far as the line has been walked."""
+
+    regions: Mapping[str, str]
+    makers: Makers
+    placed: set[str] = field(default_factory=set)
+
+    def missing_for(self, node: Compute) -> list[Node]:
+        """The forwards that must run again before a node, those already there apart, in their order."""
+        found: dict[int, Compute] = {}
+        stack = [node]
+        while stack:
+            for value in inner(stack.pop(), self.makers, self.regions):
+                place, maker = self.makers[value]
+                if maker.name not in self.placed:
+                    self.placed.add(maker.name)
+                    found[place] = maker
+                    stack.append(maker)
+        return [self._copy(found[place]) for place in sorted(found)]
+
+    def reading_anew(self, node: Compute) -> Compute:
+        """A node that reads what ran last."""
+        names = {value: again(value) for value in inner(node, self.makers, self.regions)}
+        return replace(
+            node,
+            reads=tuple(names.get(value, value) for value in node.reads),
+            keeps=tuple(names.get(value, value) for value in node.keeps),
+        )
+
+    def _copy(self, maker: Compute) -> Compute:
+        writes = tuple(again(value) for value in maker.writes)
+        return replace(self.reading_anew(maker), again=True, writes=writes)
+
+
+def again(value: str) -> str:
+    """The name of a value that is made a second time: `PP=0.out0.again[MB=1]`."""
+    prefix = prefix_of(value)
+    return f"{prefix}.again{value[len(prefix) :]}"
+
+
+def anew(values: Mapping[str, Slot], before: Mapping[int, list[Node]]) -> Iterator[tuple[str, Slot]]:
+    """The sizes of what forwards that run again write, in storages of their own."""
+    written = {prefix_of(value) for nodes in before.values() for node in nodes for value in node.writes}
+    for name in written:
+        slot = values[name.removesuffix(".again")]
+        shares = tuple((f"{storage}.again", nbytes) for storage, nbytes in slot.shares)
+        yield name, replace(slot, shares=shares)
