@@ -14,7 +14,7 @@ from piper.plan.memory import timeline
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.check import Report
-from piper.view.grid import grid
+from piper.view.grid import AGAIN, grid
 from piper.words import count, size
 
 MOST_PROGRAMS = 16  # shown in a table
@@ -52,7 +52,9 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
     """Print the grid, what each device does, moves and holds, and that the plans are proven."""
     plans = program.plans
     tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
-    console.print("Pipeline (stage, pass, part; F forward, B backward, I and W its halves)", style="bold")
+    again = any(ins.again for plan in plans for ins in plan.instrs)
+    forwards = f"F forward, {AGAIN} forward again" if again else "F forward"
+    console.print(f"Pipeline (stage, pass, part; {forwards}, B backward, I and W its halves)", style="bold")
     for row in grid(plans, tags).splitlines():
         cut = console.is_terminal and len(row) > console.width
         console.print(row[: console.width - 1] + "…" if cut else row, markup=False, soft_wrap=True)

@@ -31,7 +31,13 @@ from piper.capture.structure import digest_of, graph_lines
 from piper.errors import CaptureError
 from piper.ir.chunk import Phase
 
-_OPTIONS = {"config_patches": {"fallback_random": True}}  # random numbers as without a compiler
+_PATCHES = {
+    "fallback_random": True,  # random numbers as without a compiler
+    # Inductor takes a phase for inference, where it moves what only the caller reads to the end. Of a backward
+    # that is every weight gradient, and what they are made of would live as long.
+    "reorder_for_locality": False,
+}
+_OPTIONS = {"config_patches": _PATCHES}
 _HINT = 1013  # a prime that no real size equals, for sizes that routing decides
 _BROKEN = (AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError, EOFError, ImportError)
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]

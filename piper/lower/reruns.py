@@ -29,10 +29,10 @@ def add_reruns(work: Work) -> Work:
 
 
 def backwards_read_what_ran_last(work: Work) -> Iterator[str]:
-    """No backward of a region that runs again reads a result of the first run."""
+    """In a region that runs again, no backward and no second forward reads a result of the first run."""
     makers = makers_of(work)
     for node in work.line:
-        if isinstance(node, Compute) and node.phase != "F":
+        if isinstance(node, Compute) and (node.phase != "F" or node.again):
             for value in inner(node, makers, work.graph.reruns):
                 yield f"{node.name} reads {value} of {makers[value][1].name}"
 
@@ -82,6 +82,8 @@ class _Reruns:
     def reading_anew(self, node: Compute) -> Compute:
         """A node that reads what ran last."""
         names = {value: again(value) for value in inner(node, self.makers, self.regions)}
+        if not names:
+            return node
         return replace(
             node,
             reads=tuple(names.get(value, value) for value in node.reads),
@@ -101,8 +103,8 @@ def again(value: str) -> str:
 
 def anew(values: Mapping[str, Slot], before: Mapping[int, list[Node]]) -> Iterator[tuple[str, Slot]]:
     """The sizes of what forwards that run again write, in storages of their own."""
-    written = {prefix_of(value) for nodes in before.values() for node in nodes for value in node.writes}
-    for name in written:
+    written = (prefix_of(value) for nodes in before.values() for node in nodes for value in node.writes)
+    for name in dict.fromkeys(written):
         slot = values[name.removesuffix(".again")]
         shares = tuple((f"{storage}.again", nbytes) for storage, nbytes in slot.shares)
         yield name, replace(slot, shares=shares)

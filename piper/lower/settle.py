@@ -146,15 +146,18 @@ def check_buffers(graph: Graph) -> None:
 
 
 def check_reruns(graph: Graph) -> None:
-    """What writes buffers cannot run twice: the second time it would read what the first has written."""
+    """What uses buffers that change cannot run twice: the second time it would see what was written since."""
     homes = {node.chunk: node for node in graph.nodes.values()}
+    written = {name for chunk in graph.outline.chunks for name in chunk.mutated}
     for chunk in graph.outline.chunks:
-        if chunk.name in graph.reruns and chunk.mutated:
+        used = dict.fromkeys((*chunk.buffers, *chunk.mutated))
+        changing = [name for name in used if name in written]
+        if chunk.name in graph.reruns and changing:
             said = [graph.directives[number] for number in homes[chunk.name].origin]
             raise ScheduleError(
-                f"{chunk.name} writes buffers, so its forward cannot run again",
+                f"{chunk.name} uses buffers that change, so its forward cannot run again",
                 by=next(by for by in reversed(said) if by.startswith("remat ")),
-                facts={"buffers": ", ".join(chunk.mutated)},
+                facts={"buffers": ", ".join(changing)},
                 hint="leave this region out of the filter, or leave across= out",
             )
 

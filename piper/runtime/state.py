@@ -1,6 +1,6 @@
 """What a device holds between steps: its part of the parameters, the optimizer over it, and buffers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -122,8 +122,7 @@ class State:
                 torch._foreach_mul_(parts, scale)
         assert self.optimizer is not None
         for portion in self._portions(gradients):
-            for tensor, gradient in portion:
-                tensor.grad = gradient.to(tensor.dtype)
+            give_gradients(portion)
             self.optimizer.step()
             for tensor, _ in portion:
                 tensor.grad = None
@@ -162,6 +161,20 @@ class State:
                         portion = []
         if portion or not apart:
             yield portion
+
+
+def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Hand gradients to what is trained, cast where that is of another type."""
+    casts, sources = list[Tensor](), list[Tensor]()
+    for tensor, gradient in portion:
+        cast = gradient
+        if gradient.dtype != tensor.dtype:
+            cast = torch.empty_like(tensor)
+            casts.append(cast)
+            sources.append(gradient)
+        tensor.grad = cast
+    if casts:  # together: on CUDA casts one by one move half as many bytes a second
+        torch._foreach_copy_(casts, sources)
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:

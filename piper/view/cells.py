@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from piper.devices import show
 from piper.ir.chunk import Phase, Tags
@@ -50,11 +51,11 @@ class Pipeline:
         return any(len({cell.stage for cell in row}) > 1 for row in self.rows)
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases that occur, in the order people name them."""
-        used = {cell.phase for row in self.rows for cell in row}
+    def phases(self) -> tuple[tuple[Phase, bool], ...]:
+        """The phases that occur, in the order people name them, each with whether it runs again."""
+        used = {(cell.phase, cell.again) for row in self.rows for cell in row}
         order: tuple[Phase, ...] = ("F", "B", "BI", "BW")
-        return tuple(phase for phase in order if phase in used)
+        return tuple(found for found in product(order, (False, True)) if found in used)
 
 
 def of_schedule(grid: Grid, title: str) -> Pipeline:

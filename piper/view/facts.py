@@ -9,7 +9,8 @@ from piper.simulate.memory import Memory, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
-from piper.view.shade import shade_of
+from piper.view.grid import AGAIN
+from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
 DIGITS = 7  # of the longest time: a pixel of any screen is far more
@@ -105,7 +106,7 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
             {
                 "start": [cell.start for cell in row],
                 "cost": [cell.cost for cell in row],
-                "phase": [cell.phase for cell in row],
+                "phase": [AGAIN if cell.again else cell.phase for cell in row],
                 "stage": [cell.stage for cell in row],
                 "part": [".".join(map(str, cell.part)) for cell in row],
                 "pair": [cell.pair for cell in row],
@@ -128,8 +129,8 @@ def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table
         "stream": [streams(ins.stream) for ins in plan.instrs],
         "comm": [-1 if ins.comm is None else comms(ins.comm) for ins in plan.instrs],
         "nbytes": [ins.nbytes if ins.comm else 0 for ins in plan.instrs],
-        "arg": [args(ins.arg if ins.op == "compute" else "") for ins in plan.instrs],
-        "phase": [shade.phase or "" for shade in shades],
+        "arg": [args(caption(ins) if ins.op == "compute" else "") for ins in plan.instrs],
+        "phase": [AGAIN if shade.again else shade.phase or "" for shade in shades],
         "part": [parts(".".join(map(str, shade.part))) for shade in shades],
         "origin": [origins(subject.origins.get(ins.node, ())) for ins in plan.instrs],
     }

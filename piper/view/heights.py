@@ -8,7 +8,7 @@ from piper.plan.plan import Plan
 from piper.simulate.memory import Memory
 from piper.simulate.timeline import Span, Timeline
 from piper.view.legend import LETTER, Legend
-from piper.view.paper import HATCH, hatching, hue, sheet
+from piper.view.paper import hatched, hatching, hue, sheet
 from piper.view.shade import caption, draw_phases, shade_of
 from piper.view.xml import drawing, element, number, words
 
@@ -99,11 +99,16 @@ def work(row: Row, frame: Frame, y: float, axes: tuple[str, ...]) -> Iterator[st
     for ins, span in busy(row):
         shade = shade_of(ins, axes)
         x, width = frame.x(span.start), (span.end - span.start) * frame.scale
-        box: dict[str, str | float] = {"x": x + 0.75, "y": y, "width": width - 1.5, "height": BAR - 2}
+        box: dict[str, str | float] = {
+            "x": x + 0.75,
+            "y": y,
+            "width": width - 1.5,
+            "height": BAR - 2,
+            "rx": 3,
+        }
         class_ = f"{shade.phase}{hue(shade.part)}"
-        inner = [element("title", ins.node), element("rect", **box, rx=3, class_=class_)]
-        if shade.phase == "BW":
-            inner.append(element("rect", **box, rx=3, fill=HATCH))
+        inner = [element("title", ins.node), element("rect", **box, class_=class_)]
+        inner += hatched(box, shade.phase, again=shade.again)
         text = caption(ins)
         if len(text) * LETTER + 4 <= width:
             inner.append(words(text, x + width / 2, y + BAR / 2 + 3, f"on{shade.phase} mid small"))

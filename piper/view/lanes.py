@@ -7,7 +7,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Span, Timeline
 from piper.view.legend import Legend
-from piper.view.paper import HATCH, hatching, hue, sheet
+from piper.view.paper import hatched, hatching, hue, sheet
 from piper.view.shade import caption, draw_phases, shade_of
 from piper.view.xml import drawing, element, number, words
 
@@ -110,10 +110,10 @@ def draw_bar(bar: Bar, frame: Frame, axes: tuple[str, ...]) -> Iterator[str]:
         "y": y + 0.6,
         "width": width - 2 * inset,
         "height": LANE - 1.2,
+        "rx": 3,
     }
-    inner = [element("title", f"{bar.place}: {bar.ins.node}"), element("rect", **box, rx=3, class_=class_)]
-    if shade.phase == "BW":
-        inner.append(element("rect", **box, rx=3, fill=HATCH))
+    inner = [element("title", f"{bar.place}: {bar.ins.node}"), element("rect", **box, class_=class_)]
+    inner += hatched(box, shade.phase, again=shade.again)
     text = next((t for t in texts(bar.ins) if len(t) * LETTER_WIDTH + 6 <= width), "")
     if text:
         ink = f"on{shade.phase}" if shade.phase else ""

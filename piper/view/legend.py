@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ir.chunk import Phase
-from piper.view.paper import HATCH
+from piper.view.paper import hatched
 from piper.view.xml import element, words
 
 PHASES: Mapping[Phase, str] = {
@@ -16,6 +16,11 @@ PHASES: Mapping[Phase, str] = {
 LETTER = 6.1  # pixels
 
 
+def phase_name(phase: Phase, *, again: bool) -> str:
+    """A phase in words."""
+    return f"{PHASES[phase]} again" if again else PHASES[phase]
+
+
 @dataclass(slots=True)
 class Legend:
     """Samples with their names, one after another from the left."""
@@ -24,10 +29,11 @@ class Legend:
     y: float
     drawn: list[str] = field(default_factory=list)
 
-    def phase(self, phase: Phase, hue: int = 0) -> None:
-        """The shade of a phase."""
-        rest = [element("rect", **self._box(), fill=HATCH)] if phase == "BW" else []
-        self._named(PHASES[phase], [element("rect", **self._box(), class_=f"{phase}{hue}"), *rest])
+    def phase(self, phase: Phase, hue: int = 0, *, again: bool = False) -> None:
+        """The shade of a phase, or of one that runs again."""
+        rest = hatched(self._box(), phase, again=again)
+        name = phase_name(phase, again=again)
+        self._named(name, [element("rect", **self._box(), class_=f"{phase}{hue}"), *rest])
 
     def shade(self, name: str, class_: str) -> None:
         """A shade by its class; an outline is drawn half a pixel smaller, to be sharp."""

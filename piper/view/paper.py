@@ -1,9 +1,12 @@
 """The style sheet of drawings: the same classes on light and on dark paper."""
 
+from collections.abc import Mapping
+
+from piper.ir.chunk import Phase
 from piper.view.colours import DARK, HUES, LIGHT, Paper
 from piper.view.xml import FONT, element
 
-HATCH = "url(#hatch)"
+HATCH, AGAIN = "url(#hatch)", "url(#again)"
 
 
 def sheet() -> str:
@@ -33,6 +36,7 @@ def rules(paper: Paper) -> list[str]:
         f".idle{{fill:{paper.idle};stroke:{paper.line}}}",
         f".pair{{stroke:{paper.pair}}}",
         f".hatch{{stroke:{paper.hatch}}}",
+        f".again{{stroke:{paper.phases['F'].text}}}",
         f".quiet{{fill:{paper.quiet}}}",
         f".arrow{{stroke:{paper.faint};fill:none}}",
         f".head{{fill:{paper.faint}}}",
@@ -44,9 +48,27 @@ def rules(paper: Paper) -> list[str]:
 
 
 def hatching() -> str:
-    """The pattern over weight gradients: thin diagonal lines, the same in every drawing."""
-    line = element("path", d="M0 6L6 0", class_="hatch", stroke_width=1, stroke_opacity=0.4)
-    return element("pattern", line, id="hatch", width=6, height=6, patternUnits="userSpaceOnUse")
+    """The patterns that `hatched` fills with: thin diagonal lines, rising and falling."""
+    return "".join(
+        element(
+            "pattern",
+            element("path", d=path, class_=name, stroke_width=1, stroke_opacity=opacity),
+            id=name,
+            width=6,
+            height=6,
+            patternUnits="userSpaceOnUse",
+        )
+        for name, path, opacity in (("hatch", "M0 6L6 0", 0.4), ("again", "M0 0L6 6", 0.3))
+    )
+
+
+def hatched(box: Mapping[str, str | float], phase: Phase | None, *, again: bool) -> list[str]:
+    """What is drawn over a box so that it is told from others of its colour, if anything is.
+
+    Weight gradients look like backwards otherwise, and a forward that runs again like the first.
+    """
+    fill = AGAIN if again else HATCH if phase == "BW" else None
+    return [element("rect", None, **box, fill=fill)] if fill else []
 
 
 def hue(part: tuple[int, ...]) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from piper.view.cells import Cell, Pipeline
 from piper.view.grid import AGAIN, LETTER
-from piper.view.legend import PHASES, Legend
-from piper.view.paper import HATCH, hatching, hue, sheet
+from piper.view.legend import Legend, phase_name
+from piper.view.paper import hatched, hatching, hue, sheet
 from piper.view.xml import drawing, element, number, words
 
 MARGIN, HEADER, ROW, GAP = 20.0, 60.0, 34.0, 8.0
@@ -125,11 +125,10 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
         "rx": 3 if frame.unit > 8 else 1,
     }
     stage = "" if cell.stage is None else f"stage {cell.stage}, "
-    phase = f"{PHASES[cell.phase]}{' again' if cell.again else ''}"
-    told = f"{describe(cell)}: {phase}, {stage}part {part_text(cell) or 'whole'}"
+    name = phase_name(cell.phase, again=cell.again)
+    told = f"{describe(cell)}: {name}, {stage}part {part_text(cell) or 'whole'}"
     inner = [element("title", told), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
-    if cell.phase == "BW":
-        inner.append(element("rect", **box, fill=HATCH))
+    inner += hatched(box, cell.phase, again=cell.again)
     if frame.unit >= 13:
         ink = f"on{cell.phase} mid num"
         low = 9.0 if with_stage else 4.5
@@ -167,8 +166,8 @@ def axis(pipeline: Pipeline, frame: Frame, bottom: float) -> Iterator[str]:
 def legend(pipeline: Pipeline, y: float) -> Iterator[str]:
     """What the shades and outlines mean."""
     line = Legend(MARGIN, y)
-    for phase in pipeline.phases:
-        line.phase(phase)
+    for phase, again in pipeline.phases:
+        line.phase(phase, again=again)
     if any(cell.pair >= 0 for row in pipeline.rows for cell in row):
         line.shade("overlapped pair", "pair")
     line.shade("idle", "idle")

@@ -89,6 +89,6 @@ def mark_of(ins: Instr) -> tuple[str, str]:
         phase = shade_of(ins, ()).phase
         assert phase is not None, f"{ins.node} computes a phase"
         if ins.again:
-            return AGAIN, "forward again"
+            return AGAIN, f"{PHASES['F']} again"
         return LETTER[phase], PHASES[LETTER[phase]]
     return MARKS[ins.op]

@@ -46,7 +46,7 @@ function plural(count, word) {
   return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 }
 
-const PHASES = { F: "forward", B: "backward", BI: "input gradients", BW: "weight gradients" };
+const PHASES = { F: "forward", R: "forward again", B: "backward", BI: "input gradients", BW: "weight gradients" };
 const OPS = {
   compute: "compute", load: "load", send: "send", recv: "receive", copy: "copy", concat: "join", add: "add",
   counts: "counts", exchange: "all-to-all", gather: "gather", accumulate: "accumulate", all_reduce: "all-reduce",

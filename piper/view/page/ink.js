@@ -17,12 +17,19 @@ function paper() {
   return look.colours;
 }
 
-// The fill, the text on it, and whether it is hatched.
+// The fill, the text on it, and how it is hatched, if at all. A forward that runs again has the first one's fill.
 function ink(phase, part) {
   const colours = paper();
-  if (!phase) return { fill: colours.quiet, text: colours.text, hatched: false };
+  if (!phase) return { fill: colours.quiet, text: colours.text, hatched: null };
   const hue = Number(part.slice(part.lastIndexOf(".") + 1)) % HUES;
-  return { fill: colours.phases[phase].fills[hue], text: colours.phases[phase].text, hatched: phase === "BW" };
+  const { fills, text } = colours.phases[phase === "R" ? "F" : phase];
+  return { fill: fills[hue], text, hatched: { BW: "up", R: "down" }[phase] ?? null };
+}
+
+// The lines of a hatching: their colour, how strong they are, and the angle at which CSS crosses them.
+function lines(hatched) {
+  if (hatched === "up") return { colour: paper().hatch, alpha: 0.45, across: "135deg" };
+  return { colour: paper().phases.F.text, alpha: 0.33, across: "45deg" };
 }
 
 function accent() {
@@ -39,7 +46,7 @@ function setFont(context, size, weight = 400) {
   context.font = `${weight} ${size}px ${FONT}`;
 }
 
-// A box with round corners, hatched where it stands for weight gradients.
+// A box with round corners, hatched where its colour alone would not tell what it stands for.
 function box(context, x, y, width, height, colour) {
   context.fillStyle = colour.fill;
   context.beginPath();
@@ -47,7 +54,7 @@ function box(context, x, y, width, height, colour) {
   else context.rect(x, y, width, height);
   context.fill();
   if (colour.hatched && width > 2) {
-    context.fillStyle = hatching(context);
+    context.fillStyle = hatching(context, colour.hatched);
     context.fill();
   }
 }
@@ -55,28 +62,30 @@ function box(context, x, y, width, height, colour) {
 const ROUND = 9; // pixels: narrower boxes have corners, which are quicker
 const hatchings = new Map();
 
-// Thin diagonal lines, as a pattern to fill with.
-function hatching(context) {
-  const colour = paper().hatch;
-  if (!hatchings.has(colour)) {
+// Thin diagonal lines, rising or falling, as a pattern to fill with.
+function hatching(context, hatched) {
+  const { colour, alpha } = lines(hatched);
+  const key = `${hatched} ${colour}`;
+  if (!hatchings.has(key)) {
     const tile = document.createElement("canvas");
     const size = 12; // twice, for screens with fine pixels
     tile.width = tile.height = size;
     const pen = tile.getContext("2d");
     pen.strokeStyle = colour;
-    pen.globalAlpha = 0.45;
+    pen.globalAlpha = alpha;
     pen.lineWidth = 2;
     pen.beginPath();
+    const [from, to] = hatched === "up" ? [size + 2, -2] : [-2, size + 2];
     for (const shift of [-size, 0, size]) {
-      pen.moveTo(shift - 2, size + 2);
-      pen.lineTo(shift + size + 2, -2);
+      pen.moveTo(shift - 2, from);
+      pen.lineTo(shift + size + 2, to);
     }
     pen.stroke();
     const pattern = context.createPattern(tile, "repeat");
     pattern.setTransform(new DOMMatrix().scale(0.5));
-    hatchings.set(colour, pattern);
+    hatchings.set(key, pattern);
   }
-  return hatchings.get(colour);
+  return hatchings.get(key);
 }
 
 function outline(context, x, y, width, height, colour, thick = 2) {

@@ -64,7 +64,7 @@ function pipelineView() {
       context.fillStyle = colour.fill;
       context.fill(path);
       if (!colour.hatched) continue;
-      context.fillStyle = hatching(context);
+      context.fillStyle = hatching(context, colour.hatched);
       context.fill(path);
     }
     context.globalAlpha = 1;
@@ -190,14 +190,19 @@ function pairSpans(cells) {
   return found;
 }
 
+// A colour with its hatching, as CSS.
+function background({ fill, hatched }) {
+  if (!hatched) return fill;
+  const { colour, across } = lines(hatched);
+  return `repeating-linear-gradient(${across}, transparent 0 3px, ${colour}66 3px 4px), ${fill}`;
+}
+
 function pipelineLegend() {
   const host = byId("phases");
   const used = new Set(facts.pipeline.rows.flatMap((row) => row.phase));
   const items = Object.keys(PHASES).filter((phase) => used.has(phase)).map((phase) => {
     const colour = ink(phase, "0");
-    const lines = `repeating-linear-gradient(135deg, transparent 0 3px, ${paper().hatch}66 3px 4px)`;
-    const background = colour.hatched ? `${lines}, ${colour.fill}` : colour.fill;
-    return make("span", {}, make("i", { style: `background:${background}` }), PHASES[phase]);
+    return make("span", {}, make("i", { style: `background:${background(colour)}` }), PHASES[phase]);
   });
   if (facts.pipeline.rows.some((row) => row.pair.some((pair) => pair >= 0))) {
     items.push(make("span", {}, make("i", { class: "outline" }), "overlapped pair"));

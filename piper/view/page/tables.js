@@ -91,7 +91,7 @@ function peakTable() {
 
 function pipelineTable() {
   const grid = facts.pipeline;
-  const letter = { F: "F", B: "B", BI: "I", BW: "W" };
+  const letter = { F: "F", R: "R", B: "B", BI: "I", BW: "W" };
   const rows = grid.names.map((name, row) => {
     const cells = grid.rows[row];
     const words = cells.start.map((start, i) => `${cells.stage[i] ?? ""}${letter[cells.phase[i]]}${cells.part[i]}`);
