@@ -1,6 +1,6 @@
 """The pipeline grid of plans: what each device computes, when, with F = I = W = 1 and B = 2."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -87,11 +87,13 @@ def collect(
 ) -> list[int]:
     """A program's blocks in order, and which of its values come from which."""
     row: dict[str, int] = {}
+    order: list[int] = []
     for place, ins in enumerate(plan.instrs):
         if ins.op == "compute":
             block = block_of(ins.arg, ins.part, tags, again=ins.again)
             if block.label not in row:
                 row[block.label] = len(blocks)
+                order.insert(turn_of(block, order, blocks), len(blocks))
                 blocks.append(block)
             blocks[row[block.label]].places.append(place)
             for slot in ins.writes:
@@ -103,7 +105,19 @@ def collect(
             for slot in ins.writes:
                 if sources:
                     written[number, slot] = max(sources)
-    return list(row.values())
+    return order
+
+
+def turn_of(block: Block, row: Sequence[int], blocks: Sequence[Block]) -> int:
+    """The place of a new block in a row: its end, but that forwards run again before their backwards.
+
+    Where each piece runs again just before its own backward, another piece's backward may already be there.
+    """
+    if not block.again:
+        return len(row)
+    mates = ((b.phase != "F", b.stage, b.part) for b in (blocks[i] for i in row))
+    backwards = (turn for turn, mate in enumerate(mates) if mate == (True, block.stage, block.part))
+    return next(backwards, len(row))
 
 
 def link(

@@ -91,6 +91,9 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
 
 class Graph:
     def __init__(self) -> None:
