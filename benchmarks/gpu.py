@@ -50,6 +50,7 @@ LARGE = decoder.Config(
     stages=8,
 )
 GIB = 2**30
+SIZES = (24, 64)  # samples of a microbatch, from which the largest that fits is worked out
 Step = Callable[[], object]
 Batch = dict[str, Tensor]
 
@@ -259,17 +260,30 @@ def zero_bubble(cache: str) -> Iterator[Line]:
     )
 
 
-def pipeline_strategy(
-    zero: int, parts: int, budget: float | None = None, *, table: int | None = None
-) -> list[piper.Directive]:
-    """PP8 x DP4, 1F1B; `table`: the level of ZeRO of the embedding, where it is not that of the layers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What Piper's strategy says beyond the level of ZeRO."""
+
+    budget: float | None = None  # of recomputation
+    across: str | None = None  # the regions that keep only what comes in
+    table: int | None = None  # the embedding's level of ZeRO, where it is not that of the layers
+
+    def __str__(self) -> str:
+        said = [] if self.budget is None else [f"remat {self.budget:g}"]
+        said += [] if self.across is None else [f"across {self.across}"]
+        return ", ".join([*said, *([] if self.table is None else [f"embedding zero={self.table}"])])
+
+
+def pipeline_strategy(zero: int, parts: int, choices: Choices) -> list[piper.Directive]:
+    """PP8 x DP4, 1F1B."""
     places = [
         piper.replicate(piper.at(PP=stage), devices=[*range(4 * stage, 4 * stage + 4)], zero=zero)
         for stage in range(8)
     ]
-    if table is not None:
-        places.append(piper.replicate(piper.at(PP=0, LAYER=None), devices=[*range(4)], zero=table))
-    recompute = [] if budget is None else [piper.remat(piper.at(), budget)]
+    if choices.table is not None:
+        places.append(piper.replicate(piper.at(PP=0, LAYER=None), devices=[*range(4)], zero=choices.table))
+    budget = choices.budget
+    recompute = [] if budget is None else [piper.remat(piper.at(), budget, across=choices.across)]
     return [
         *places,
         *recompute,
@@ -346,15 +360,13 @@ def peer_rank(
         )
         schedule = Schedule1F1B(pipe, parts, loss_fn=cross_entropy)
         tokens = torch.randint(LARGE.vocab, (parts * size, 1024), device="cuda")
-        times = []
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
+
+        def step() -> None:
             schedule.step(tokens) if stage == 0 else schedule.step()
             apply_step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return steady(times), torch.cuda.max_memory_allocated() - others
+
+        seconds, grown = timed(step, steps)
+        return seconds, torch.cuda.max_memory_allocated() + grown - others
     finally:
         dist.destroy_process_group()
 
@@ -368,16 +380,21 @@ def steady(times: Sequence[float]) -> float:
     return statistics.median(times[min(2, len(times) - 1) :])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What Piper's strategy says beyond the level of ZeRO."""
+def timed(step: Step, steps: int) -> tuple[float, int]:
+    """Seconds of a step, and the bytes that a second one would hold beyond the first, where there is but one.
 
-    budget: float | None = None  # of recomputation
-    table: int | None = None  # the embedding's level of ZeRO
-
-    def __str__(self) -> str:
-        said = [f"remat {self.budget:g}"] if self.budget is not None else []
-        return ", ".join([*said, *([f"embedding zero={self.table}"] if self.table is not None else [])])
+    An optimizer makes its state at the end of the first step, so the next ones hold that from their start.
+    """
+    times, before, grown = list[float](), torch.cuda.memory_allocated(), 0
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+        if steps == 1:
+            grown = torch.cuda.memory_allocated() - before
+    return steady(times), grown
 
 
 def piper_rank(
@@ -389,21 +406,15 @@ def piper_rank(
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated()
     batch = batch_of(LARGE, 4 * parts * size, 1024)
-    strategy = pipeline_strategy(zero, parts, choices.budget, table=choices.table)
+    strategy = pipeline_strategy(zero, parts, choices)
     # The peer shards block by block; so do we.
     program = piper.compile(
         job_of(replace(LARGE, by_layer=True), batch, strategy), device="cuda", compile=True, cache=cache
     )
     with piper.launch(program, on=f"rank:{rank}") as run:
-        times = []
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            run.step(batch)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
+        seconds, grown = timed(lambda: run.step(batch), steps)
         held = run.peak()  # type: ignore[attr-defined]
-        return steady(times), held.measured - others, held.foretold
+        return seconds, held.measured + grown - others, held.foretold
 
 
 def ranks(
@@ -412,14 +423,15 @@ def ranks(
     sizes: Sequence[int],
     zeros: Sequence[int],
     tuned: Choices | None = None,
+    steps: int = 6,
 ) -> Iterator[Line]:
     """One rank of PP8 x DP4, 36 layers, 16 microbatches, beside torch's PipelineStage and FSDP2."""
     for zero, size, stage in itertools.product(zeros, sizes, stages):
-        peer = attempt(functools.partial(peer_rank, stage, size, zero, 16))
+        peer = attempt(functools.partial(peer_rank, stage, size, zero, 16, steps=steps))
         for choices in (Choices(), *([tuned] if tuned is not None else [])):
             what = f"stage {stage} of PP8 x DP4, {size} x 1024, zero={zero}"
             what += f", {choices}" if str(choices) else ""
-            ours = attempt(functools.partial(piper_rank, 4 * stage, size, zero, 16, cache, choices))
+            ours = attempt(functools.partial(piper_rank, 4 * stage, size, zero, 16, cache, choices, steps))
             if isinstance(peer, str) or isinstance(ours, str):
                 yield Line(what=what, got=f"piper: {shown(ours)}; peer: {shown(peer)}")
                 continue
@@ -445,21 +457,21 @@ def fits(cache: str) -> Iterator[Line]:
 
     Memory grows evenly with the microbatch: two sizes say where a limit lies, and a run just below proves it.
     """
-    everything = Choices(budget=0.0, table=2)
+    everything = Choices(budget=0.0, across="PP", table=2)
     sides: dict[str, Callable[[int], tuple[float | int, ...]]] = {
         "piper": lambda size: piper_rank(0, size, 3, 16, cache, everything, steps=1),
         "peer": lambda size: peer_rank(0, size, 3, 16, recompute=True, steps=1),
     }
     largest: dict[str, dict[int, int]] = {name: {} for name in sides}
     for name, work in sides.items():
-        found = {size: attempt(functools.partial(work, size)) for size in (8, 24)}
+        found = {size: attempt(functools.partial(work, size)) for size in SIZES}
         if any(isinstance(result, str) for result in found.values()):
             yield Line(what=f"stage 0, zero=3, recomputed: {name}", got=", ".join(map(shown, found.values())))
             return
         low, high = (int(result[1]) for result in found.values())
-        slope = (high - low) / 16
+        slope = (high - low) / (SIZES[1] - SIZES[0])
         for limit in (40, 80):
-            size = int(0.99 * ((limit * GIB - low) / slope + 8))
+            size = int(0.99 * ((limit * GIB - low) / slope + SIZES[0]))
             proof = attempt(functools.partial(work, size))
             while isinstance(proof, str) or proof[1] > limit * GIB:
                 size = int(0.97 * size)
@@ -598,7 +610,7 @@ ROWS: dict[str, Callable[[str], Iterator[Line]]] = {
         ranks, stages=(0, 4), sizes=(1,), zeros=(3,), tuned=Choices(budget=0.25, table=2)
     ),
     "zeros": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(0, 1, 2)),
-    "rank4": functools.partial(ranks, stages=(0, 4), sizes=(4, 8), zeros=(3,)),
+    "rank4": functools.partial(ranks, stages=(0, 4), sizes=(4, 8), zeros=(3,), steps=4),
     "fit": fits,
     "overlap": overlap,
     "host": host,

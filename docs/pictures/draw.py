@@ -29,6 +29,7 @@ def pictures() -> Mapping[str, str]:
     stages: list[Directive] = [place(at(PP=stage), [stage]) for stage in range(2)]
     pipeline = [*stages, split(at(), parts=4), *one_f_one_b(2, 4)]
     experts = [replicate(at(), [0, 1]), shard(at(EP="*"), [0, 1])]
+    deep = [*(place(at(PP=stage), [stage]) for stage in range(4)), split(at(), parts=5), *one_f_one_b(4, 5)]
     return {
         "composed.svg": timetable(composed(), "PP x DP x EP x ZeRO-3, DualPipe-V", stages=4, experts=8),
         "place.svg": holdings(stages, "Two stages, each on a device of its own"),
@@ -40,8 +41,15 @@ def pictures() -> Mapping[str, str]:
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
         "remat.svg": heights(
-            [kept("all kept", 1.0), kept("budget=0.25", 0.25)],
+            [kept("all kept", remat(at(), budget=1)), kept("budget=0.25", remat(at(), budget=0.25))],
             title="remat: fewer bytes kept, more made again",
+        ),
+        "remat-across.svg": heights(
+            [
+                kept("all kept", remat(at(), budget=1), *deep),
+                kept('across="PP"', remat(at(), budget=1, across="PP"), *deep),
+            ],
+            title="remat across a stage: the first of four, 1F1B",
         ),
     }
 
@@ -80,9 +88,9 @@ class ByWork(Unit):
         return chunk.phases[phase].flops / UNIT
 
 
-def kept(name: str, budget: float) -> Row:
-    """One device with four regions, of which each keeps this part of what it saves."""
-    graph = apply(start(chain(4, width=64, rows=4096)), [remat(at(), budget=budget)])
+def kept(name: str, *strategy: Directive) -> Row:
+    """The first device under a strategy that says what four regions keep."""
+    graph = apply(start(chain(4, width=64, rows=4096)), strategy)
     outline = made_again(graph.outline, graph.budgets)
     plans, _ = lower(graph, outline=outline)
     found = simulate(plans, outline, ByWork())

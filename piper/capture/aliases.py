@@ -1,7 +1,7 @@
 """Tells which values of a traced graph share memory, and which cost nothing to make again."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -38,6 +38,12 @@ def memories(node: fx.Node) -> tuple[int, ...]:
     """The memory of each tensor that a node makes."""
     found: tuple[int, ...] = node.meta[_MEMORY]
     return found
+
+
+def storages(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, Tensor]]:
+    """The tensors that nodes make, each with its memory."""
+    for node in nodes:
+        yield from zip(memories(node), tensors_in(node), strict=True)
 
 
 def move_to(node: fx.Node, memory: tuple[int, ...]) -> None:

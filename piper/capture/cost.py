@@ -1,6 +1,6 @@
 """Estimates what a phase costs: arithmetic, memory traffic, and memory that only lives while it runs."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,19 +8,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from piper.capture.aliases import cheap, is_view, memories, memory_of, read_from_memory, tensors_in
+from piper.capture.aliases import (
+    cheap,
+    is_view,
+    memories,
+    read_from_memory,
+    storages,
+)
 from piper.capture.partition import Section
 from piper.capture.sizes import Sizes
-
-_aten = torch.ops.aten
-_WRITES_INTO = (
-    _aten.index_put.default,
-    _aten._unsafe_index_put.default,
-    _aten._unsafe_masked_index_put_accumulate.default,
-    _aten.scatter.src,
-    _aten.scatter.value,
-    _aten.scatter_add.default,
-)
+from piper.capture.workspace import workspace_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ def cost_of(
         if isinstance(node.target, torch._ops.OpOverload) and not is_view(node):
             flops += flops_of(node, sizes)
             moved += traffic_of(node, sizes, fleeting or ())
-    return Cost(flops=flops, bytes_moved=moved, workspace=_workspace(section, sizes, fleeting, lasting))
+    return Cost(flops=flops, bytes_moved=moved, workspace=workspace_of(section, sizes, fleeting, lasting))
 
 
 def _fleeting(section: Section) -> set[int]:
@@ -64,7 +61,7 @@ def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> i
     """The bytes an operation reads and writes, but for what is never in memory."""
     return sum(
         sizes.nbytes(tensor)
-        for storage, tensor in _storages([node, *node.all_input_nodes])
+        for storage, tensor in storages([node, *node.all_input_nodes])
         if storage not in fleeting
     )
 
@@ -107,66 +104,3 @@ def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
     batch, heads, length, width = query
     scores = 2 * batch * heads * length * key[2]
     return scores * (3 * width + 2 * value[3] if backward else width + value[3])
-
-
-def _workspace(
-    section: Section, sizes: Sizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
-) -> int:
-    """The most bytes that live at once, beyond what is read and what is returned.
-
-    fleeting: given for compiled code, which lets go of what was kept for it as soon as it has read it, mostly
-    before it makes the last of its results, so that the two are never there together.
-    """
-    results = {memory_of(write.node) for write in section.writes}
-    kept = _kept(section, lasting) - results if fleeting is not None else set()
-    outside = {memory_of(node) for node in section.read_nodes} - kept | set(fleeting or ())
-    if fleeting is None:
-        outside |= results
-    reused = {} if fleeting is None else _reused(section)
-    bytes_of: dict[int, int] = {}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for position, node in enumerate(section.body):
-        for made, tensor in _storages([node, *node.all_input_nodes]):
-            storage = reused.get(made, made)
-            if storage not in outside:
-                bytes_of[storage] = max(sizes.storage_bytes(tensor), bytes_of.get(storage, 0))
-                first.setdefault(storage, 0 if storage in kept else position)
-                last[storage] = len(section.body) - 1 if storage in results else position
-    boundary = sum(nbytes for storage, nbytes in bytes_of.items() if storage in kept or storage in results)
-    return peak(len(section.body), bytes_of, first, last) - boundary
-
-
-def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
-    """The memory of what other phases keep for this one alone."""
-    given = [*section.reads.get("saved", {}).values(), *section.reads.get("carried", {}).values()]
-    return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
-
-
-def _reused(section: Section) -> dict[int, int]:
-    """Where compiled code writes in place: the memory of each such result is that of what it began from."""
-    body, found = set(section.body), dict[int, int]()
-    for node in section.body:
-        if node.target in _WRITES_INTO:
-            start = node.all_input_nodes[0]
-            if start in body and len(start.users) == 1:
-                found[memory_of(node)] = found.get(memory_of(start), memory_of(start))
-    return found
-
-
-def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: Mapping[int, int]) -> int:
-    """The most bytes alive at one of `length` positions."""
-    change: list[int] = [0] * (length + 1)
-    for storage, nbytes in size.items():
-        change[first[storage]] += nbytes
-        change[last[storage] + 1] -= nbytes
-    most = alive = 0
-    for step in change:
-        alive += step
-        most = max(most, alive)
-    return most
-
-
-def _storages(nodes: Sequence[fx.Node]) -> Iterable[tuple[int, Tensor]]:
-    for node in nodes:
-        yield from zip(memories(node), tensors_in(node), strict=True)

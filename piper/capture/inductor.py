@@ -33,8 +33,8 @@ from piper.ir.chunk import Phase
 
 _PATCHES = {
     "fallback_random": True,  # random numbers as without a compiler
-    # Inductor takes a phase for inference, where it moves what only the caller reads to the end. Of a backward
-    # that is every weight gradient, and what they are made of would live as long.
+    # Inductor takes a phase for inference, where it puts off to the end what only the caller reads. Of a
+    # backward that is every weight gradient, and what they are made of would live as long.
     "reorder_for_locality": False,
 }
 _OPTIONS = {"config_patches": _PATCHES}

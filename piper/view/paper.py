@@ -6,7 +6,8 @@ from piper.ir.chunk import Phase
 from piper.view.colours import DARK, HUES, LIGHT, Paper
 from piper.view.xml import FONT, element
 
-HATCH, AGAIN = "url(#hatch)", "url(#again)"
+RISING, FALLING = "url(#hatch)", "url(#again)"  # lines over weight gradients and forwards that run again
+HATCH_OPACITY, AGAIN_OPACITY = 0.4, 0.3
 
 
 def sheet() -> str:
@@ -58,7 +59,10 @@ def hatching() -> str:
             height=6,
             patternUnits="userSpaceOnUse",
         )
-        for name, path, opacity in (("hatch", "M0 6L6 0", 0.4), ("again", "M0 0L6 6", 0.3))
+        for name, path, opacity in (
+            ("hatch", "M0 6L6 0", HATCH_OPACITY),
+            ("again", "M0 0L6 6", AGAIN_OPACITY),
+        )
     )
 
 
@@ -67,8 +71,8 @@ def hatched(box: Mapping[str, str | float], phase: Phase | None, *, again: bool)
 
     Weight gradients look like backwards otherwise, and a forward that runs again like the first.
     """
-    fill = AGAIN if again else HATCH if phase == "BW" else None
-    return [element("rect", None, **box, fill=fill)] if fill else []
+    fill = FALLING if again else RISING if phase == "BW" else None
+    return [element("rect", **box, fill=fill)] if fill else []
 
 
 def hue(part: tuple[int, ...]) -> int:

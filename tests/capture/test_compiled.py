@@ -1,5 +1,6 @@
 """Compiled phases: the numbers of those that are not compiled, kept on disk, and sent to other processes."""
 
+import re
 import subprocess
 import sys
 import weakref
@@ -106,6 +107,31 @@ def test_recomputation_is_compiled_too(made: Made) -> None:
         assert apart(code, backward) < 1e-12
     (expert,) = (chunk for chunk in code.outline.chunks if chunk.kind == "expert")
     assert expert.saved == ()
+
+
+class Tower(nn.Module):
+    """Layers whose activations take more memory than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [16, 16, 16, 16, 4]
+        self.layers = nn.ModuleList(nn.Linear(16, width, bias=False) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.slow
+def test_weight_gradients_are_not_put_off_to_the_end(tmp_path: Path) -> None:
+    found = trace(Tower, zoo.regression, zoo.vectors(512, 0), 512, "fp64", compiled=True)
+    code = differentiate(found, None, {}, Cache(folder=tmp_path))
+    code.phase(code.outline.chunks[0].key, "B")
+    (text,) = (path.read_text() for path in tmp_path.rglob("*.py") if "extern_kernels.mm" in path.read_text())
+    made = re.findall(r"empty_strided_cpu\(\((\d+), 16\)", text)
+    assert made.count("16") == 4
+    assert made.index("16") < len(made) - 1 - made[::-1].index("512"), "a weight's gradient before an input's"
 
 
 def expert_forward(made: Made) -> Compiled:

@@ -202,6 +202,32 @@ def test_compiled_code_lets_go_of_what_was_kept_before_its_results_are_all_there
     assert compiled["F"] >= 0
 
 
+class Gated(nn.Module):
+    """A gated layer: in its backward three results are made of the same three values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            h = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        with annotate("PP"):
+            return torch.sin(h)
+
+
+def test_what_compiled_code_makes_in_one_go_is_there_at_once() -> None:
+    rows = 512
+    found = trace(
+        Gated, zoo.regression, zoo.vectors(rows, 0), rows, "fp32", torch.device("cpu"), compiled=True
+    )
+    chunk = differentiate(found, None, {"PP=0": 0.0}).outline.chunks[0]
+    assert chunk.saved == ()
+    wide = rows * 64 * 4
+    # The gate, what it lets through and their product's gradient; from these the product and two gradients.
+    assert 5.9 * wide < chunk.phases["B"].workspace < 6.1 * wide
+
+
 class Tower(nn.Module):
     """Wide layers one after another."""
 

@@ -53,8 +53,64 @@ def test_the_text_of_a_graph_keeps_budgets() -> None:
     assert read_graph(show_graph(graph), DENSE).budgets == graph.budgets
 
 
+def test_across_names_the_region_of_each_chunk() -> None:
+    assert after(remat(at(PP=1), 0.5, across="PP")).reruns == {"PP=1": "PP=1"}
+    graph = after(remat(at(), 0.5, "PP"), outline=EXPERTS)
+    stage = {"PP=0": "PP=0", "PP=0 EP=0": "PP=0", "PP=0 #1": "PP=0"}
+    assert graph.reruns == stage | {"PP=1": "PP=1", "PP=1 EP=1": "PP=1", "PP=1 #1": "PP=1"}
+    assert set(graph.budgets) == set(graph.reruns)
+    inner = after(remat(at(EP="*"), 0.5, across="EP"), outline=EXPERTS)
+    assert inner.reruns == {"PP=0 EP=0": "PP=0 EP=0", "PP=1 EP=1": "PP=1 EP=1"}
+    assert after(remat(at(), 0.5)).reruns == {}
+
+
+def test_regions_are_those_of_the_whole_path() -> None:
+    """An index may come again in another region around it."""
+    chunks = [
+        Chunk(name=f"PP={stage} LAYER={layer}", tags=(("PP", stage), ("LAYER", layer), ("X", 0)))
+        for stage in range(2)
+        for layer in range(2)
+    ]
+    graph = after(remat(at(), 0, across="LAYER"), outline=Outline(chunks=tuple(chunks), loss=DENSE.loss))
+    assert graph.reruns == {chunk.name: chunk.name for chunk in chunks}
+
+
+def test_a_later_region_wins_and_none_ends_it() -> None:
+    first = remat(at(), 0.5, across="PP")
+    within = after(first, remat(at(EP=0), 1, across="EP"), outline=EXPERTS)
+    assert within.reruns["PP=0"] == "PP=0"
+    assert within.reruns["PP=0 EP=0"] == "PP=0 EP=0"
+    ended = after(first, remat(at(PP=0), 0.5), outline=EXPERTS)
+    assert set(ended.reruns) == {"PP=1", "PP=1 EP=1", "PP=1 #1"}
+    assert ended.budgets["PP=0"] == 0.5
+    assert after(first, remat(at(PP=0), 0.5), remat(at(PP=0), 1, "PP")).reruns == {
+        "PP=1": "PP=1",
+        "PP=0": "PP=0",
+    }
+
+
+def test_parts_and_halves_run_again_with_their_chunk() -> None:
+    halves = order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]])
+    graph = after(split(at(), parts=2), halves, remat(at(PP=0), 0.25, across="PP"))
+    assert graph.reruns == {"PP=0": "PP=0"}
+    assert all(node.origin[-1:] == (2,) for node in graph.nodes.values() if node.chunk == "PP=0")
+
+
+def test_the_text_of_a_graph_keeps_what_runs_again() -> None:
+    graph = after(remat(at(), 0.5, across="PP"), remat(at(EP=1), 1, across="EP"), outline=EXPERTS)
+    text = show_graph(graph)
+    assert "chunk  PP=0 #1  budget=0.5  again=PP=0\n" in text
+    assert "chunk  PP=1 EP=1  budget=1.0  again=PP=1 EP=1\n" in text
+    again = read_graph(text, EXPERTS)
+    assert again.reruns == graph.reruns
+    assert show_graph(again) == text
+
+
 def test_the_json_form() -> None:
     assert parse_strategy('[{"op": "remat", "filter": {"PP": 0}, "budget": 0.5}]') == [remat(at(PP=0), 0.5)]
+    entry = '{"op": "remat", "filter": {"PP": "*"}, "budget": 1, "across": "PP"}'
+    (read,) = parse_strategy(f"[{entry}]")
+    assert read == remat(at(PP="*"), 1, across="PP") != remat(at(PP="*"), 1)
 
 
 @pytest.mark.parametrize("budget", [-0.1, 1.5, True, "half", float("nan")])
@@ -117,4 +173,58 @@ def test_a_budget_in_json_that_is_no_number() -> None:
     assert str(caught.value) == cleandoc("""
         strategy[0]: 'budget' is "half"
           hint: 'budget' is a number from 0 to 1
+    """)
+
+
+@pytest.mark.parametrize("tag", [3, True, ("PP",), at(PP=0)], ids=str)
+def test_a_region_that_is_no_tag(tag: object) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        remat(at(), 0.5, across=tag)  # type: ignore[arg-type]
+    assert re.sub(r"test_\w+\.py:\d+", "here", str(caught.value)) == cleandoc(f"""
+        remat (here): across={tag!r} is not a tag
+          hint: name a tag of the model: across="PP"
+    """)
+
+
+def test_a_region_that_the_model_does_not_have() -> None:
+    assert said(DENSE, split(at(), parts=2), remat(at(PP=1), 0.5, across="LAYER")) == cleandoc("""
+        remat #1 (here): PP=1 lies in no region 'LAYER'
+          asked:   across='LAYER'
+          regions: PP
+          hint:    name a tag that the model is annotated with around all of them, or select fewer
+    """)
+    bare = Outline(chunks=(Chunk(name="model", tags=()),), loss=DENSE.loss)
+    assert said(bare, remat(at(), 0.5, across="PP")) == cleandoc("""
+        remat #0 (here): model lies in no region 'PP'
+          asked:   across='PP'
+          regions: none
+          hint:    name a tag that the model is annotated with around all of them, or select fewer
+    """)
+
+
+def test_a_chunk_outside_any_such_region() -> None:
+    assert said(EXPERTS, remat(at(), 0.5, across="EP")) == cleandoc("""
+        remat #0 (here): PP=0 lies in no region 'EP'
+          asked:   across='EP'
+          regions: PP, EP
+          hint:    name a tag that the model is annotated with around all of them, or select fewer
+    """)
+
+
+def test_the_parts_of_a_split_are_no_region() -> None:
+    assert said(DENSE, split(at(), parts=2), remat(at(), 0.5, across="MB")) == cleandoc("""
+        remat #1 (here): PP=0 lies in no region 'MB'
+          asked:   across='MB'
+          regions: PP
+          hint:    name a tag that the model is annotated with around all of them, or select fewer
+    """)
+
+
+@pytest.mark.parametrize("tag", ["3", '["PP"]', '"P P"', '""'])
+def test_a_region_in_json_that_is_no_tag(tag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_strategy(f'[{{"op": "remat", "filter": {{}}, "budget": 1, "across": {tag}}}]')
+    assert str(caught.value) == cleandoc(f"""
+        strategy[0]: 'across' is {tag}
+          hint: 'across' is a name in one word
     """)

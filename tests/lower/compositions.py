@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from piper import schedules
-from piper.directives import Directive, apply, replicate, shard, split
+from piper.directives import Directive, apply, remat, replicate, shard, split
 from piper.directives.order import Order
 from piper.ir.chain import chain
 from piper.ir.graph import Graph, start
@@ -49,10 +49,12 @@ class Composition:
     zero: int
     ways: int  # 0: no experts
     tied: bool
+    again: bool = False  # every stage keeps only what comes into it
 
     def __str__(self) -> str:
         experts = f"-ep{self.ways}" if self.ways else ""
-        return f"{self.schedule}-pp{self.ranks}-dp{self.dp}-zero{self.zero}{experts}{'-tied' if self.tied else ''}"
+        more = f"{'-tied' if self.tied else ''}{'-again' if self.again else ''}"
+        return f"{self.schedule}-pp{self.ranks}-dp{self.dp}-zero{self.zero}{experts}{more}"
 
     def graph(self) -> Graph:
         """The chain with the whole strategy applied."""
@@ -67,6 +69,7 @@ class Composition:
                 strategy.append(shard(at(PP=stage, EP="*"), devices, ways=self.ways))
         strategy.append(split(at(), parts=parts))
         strategy += build(self.ranks, parts)
+        strategy += [remat(at(), 0.5, across="PP")] if self.again else []
         outline = chain(stages, width=8, experts=EXPERTS if self.ways else 0, tied=self.tied, layers=2)
         return apply(start(outline), strategy)
 

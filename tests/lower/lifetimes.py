@@ -1,7 +1,10 @@
-"""How long plans hold what ZeRO shards, and how often they reduce."""
+"""How long plans hold what ZeRO shards and what runs again, and how often they reduce."""
 
 from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
 
+from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 
 
@@ -48,3 +51,38 @@ def check_span(plan: Plan, bucket: Bucket, slots: list[str], others: int = 0) ->
             if ins.op == "compute" and ins.arg.partition(" ")[2] not in bucket.chunks
         ]
         assert len(foreign) <= others, f"{slot} is still there when {foreign} run"
+
+
+def check_reruns(plans: Plans, regions: Mapping[str, str]) -> None:
+    """Assert that a region keeps nothing of its first run for its own backwards, and never sends rows twice.
+
+    It runs again right before them. What is read outside it lives until then, and not longer.
+    """
+    for plan in plans:
+        makers = {slot: ins for ins in plan.instrs for slot in ins.writes}
+        firsts = {slot: region_of(ins, regions) for slot, ins in makers.items() if is_first(ins)}
+        last: dict[str, int] = {}  # the last to read or write each slot
+        for place, ins in enumerate(plan.instrs):
+            last.update(dict.fromkeys((*ins.reads, *ins.writes), place))
+            if ins.op == "compute" and not is_first(ins) and (region := region_of(ins, regions)):
+                stale = [slot for slot in ins.reads if firsts.get(slot) == region]
+                assert not stale, f"{ins.node} reads {stale} of the first run"
+        for place, ins in enumerate(plan.instrs):
+            late = [slot for slot in ins.frees if firsts.get(slot) and place > last[slot]]
+            assert not late, f"{late} are kept until {ins.node}"
+        for ins, then in pairwise(ins for ins in plan.instrs if ins.op == "compute"):
+            if ins.again:
+                alike = (region_of(ins, regions), ins.part) == (region_of(then, regions), then.part)
+                assert alike and not is_first(then), f"{ins.node} runs before {then.node}"
+        travels = Counter(ins.node for ins in plan.instrs if ins.op == "exchange")
+        assert set(travels.values()) <= {1}, f"{travels}"
+
+
+def is_first(ins: Instr) -> bool:
+    """Whether it is a forward, not one that runs again."""
+    return ins.op == "compute" and ins.arg.startswith("F ") and not ins.again
+
+
+def region_of(ins: Instr, regions: Mapping[str, str]) -> str | None:
+    """The region that an instruction belongs to, if its forwards run again."""
+    return regions.get(ins.arg.partition(" ")[2])

@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-from piper.ir.chunk import Output
+from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 from tests.lower.expected import Expected
-from tests.lower.lifetimes import check_lifetimes
+from tests.lower.lifetimes import check_lifetimes, check_reruns
 from tests.lower.machine import Device, Machine, Results
 from tests.lower.symbols import (
     Held,
@@ -33,6 +33,8 @@ from tests.lower.symbols import (
     rows_of,
 )
 
+RUNS = ("F", "B", "BI", "BW", "R")
+
 
 def examine(plans: Plans, graph: Graph, *seeds: int) -> None:
     """Assert that plans compute what the graph means, in some of many orders that they allow."""
@@ -45,6 +47,7 @@ def examine(plans: Plans, graph: Graph, *seeds: int) -> None:
         oracle.check_updates(machine.devices)
         oracle.check_buffers(machine.devices)
     check_lifetimes(plans)
+    check_reruns(plans, graph.reruns)
 
 
 class Oracle:
@@ -186,17 +189,29 @@ class Oracle:
         return Held(tuple(new if i in own else old for i, old in enumerate(held.versions)))
 
     def check_runs(self, devices: dict[int, Device]) -> None:
-        """Every phase of every chunk ran once on each of its devices, for each part."""
+        """Every phase of every chunk ran once on each of its devices, for each part; some forwards again."""
+        known: dict[Tags, set[str]] = {}
         for chunk in self.truth.outline.chunks:
             if chunk.kind not in ("compute", "expert"):
                 continue
             for number in self.truth.homes[chunk.name]:
                 for part in self.truth.parts[chunk.name]:
-                    suffix = "".join(f" {axis}={i}" for axis, i in part)
-                    nodes = {phase: f"{phase}[{chunk.name}{suffix}]" for phase in ("F", "B", "BI", "BW")}
-                    ran = {phase: devices[number].ran[node] for phase, node in nodes.items()}
-                    assert ran["F"] == 1, nodes
-                    assert ran["B"] + max(ran["BI"], ran["BW"]) == int("B" in chunk.phases), nodes
+                    if part not in known:
+                        known[part] = self.truth.again(self.backwards(devices, part))
+                    ran = {phase: devices[number].ran[node_of(phase, chunk.name, part)] for phase in RUNS}
+                    what = f"{chunk.name} {part} on {number}: {ran}"
+                    assert ran["F"] == 1, what
+                    assert ran["B"] + max(ran["BI"], ran["BW"]) == int("B" in chunk.phases), what
+                    assert ran["R"] == int(chunk.name in known[part]), what
+
+    def backwards(self, devices: dict[int, Device], part: Tags) -> dict[str, list[Phase]]:
+        """The phases that ran after the forward of each chunk that runs again, on one part."""
+        phases: tuple[Phase, ...] = ("B", "BI", "BW")
+        return {
+            name: [phase for phase in phases if ran[node_of(phase, name, part)]]
+            for name in self.truth.graph.reruns
+            if (ran := devices[self.truth.homes[name][0]].ran)
+        }
 
     def check_updates(self, devices: dict[int, Device]) -> None:
         """What trains is new, alike everywhere, and measured once; each slice's loss is in the sum once."""
@@ -232,6 +247,11 @@ class Oracle:
                     assert isinstance(held, Note)
                     writers = {text.split()[0] for text in held.what.split(", ")[1:]}
                     assert writers == {str(home[position % ways])}, f"{name} on {number}: {held}"
+
+
+def node_of(phase: str, chunk: str, part: Tags) -> str:
+    """What plans call a phase of a chunk on one part; R is a forward that runs again."""
+    return f"{phase}[{chunk}{''.join(f' {axis}={i}' for axis, i in part)}]"
 
 
 def group_of(bucket: Bucket, device: int) -> tuple[int, ...]:

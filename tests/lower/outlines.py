@@ -172,6 +172,12 @@ def with_phases(
         params=chunk.params, buffers=chunk.buffers, saved=(0,), tangents=tangents, flops=10**12
     )
     phases["B"] = replace(common, inputs=read, saved=(0, 1), grad_inputs=grads, grad_params=trained)
+    if halves == "inputs":  # nothing is saved: a backward starts from the inputs, as if all were made again
+        common = replace(common, inputs=read, saved=())
+        phases["B"] = replace(common, grad_inputs=grads, grad_params=trained)
+        phases["BI"] = replace(common, grad_inputs=grads) if grads else PhaseSpec()
+        phases["BW"] = replace(common, grad_params=trained)
+        return replace(chunk, phases=phases)
     if halves == "carried":  # BI does the work and hands it on
         phases["BI"] = replace(common, grad_inputs=grads)
         phases["BW"] = PhaseSpec(inputs=read, saved=(1,), carried=(0,), grad_params=trained, flops=10**12)
@@ -253,6 +259,27 @@ def mixture(tied: bool = False, halves: str = "carried") -> Outline:
         out = d.region(owner, (*pp(stage), ("EP", stage)), params, [used])
         outputs = [HIDDEN] if stage == 0 else [SCALAR]
         source = d.chunk(f"PP={stage} #1", pp(stage), [out, owner], [d.param(f"post.{stage}")], outputs)
+    assert isinstance(source, Output)
+    return d.outline(source, halves=halves)
+
+
+def layered(halves: str = "carried") -> Outline:
+    """Two stages of layers in regions of their own, which share a value of their stage and skip one another."""
+    d = Drawing()
+    source: Output | Batch = X
+    early: list[Output] = []
+    for stage in range(2):
+        table = d.chunk(f"PP={stage}", pp(stage), [source], [d.param(f"first.{stage}")], [HIDDEN, TABLE])
+        before: list[Source] = [table]
+        for layer in range(2 * stage, 2 * stage + 2):
+            reads = [*before[-2:], Output(chunk=f"PP={stage}", index=1), *early[:1]]
+            tags = (*pp(stage), ("LAYER", layer))
+            before.append(d.chunk(f"PP={stage} LAYER={layer}", tags, reads, [d.param(f"layer.{layer}")]))
+        early.append(table)
+        outputs = [HIDDEN] if stage == 0 else [SCALAR]
+        source = d.chunk(
+            f"PP={stage} #1", pp(stage), [before[-1], before[0]], [d.param(f"last.{stage}")], outputs
+        )
     assert isinstance(source, Output)
     return d.outline(source, halves=halves)
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from piper.directives import Directive, order, place, replicate, shard, split
+from piper.directives import Directive, order, place, remat, replicate, shard, split
 from piper.ir.chunk import Outline
 from piper.ir.select import At, Index, at
 
@@ -20,6 +20,7 @@ class Dice(random.Random):
         tags = [dict(chunk.tags) for chunk in outline.chunks]
         self.last = max(tag["PP"] for tag in tags)
         self.routed = any("EP" in tag for tag in tags)
+        self.tags = list(dict.fromkeys(name for tag in tags for name in tag))
 
     def stage(self) -> int:
         return self.randint(0, self.last if self.random() < 0.97 else 3)
@@ -59,9 +60,18 @@ class Dice(random.Random):
         """An order of anything."""
         return order([[self.filter() for _ in range(self.randint(1, 2))] for _ in range(self.randint(1, 3))])
 
+    def again(self) -> Directive:
+        """Less is kept of some regions; often nothing, across regions around them."""
+        across = self.choice((None, "PP", "PP", "PP", *self.tags))
+        index: Index = self.choice(("*", "*", 0, 1))
+        inside = at(None, **{across: index}) if across else at()
+        where = self.choice((inside, inside, self.stages(), at(EP=None), self.experts()))
+        return remat(where, self.choice((0, 0.5, 1)), across)
+
     def directive(self) -> Directive:
         """Any one directive."""
         kinds = ["place", "replicate", "replicate", "split", "row", "row", "row", "order", "order"]
+        kinds += ["remat", "remat"]
         match self.choice(kinds + ["shard"] * (4 if self.routed else 0)):
             case "place":
                 where = self.stages() if self.random() < 0.7 else self.filter()
@@ -84,6 +94,8 @@ class Dice(random.Random):
                 return split(where, self.choice(("MB", "K")), self.randint(1, 3))
             case "row":
                 return self.row()
+            case "remat":
+                return self.again()
             case _:
                 return self.groups()
 
@@ -106,6 +118,8 @@ class Dice(random.Random):
                 ]
         if self.random() < 0.7:
             chosen.append(split(at(), parts=self.randint(1, 3)))
+        if self.random() < 0.2:
+            chosen.append(self.again())
         if self.random() < 0.1:
             self.shuffle(chosen)
         return chosen

@@ -16,7 +16,7 @@ from piper.lower.work import Settings
 from piper.plan.check import prove
 from piper.plan.memory import timeline
 from tests.lower.oracle import examine
-from tests.lower.outlines import ROWS, fitted, frozen, mixture, normed, skips
+from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of
 
 OUTLINES: dict[str, Outline] = {
@@ -26,6 +26,10 @@ OUTLINES: dict[str, Outline] = {
     "tied expert chain": chain(2, width=6, rows=ROWS, experts=4, tied=True),
     "skips": skips(),
     "skips, halves apart": skips("tangents"),
+    "skips, nothing saved": skips("inputs"),
+    "layers": layered(),
+    "layers, halves apart": layered("tangents"),
+    "layers, nothing saved": layered("inputs"),
     "normed": normed(),
     "mixture": mixture(),
     "mixture, halves apart": mixture(halves="tangents"),
@@ -35,7 +39,7 @@ OUTLINES: dict[str, Outline] = {
 NUMBERS = st.integers(0, 2**24)
 
 
-@pytest.mark.timeout(180)  # about 15 s on an idle machine
+@pytest.mark.timeout(180)  # about 20 s on an idle machine
 @settings(max_examples=2000, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(list(OUTLINES)), NUMBERS, st.lists(NUMBERS, max_size=3), st.booleans())
 def test_every_strategy_is_right_or_refused(name: str, scaffold: int, others: list[int], clip: bool) -> None:

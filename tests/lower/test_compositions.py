@@ -1,5 +1,7 @@
 """Every schedule with every kind of parallelism: proven, and the same mathematics as one device."""
 
+from dataclasses import replace
+
 import pytest
 
 from piper.plan.check import prove
@@ -16,6 +18,11 @@ def check(cell: Composition) -> None:
 @pytest.mark.parametrize("cell", pairwise(), ids=str)
 def test_a_composition_is_right(cell: Composition) -> None:
     check(cell)
+
+
+@pytest.mark.parametrize("cell", pairwise()[::2], ids=str)
+def test_a_composition_is_right_where_stages_run_again(cell: Composition) -> None:
+    check(replace(cell, again=True))
 
 
 @pytest.mark.matrix

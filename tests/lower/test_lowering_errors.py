@@ -6,7 +6,7 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.directives import Directive, apply, order, place, replicate, shard, split
+from piper.directives import Directive, apply, order, place, remat, replicate, shard, split
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
 from piper.ir.chunk import Outline, Output
@@ -103,6 +103,28 @@ def test_a_buffer_that_would_change_on_some_devices_only() -> None:
           PP=1: writes it on 0
           PP=2: uses it on 1
           hint: place the regions that share the buffer on the same devices
+    """)
+
+
+def test_what_writes_a_buffer_cannot_run_again() -> None:
+    strategy = [split(at(), parts=2), remat(at(), 0.5), remat(at(), 1, across="PP"), place(at(), [0])]
+    assert said(normed(), *strategy) == cleandoc("""
+        remat #2 (here): PP=1 uses buffers that change, so its forward cannot run again
+          buffers: mean
+          hint:    leave this region out of the filter, or leave across= out
+    """)
+    fine = apply(start(normed()), [remat(at(), 1, across="PP"), remat(at(PP=1), 0.5)])
+    lower(fine, outline=fitted(fine))
+
+
+def test_what_reads_a_buffer_that_another_writes_cannot_run_again() -> None:
+    outline = normed()
+    third = replace(outline.chunks[2], buffers=("mean", "fixed"))
+    outline = replace(outline, chunks=(*outline.chunks[:2], third))
+    assert said(outline, remat(at(PP=2), 1, across="PP")) == cleandoc("""
+        remat #0 (here): PP=2 uses buffers that change, so its forward cannot run again
+          buffers: mean
+          hint:    leave this region out of the filter, or leave across= out
     """)
 
 

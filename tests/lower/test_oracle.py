@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from piper.directives import apply, place, replicate, shard, split
+from piper.directives import apply, place, remat, replicate, shard, split
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
@@ -13,7 +13,7 @@ from piper.plan.check import prove
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from tests.lower.oracle import examine
-from tests.lower.outlines import fitted, mixture, normed, skips
+from tests.lower.outlines import fitted, layered, mixture, normed, skips
 
 Change = Callable[[Instr], Instr | None]
 
@@ -40,6 +40,14 @@ def counted() -> tuple[Plans, Graph]:
     graph = apply(start(normed()), [replicate(at(), [0, 1]), place(at(PP=2), [2, 3])])
     plans, work = lower(graph, outline=fitted(graph))
     return plans, replace(work.graph, outline=normed())
+
+
+def repeated() -> tuple[Plans, Graph]:
+    """Two stages of layers that run again, on two devices each."""
+    strategy = [*(replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(2)), split(at(), parts=2)]
+    graph = apply(start(layered()), [*strategy, remat(at(), 1, across="PP")])
+    plans, work = lower(graph, outline=fitted(graph))
+    return plans, replace(work.graph, outline=layered())
 
 
 def changed(plans: Plans, change: Change) -> Plans:
@@ -79,6 +87,22 @@ def one_of_two(ins: Instr) -> Instr:
     return replace(ins, op="copy", reads=ins.reads[:1]) if ins.op == "add" else ins
 
 
+def kept_until_backward(ins: Instr) -> Instr:
+    """Nothing is freed by a forward."""
+    return replace(ins, frees=()) if ins.arg.startswith("F ") and not ins.again else ins
+
+
+def first_results(ins: Instr) -> Instr:
+    """A backward reads what its own chunk saved at first."""
+    if ins.op != "compute" or ins.arg.startswith("F "):
+        return ins
+    return replace(ins, reads=tuple(slot.replace("saved.again", "saved") for slot in ins.reads))
+
+
+def twice(ins: Instr) -> Instr:
+    return replace(ins, node=ins.node.replace("R[PP=0 #1 ", "R[PP=0 ")) if ins.again else ins
+
+
 def without(op: str) -> Change:
     return lambda ins: None if ins.op == op else ins
 
@@ -99,6 +123,10 @@ def without(op: str) -> Change:
         (grouped, without("gather")),
         (counted, without("all_reduce")),
         (counted, without("norm")),
+        (repeated, kept_until_backward),
+        (repeated, first_results),
+        (repeated, twice),
+        (repeated, lambda ins: None if ins.again and "LAYER=1" in ins.node else ins),
     ],
 )
 def test_a_plan_that_computes_something_else(make: Callable[[], tuple[Plans, Graph]], change: Change) -> None:
@@ -107,6 +135,18 @@ def test_a_plan_that_computes_something_else(make: Callable[[], tuple[Plans, Gra
     examine(plans, graph)
     with pytest.raises((AssertionError, KeyError)):
         examine(changed(plans, change), graph)
+
+
+def test_a_region_that_runs_again_and_should_not_or_the_other_way_round() -> None:
+    plans, graph = repeated()
+    with pytest.raises(AssertionError):
+        examine(plans, replace(graph, reruns={}))
+    with pytest.raises(AssertionError):
+        examine(plans, replace(graph, reruns={name: "PP=1" for name in graph.reruns if "PP=1" in name}))
+    plain, _ = lower(replace(graph, reruns={}), outline=fitted(graph))
+    examine(plain, replace(graph, reruns={}))
+    with pytest.raises(AssertionError):
+        examine(plain, graph)
 
 
 @pytest.mark.parametrize("field", ["copies", "zero", "seed", "weighted"])

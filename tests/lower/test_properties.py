@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from piper.directives import apply, replicate, split
+from piper.directives import apply, remat, replicate, split
 from piper.ir.graph import start
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
@@ -20,7 +20,7 @@ Break = Callable[[Work], Work]
 def stages() -> dict[str, tuple[Work, Property]]:
     """The work after each rewrite, with the property that it must have."""
     strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(3)]
-    graph = apply(start(skips()), [*strategy, split(at(), parts=2)])
+    graph = apply(start(skips()), [*strategy, split(at(), parts=2), remat(at(PP=0), 1, across="PP")])
     work = Work(graph=replace(graph, outline=fitted(graph)), settings=Settings())
     found = {}
     for rewrite, holds in LOWERING:
@@ -68,6 +68,17 @@ def shortened(work: Work) -> Work:
     return replace(work, line=work.line[:-1])
 
 
+def reading_first(name: str) -> Break:
+    """Let a node read what its region's forwards gave when they ran first."""
+
+    def stale(node: Node) -> Node:
+        if node.name != name:
+            return node
+        return replace(node, reads=tuple(value.replace(".again", "") for value in node.reads))
+
+    return lambda work: replace(work, line=tuple(map(stale, work.line)))
+
+
 def without(kind: type[Node]) -> Break:
     """Leave out every node of a kind."""
     return lambda work: replace(work, line=tuple(node for node in work.line if not isinstance(node, kind)))
@@ -95,6 +106,16 @@ def ungathered(work: Work) -> Work:
         ("schedule", reversed_line, "B[PP=0 MB=1] stands before"),
         ("schedule", out_of_order, "B[PP=0 MB=0] stands after F[PP=0 MB=0]"),
         ("schedule", shortened, "in line"),
+        (
+            "add_reruns",
+            reading_first("B[PP=0 MB=1]"),
+            "B[PP=0 MB=1] reads PP=0.saved[MB=1] of F[PP=0 MB=1]",
+        ),
+        (
+            "add_reruns",
+            reading_first("R[PP=0 #1 MB=0]"),
+            "R[PP=0 #1 MB=0] reads PP=0.out0[MB=0] of F[PP=0 MB=0]",
+        ),
         ("add_gathers", ungathered, "reads the shard"),
         ("add_reductions", without(Reduce), "has no gradient to apply"),
         ("add_reductions", without(Reduce), "is lost"),
@@ -111,4 +132,4 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
 
 
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 11
+    assert len(LOWERING) == len(stages()) == 12

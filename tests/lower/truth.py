@@ -1,12 +1,12 @@
 """What every phase of every chunk should see and give, told from the outline and the places alone."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TypeVar, cast
 
-from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Source, Tags
+from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Phase, Source, Tags
 from piper.ir.graph import Graph
 from tests.lower.symbols import WHOLE, Note, Row, Rows, Share, Slope, Terms, Value
 
@@ -135,6 +135,36 @@ class Truth:
                     for one in shares:
                         found[chunk.name, (cell, part), one] += 1
         return found
+
+    def again(self, backwards: Mapping[str, Collection[Phase]]) -> set[str]:
+        """The chunks whose forwards run a second time: a backward of their region needs it, or another one does."""
+        found: set[str] = set()
+        wanted: list[str] = []
+        for name in self.graph.reruns:
+            for phase in backwards.get(name, ()):
+                spec = self.chunks[name].phases[phase]
+                wanted += [name] if spec.saved else []
+                wanted += self.inner(name, spec.inputs)
+        while wanted:
+            name = wanted.pop()
+            if name not in found:
+                found.add(name)
+                wanted += self.inner(name, self.chunks[name].phases["F"].inputs)
+        return found
+
+    def inner(self, chunk: str, positions: Iterable[int]) -> Iterator[str]:
+        """Of a chunk that runs again: who makes these of its inputs in its own region, without communication."""
+        regions, chunks = self.graph.reruns, self.chunks
+        for position in positions:
+            source = chunks[chunk].inputs[position]
+            while isinstance(source, Output) and chunks[source.chunk].kind in ("route", "unroute"):
+                if self.ways(source.chunk) > 1:
+                    break
+                source = chunks[source.chunk].inputs[source.index]
+            if not isinstance(source, Output) or self.homes[source.chunk] != self.homes[chunk]:
+                continue
+            if regions.get(source.chunk) == regions[chunk]:
+                yield source.chunk
 
     def losses(self, source: Output) -> Counter[Row]:
         """Every slice of a loss, once."""

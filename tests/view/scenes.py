@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
-from piper import at, place, replicate, schedules, shard, split
+from piper import at, place, remat, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
@@ -81,6 +81,16 @@ def deep() -> Subject:
 def long() -> Subject:
     """More than a thousand instructions on each device."""
     return subject_of(4, v_shaped(2, 32))
+
+
+@cache
+def again() -> Subject:
+    """Two stages with sharded state, of which the first keeps only its input and runs its forwards again."""
+    stages = [replicate(at(PP=stage), [2 * stage, 2 * stage + 1], zero=3) for stage in range(2)]
+    across = remat(at(PP=0), budget=1, across="PP")
+    return subject_of(
+        2, [*stages, across, split(at(), parts=4), *schedules.one_f_one_b(2, 4)], title="moe.py:again"
+    )
 
 
 def measured(subject: Subject, slow: str, factor: float = 3.0) -> dict[int, Timeline]:

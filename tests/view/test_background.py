@@ -1,6 +1,7 @@
 """What a run keeps for its page: the same page comes of it, and only of the plans it was kept for."""
 
 import json
+from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from piper.verbs.subject import of_background
 from piper.view.background import FILE, Background, read_background, show_background
 from piper.view.report import page
 from piper.view.subject import Subject
-from tests.view.scenes import deep, demo
+from tests.view.scenes import again, deep, demo
 
 
 def background(subject: Subject, stages: int, experts: int) -> Background:
@@ -32,19 +33,28 @@ def background(subject: Subject, stages: int, experts: int) -> Background:
     )
 
 
+def keep(subject: Subject, stages: int, folder: Path) -> Path:
+    """Let a folder be that of a subject's run."""
+    (folder / "plan.txt").write_text(show_plans(subject.plans))
+    (folder / FILE).write_text(show_background(background(subject, stages, 4), subject.plans))
+    return folder
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """The folder of a run of `demo`."""
-    (tmp_path / "plan.txt").write_text(show_plans(demo().plans))
-    (tmp_path / FILE).write_text(show_background(background(demo(), 4, 4), demo().plans))
-    return tmp_path
+    return keep(demo(), 4, tmp_path)
 
 
-def test_the_page_is_the_same_to_the_last_byte(kept: Path) -> None:
-    plans = read_plans((kept / "plan.txt").read_text())
-    found = read_background(kept, plans)
+@pytest.mark.parametrize(("subject", "stages"), [(demo, 4), (again, 2)])
+def test_the_page_is_the_same_to_the_last_byte(
+    subject: Callable[[], Subject], stages: int, tmp_path: Path
+) -> None:
+    folder = keep(subject(), stages, tmp_path)
+    plans = read_plans((folder / "plan.txt").read_text())
+    found = read_background(folder, plans)
     assert found is not None
-    assert page(of_background(found, plans, prices_of("h100", None))) == page(demo())
+    assert page(of_background(found, plans, prices_of("h100", None))) == page(subject())
 
 
 def test_measured_costs_know_the_model(kept: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from piper.view.files import browser
 from piper.view.report import page
 from piper.view.subject import Subject
-from tests.view.scenes import deep, demo, long, measured
+from tests.view.scenes import again, deep, demo, long, measured
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, FloatRect, Page
@@ -236,6 +236,64 @@ def test_tables_say_what_drawings_show(opened: Opened) -> None:
     assert page.locator("#pipeline-table tbody tr").count() == 2
     assert page.locator("#edges-table tbody tr").count() > 100
     assert page.locator("th:not([scope])").count() == 0
+
+
+def test_nothing_speaks_of_forwards_that_run_again_where_none_does(opened: Opened) -> None:
+    page = opened.page
+    assert "forward again" not in page.locator("body").inner_text()
+    assert page.locator("#phases span").all_inner_texts() == [
+        "forward",
+        "backward",
+        "input gradients",
+        "weight gradients",
+        "overlapped pair",
+        "idle",
+        "a colour per part of the samples",
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_forward_that_runs_again_is_told_from_the_first(
+    chromium: "Browser", tmp_path: Path, scheme: Literal["light", "dark"]
+) -> None:
+    file = tmp_path / "again.html"
+    file.write_text(page(again()), encoding="utf-8")
+    opened = chromium.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+    opened.goto(file.as_uri())
+    legend = opened.locator("#phases span")
+    assert legend.all_inner_texts()[:3] == ["forward", "forward again", "backward"]
+    assert "45deg" in (legend.nth(1).locator("i").get_attribute("style") or "")
+    first, second = (shades(opened, cell) for cell in (0, 2))  # 0F0 0F1 0R0: one microbatch, one hue
+    assert len(first) == 1
+    assert first < second, "lines over the same fill"
+    press(opened, "pipeline", "Home", "ArrowRight", "ArrowRight")
+    details = opened.locator("#details")
+    assert details.locator(".what").inner_text() == "R[PP=0 MB=0]"
+    assert "compute, forward again" in details.inner_text()
+    assert details.get_by_role("button", name="remat #2 (moe.py:4)").count() == 1
+    opened.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert "0F0 0F1 0R0 0B0" in opened.locator("#pipeline-table").inner_text()
+    assert "compute, forward again" in opened.locator("#path").inner_text()
+    opened.close()
+
+
+def shades(page: "Page", unit: int) -> set[str]:
+    """The colours at the lower edge of a cell of the first row, where no number stands."""
+    ink(page, "pipeline")
+    found: list[str] = page.evaluate(
+        """(unit) => {
+            const canvas = document.querySelector("#pipeline canvas");
+            const { pipeline } = JSON.parse(document.getElementById("facts").textContent);
+            const pen = canvas.getContext("2d");
+            pen.font = "12px system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', 'DejaVu Sans', sans-serif";
+            const left = 12 + Math.ceil(Math.max(...pipeline.names.map((name) => pen.measureText(name).width)));
+            const wide = (canvas.width - 8 - left) / pipeline.end;
+            const row = pen.getImageData(left + (unit + 0.25) * wide, 30, wide / 2, 1).data;
+            return Array.from({ length: row.length / 4 }, (_, i) => row.slice(4 * i, 4 * i + 3).join());
+        }""",
+        unit,
+    )
+    return set(found)
 
 
 def test_everything_that_acts_has_a_name(opened: Opened) -> None:

@@ -6,6 +6,7 @@ from math import dist
 import pytest
 
 from piper.view.colours import DARK, HUES, LIGHT, Paper
+from piper.view.paper import AGAIN_OPACITY
 
 Rgb = tuple[float, float, float]
 Matrix = tuple[Rgb, Rgb, Rgb]
@@ -38,6 +39,12 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def mixed(over: str, under: str, opacity: float) -> str:
+    """A colour through which another one shows."""
+    pairs = ((int(over[i : i + 2], 16), int(under[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a * opacity + b * (1 - opacity)):02x}" for a, b in pairs)
+
+
 def seen(colour: str, sight: Matrix) -> Rgb:
     """A colour in OKLab, as someone with this sight sees it."""
     rgb = linear(colour)
@@ -65,6 +72,15 @@ def test_text_on_every_fill_has_the_contrast_that_small_text_needs(paper: Paper)
         assert min(contrast(fill, ink.text) for fill in ink.fills) >= 4.5
     assert contrast(paper.text, paper.page) >= 7
     assert contrast(paper.faint, paper.page) >= 4.5
+
+
+@pytest.mark.parametrize("paper", [LIGHT, DARK])
+def test_lines_over_a_forward_are_seen_and_leave_its_number_readable(paper: Paper) -> None:
+    ink = paper.phases["F"]
+    for fill in ink.fills:
+        line = mixed(ink.text, fill, AGAIN_OPACITY)
+        assert contrast(line, fill) > 1.7
+        assert contrast(line, ink.text) > 3
 
 
 @pytest.mark.parametrize("sight", [WHOLE, DEUTERANOPIA, PROTANOPIA])

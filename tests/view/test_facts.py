@@ -11,7 +11,7 @@ from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern
 from piper.view.report import page
 from piper.view.subject import Said, said_by, tags_by_name
-from tests.view.scenes import deep, demo, measured
+from tests.view.scenes import again, deep, demo, measured
 
 
 def told() -> dict[str, object]:
@@ -48,6 +48,23 @@ def test_every_name_comes_back_from_its_pattern() -> None:
         for number, index, ins in columns:
             parts = iter(str(indices[index]).split(","))  # type: ignore[call-overload]
             assert re.sub(r"@(?!\d)", lambda _: next(parts), nodes[number]) == ins.node  # type: ignore[call-overload]  # noqa: B023
+
+
+def test_a_forward_that_runs_again_is_a_phase_of_its_own_to_the_page() -> None:
+    facts = json.loads(json.dumps(facts_of(again())))
+    first, second = facts["pipeline"]["rows"]
+    assert [part for phase, part in zip(first["phase"], first["part"], strict=True) if phase == "R"] == list(
+        "0123"
+    )
+    assert "R" not in second["phase"]
+    program, plan = facts["programs"][0], again().plans.plans[0]
+    assert [phase == "R" for phase in program["phase"]] == ["R[" in ins.node for ins in plan.instrs]
+    words = [program["args"][number] for number in program["arg"]]
+    assert {word for word, ins in zip(words, plan.instrs, strict=True) if ins.again} == {
+        "R PP=0",
+        "R PP=0 EP=0",
+        "R PP=0 #1",
+    }
 
 
 def test_data_edges_go_from_writer_to_reader() -> None:

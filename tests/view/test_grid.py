@@ -5,7 +5,7 @@ from inspect import cleandoc
 
 import pytest
 
-from piper import at, place, schedules, split
+from piper import at, place, remat, schedules, split
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
@@ -39,6 +39,51 @@ def test_1f1b_drains_one_backward_per_forward() -> None:
 def test_without_an_order_a_pipeline_runs_1f1b() -> None:
     strategy: list[Directive] = [*(place(at(PP=s), [s]) for s in range(3)), split(at(), parts=4)]
     assert drawn(3, strategy) == drawn(3, [*strategy, *schedules.one_f_one_b(3, 4)])
+
+
+def test_a_stage_that_keeps_only_its_input_runs_its_forwards_again_before_its_backwards() -> None:
+    strategy = [
+        *(place(at(PP=stage), [stage]) for stage in range(2)),
+        remat(at(PP=0), budget=1, across="PP"),
+        split(at(), parts=3),
+        *schedules.one_f_one_b(2, 3),
+    ]
+    assert drawn(2, strategy) == cleandoc("""
+        0  0F0 0F1 0R0 .   0B0 --  0F2 0R1 0B1 --  0R2 0B2 --
+        1  .   1F0 1B0 --  1F1 1B1 --  1F2 1B2 --  .   .   .
+    """)
+    assert drawn(2, strategy, experts=4) == drawn(2, strategy)
+
+
+def test_pieces_that_run_again_one_by_one_stand_together_before_their_backward() -> None:
+    strategy = [
+        *(place(at(PP=stage), [stage]) for stage in range(2)),
+        remat(at(EP="*"), budget=1, across="EP"),
+        split(at(), parts=2),
+        *schedules.gpipe(2, 2),
+    ]
+    outline = chain(2, experts=4)
+    plans, _ = lower(apply(start(outline), strategy))
+    order = [ins.node[0] for ins in plans.plans[0].instrs if ins.op == "compute" and "MB=0" in ins.node]
+    assert "".join(order) == "FFFBRBB", "one piece's backward has run when another runs again"
+    assert drawn(2, strategy, experts=4) == cleandoc("""
+        0  0F0 0F1 0R0 .   .   .   0B0 --  0R1 0B1 --
+        1  .   1F0 1F1 1R0 1B0 --  1R1 1B1 --  .   .
+    """)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in V_SHAPED])
+def test_forwards_that_run_again_leave_a_schedule_as_it_is(name: str) -> None:
+    wanted = grid_for(name, 3, 6)
+    places: list[Directive] = [place(at(PP=s), [s % 3]) for s in range(wanted.stages)]
+    rest = [split(at(), parts=6), *orders(name, 3, 6)]
+    once = drawn(wanted.stages, [*places, *rest])
+    twice = drawn(wanted.stages, [*places, remat(at(), budget=1, across="PP"), *rest])
+    for before, after in zip(once.splitlines(), twice.splitlines(), strict=True):
+        kept = [cell for cell in after.split() if "R" not in cell]
+        assert [cell for cell in kept if cell != "."] == [cell for cell in before.split() if cell != "."]
+        firsts = [cell.replace("F", "R") for cell in kept if "F" in cell]
+        assert sorted(firsts) == sorted(cell for cell in after.split() if "R" in cell)
 
 
 def test_an_expert_region_is_one_block_with_its_stage() -> None:

@@ -14,7 +14,7 @@ from piper.view.heights import Row, heights
 from piper.view.lanes import lanes
 from piper.view.placement import Held, held, placement, slice_of
 from piper.view.svg import grid
-from tests.view.scenes import demo
+from tests.view.scenes import again, demo
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -75,6 +75,60 @@ def test_what_programs_draw_is_what_their_schedule_draws() -> None:
         assert [cell for cell in work(row, "plans") if cell[:2] != ("0", "BI")] == wanted
     paired = [cell for row in pipeline.rows for cell in row if cell.pair >= 0]
     assert len(paired) == sum(cell.pair >= 0 for row in schedule.rows for cell in row)
+
+
+def overlaid(svg: str) -> list[str]:
+    """What boxes with falling lines stand for, by their titles; a legend's have none."""
+    assert [pattern.get("id") for pattern in parsed(svg).iter(f"{SVG}pattern")] == ["hatch", "again"]
+    return [
+        group.findtext(f"{SVG}title") or ""
+        for group in parsed(svg).iter(f"{SVG}g")
+        if any(box.get("fill") == "url(#again)" for box in group)
+    ]
+
+
+def test_a_forward_that_runs_again_is_hatched_in_the_forwards_colour() -> None:
+    subject = again()
+    svg = grid(of_plans(subject.plans, subject.tags, "again"))
+    assert overlaid(svg) == [f"0R{part}: forward again, stage 0, part {part}" for part in range(4)]
+    assert svg.count("url(#again)") == 4 + 1, "and one in the legend"
+    cells = [group for group in parsed(svg).iter(f"{SVG}g") if "R" in (group.findtext(f"{SVG}title") or "")]
+    assert [box.get("class") for group in cells for box in group.iter(f"{SVG}rect")] == [
+        name for part in range(4) for name in (f"F{part}", None)
+    ]
+    described = parsed(svg).findtext(f"{SVG}desc") or ""
+    assert "devices 0,1: 0F0 0F1 0R0 0B0 0F2 0R1 0B1" in described
+
+
+def test_lanes_and_heights_hatch_what_runs_again_and_what_is_gathered_for_it() -> None:
+    subject = again()
+    plan, timeline, memory = (
+        subject.plans.plans[0],
+        subject.planned.timelines[0],
+        subject.planned.memories[0],
+    )
+    svg = lanes(plan, timeline, title="streams")
+    wanted = [f"{place}: {ins.node}" for place, ins in enumerate(plan.instrs) if "R[" in ins.node]
+    assert overlaid(svg) == wanted
+    assert any("gather[" in name for name in wanted)
+    assert svg.count("url(#again)") == len(wanted) + 1
+    one = next(place for place, ins in enumerate(plan.instrs) if ins.again)
+    assert ">R PP=0 MB=0<" in lanes(plan, timeline, title="one", only=[one])
+    svg = heights([Row(name="a", plan=plan, timeline=timeline, memory=memory)], title="bytes")
+    assert overlaid(svg) == [ins.node for ins in plan.instrs if ins.again]
+    assert svg.count(">forward again<") == 1
+
+
+def test_where_nothing_runs_again_nothing_speaks_of_it() -> None:
+    subject = demo()
+    plan, timeline = subject.plans.plans[0], subject.planned.timelines[0]
+    for svg in (
+        grid(of_plans(subject.plans, subject.tags, "demo", subject.orderings)),
+        lanes(plan, timeline, title="all"),
+        heights([Row(name="a", plan=plan, timeline=timeline, memory=subject.planned.memories[0])], title="b"),
+    ):
+        assert "forward again" not in svg
+        assert "url(#again)" not in svg
 
 
 def test_a_drawing_is_right_on_light_and_dark_paper() -> None:

@@ -4,16 +4,18 @@ import json
 from dataclasses import replace
 from inspect import cleandoc
 
-from piper import at, place, schedules, split
+from piper import at, place, remat, schedules, split
+from piper.directives import Directive
 from piper.simulate.simulate import simulate
 from piper.view.subject import Subject
 from piper.view.text import timeline_text
 from piper.view.trace import chrome_trace
-from tests.view.scenes import Talking, demo, measured, subject_of
+from tests.view.scenes import Talking, again, demo, measured, subject_of
 
 
-def pipeline() -> Subject:
-    strategy = [place(at(PP=0), [0]), place(at(PP=1), [1]), split(at(), parts=2), *schedules.gpipe(2, 2)]
+def pipeline(*more: Directive) -> Subject:
+    stages = [place(at(PP=0), [0]), place(at(PP=1), [1])]
+    strategy = [*stages, *more, split(at(), parts=2), *schedules.gpipe(2, 2)]
     subject = subject_of(2, strategy, experts=0)
     return replace(subject, planned=simulate(subject.plans, None, Talking()), clock="whole units")
 
@@ -33,6 +35,13 @@ def test_a_timeline_has_a_line_per_stream() -> None:
           reduce   ...........................tt
         < receive, > send, B backward, F forward, a accumulate, l load, n norm, t total, u update, . idle
     """)
+
+
+def test_a_forward_that_runs_again_has_a_letter_of_its_own() -> None:
+    text = timeline_text(pipeline(remat(at(PP=0), budget=1, across="PP")), 40).splitlines()
+    assert text[1] == "  compute  FFFFFRRR.......BBBBBRRRBBBBB."
+    assert "F forward, R forward again, a accumulate" in text[-1]
+    assert "again" not in timeline_text(pipeline())
 
 
 def test_measured_streams_stand_below_planned_ones() -> None:
@@ -64,3 +73,11 @@ def test_a_trace_has_an_event_for_each_instruction_of_each_clock() -> None:
         "order #9 (moe.py:5)",
     ]
     assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_a_trace_names_forwards_that_run_again_and_what_made_them_so() -> None:
+    events = json.loads(chrome_trace(again()))["traceEvents"]
+    found = [event for event in events if event["name"].startswith("R[")]
+    assert len(found) == sum(ins.again for plan in again().plans for ins in plan.instrs) == 4 * 3
+    assert {event["cat"] for event in found} == {"compute"}
+    assert all("remat #2 (moe.py:4)" in event["args"]["made by"] for event in found)
