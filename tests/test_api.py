@@ -5,7 +5,7 @@ from inspect import cleandoc
 import pytest
 
 import piper
-from piper import at, place, replicate, schedules, shard, split
+from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive
 from tests.zoo import Case, case
 
@@ -64,6 +64,14 @@ def test_explain_names_the_directives_and_the_neighbours() -> None:
     assert f"  made by  {strategy[1].title(1)}" in text
     assert "  reads    PP=0.out0@1 from transfer[PP=0.out0 @0 -> @1]" in text
     assert "  in plan  of 1: instruction " in text
+
+
+def test_explain_says_why_a_forward_runs_again() -> None:
+    again = remat(at(PP=0), budget=1, across="PP")
+    program = piper.compile(job(case("mlp"), [again, split(at(), parts=2)]))
+    text = program.explain("R[PP=0 MB=1]")
+    assert "  again    PP=0 keeps only what comes into it" in text
+    assert f"  made by  {again.title(0)}" in text
 
 
 def test_explain_of_an_unknown_node() -> None:
