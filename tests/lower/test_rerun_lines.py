@@ -1,5 +1,6 @@
 """Regions that run again, in small pictures: which forwards, where, and what is kept for them."""
 
+from dataclasses import replace
 from inspect import cleandoc
 
 import pytest
@@ -275,6 +276,35 @@ def test_sizes_are_those_of_the_first_run() -> None:
     )  # of each part: outputs, two of them with a second one, two bundles
     for slot in twice:
         assert plan.slots[slot] == plan.slots[slot.replace(".again", "")]
+
+
+def test_storages_that_slots_share_are_apart_from_those_of_the_first_run() -> None:
+    """An output and a saved value lie in one storage; the output of the first run is still held."""
+    outline = chain(2, width=4)
+    first, last = outline.chunks
+    shared = replace(first.outputs[0], storage=0)
+    first = replace(first, outputs=(shared,), saved=(shared,), storages=(shared.nbytes,))
+    outline = replace(outline, chunks=(first, last))
+    plan = compiled(outline, split(at(), parts=2), remat(at(PP=0), 1, across="PP")).of(0)
+    for slot in ("PP=0.out0", "PP=0.saved"):
+        assert plan.slots[f"{slot}[MB=1]"].shares == (("PP=0.storage0[MB=1]", shared.nbytes),)
+        assert plan.slots[f"{slot}.again[MB=1]"].shares == (("PP=0.storage0.again[MB=1]", shared.nbytes),)
+
+
+def test_what_a_backward_still_uses_of_its_input_is_that_of_the_second_run() -> None:
+    """A chunk that keeps its input without reading it, as one under eager autograd does."""
+    d = Drawing()
+    first = d.chunk("PP=0", pp(0), [X], [d.param("a")])
+    last = d.chunk("PP=0 #1", pp(0), [first], [d.param("b")], [SCALAR])
+    outline = d.outline(last)
+    back = replace(outline.chunks[1].phases["B"], inputs=())
+    eager = replace(outline.chunks[1], kept_inputs={"B": (0,)})
+    eager = replace(eager, phases={**eager.phases, "B": back})
+    outline = replace(outline, chunks=(outline.chunks[0], eager))
+    plan = compiled(outline, remat(at(), 1, across="PP")).of(0)
+    freed = {slot: ins.node for ins in plan.instrs for slot in ins.frees}
+    assert freed["PP=0.out0"] == "F[PP=0 #1]"
+    assert freed["PP=0.out0.again"] == "B[PP=0 #1]"
 
 
 def test_an_output_that_two_regions_read_is_one_value() -> None:
