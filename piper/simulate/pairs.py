@@ -1,14 +1,47 @@
 """The overlapped groups that a strategy's orders ask for, such as the pairs of DualPipe-V."""
 
-from piper.ir.graph import Graph
+from collections.abc import Iterator, Mapping, Sequence
+
+from piper.ir.graph import Graph, Step, inputs_from_chunks
 from piper.ir.node import compute_name
 
 
 def overlapped(graph: Graph) -> list[tuple[str, ...]]:
-    """The names of the nodes of every ordered group that has more than one."""
-    return [
-        tuple(compute_name(step.chunk, step.phase, step.part) for step in group)
-        for ordering in graph.orderings
-        for group in ordering.groups
-        if len(group) > 1
-    ]
+    """The names of the nodes with which each overlapped group starts: where there are several, together.
+
+    A forward or backward in several pieces, as around experts, is one member: its other pieces follow.
+    """
+    before = sources(graph)
+    stage = {chunk.name: chunk.tags[:1] for chunk in graph.outline.chunks}
+    found = []
+    for ordering in graph.orderings:
+        for group in ordering.groups:
+            passes: dict[object, str] = {}
+            for step in starts(group, before):
+                name = compute_name(step.chunk, step.phase, step.part)
+                passes.setdefault((stage[step.chunk], step.phase, step.part), name)
+            if len(passes) > 1:
+                found.append(tuple(passes.values()))
+    return found
+
+
+def starts(group: Sequence[Step], before: Mapping[str, set[str]]) -> Iterator[Step]:
+    """The members of a group that read nothing another one makes."""
+    members = {(step.chunk, step.phase, step.part) for step in group}
+    for step in group:
+        if step.phase == "F":
+            needed = [(chunk, "F") for chunk in before[step.chunk]]
+        else:
+            later = [chunk for chunk, others in before.items() if step.chunk in others]
+            needed = [(chunk, phase) for chunk in later for phase in ("B", "BI")]
+            needed += [(step.chunk, "BI")] if step.phase == "BW" else []
+        if not any((chunk, phase, step.part) in members for chunk, phase in needed):
+            yield step
+
+
+def sources(graph: Graph) -> dict[str, set[str]]:
+    """For each chunk, those whose results it reads."""
+    return {
+        chunk.name: {source.chunk for _, source in inputs_from_chunks(chunk)}
+        for chunk in graph.outline.chunks
+    }

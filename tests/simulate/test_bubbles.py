@@ -2,7 +2,11 @@
 
 import pytest
 
-from piper import schedules
+from piper import at, schedules, shard, split
+from piper.directives import Directive, apply
+from piper.ir.chain import chain
+from piper.ir.graph import start
+from piper.lower.lower import lower
 from piper.simulate.costs import Unit
 from piper.simulate.pairs import overlapped
 from piper.simulate.simulate import simulate
@@ -48,6 +52,25 @@ def test_dualpipe_v(f: int, i: int, w: int, ranks: int, microbatches: int) -> No
     assert [account.bubble for account in as_pairs.accounts] == [bubble] * ranks
     as_run = simulate(plans, outline, units)
     assert as_run.step <= as_pairs.step, "a pair's members start when each can"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dualpipe_v"])
+def test_pieces_of_a_pass_do_not_wait_for_each_other(schedule: str) -> None:
+    """Around experts a pass is several chunks: only the first of each pass in a group starts with the others."""
+    outline = chain(4, experts=4)
+    strategy: list[Directive] = [
+        shard(at(PP=stage), [0, 1] if stage in (0, 3) else [2, 3], ways=2) for stage in range(4)
+    ]
+    orders = schedules.gpipe(4, 8) if schedule == "gpipe" else schedules.dualpipe_v(2, 8)
+    plans, work = lower(apply(start(outline), [*strategy, split(at(), parts=8), *orders]))
+    groups = overlapped(work.graph)
+    if schedule == "gpipe":
+        assert groups == []
+    else:
+        assert {len(group) for group in groups} == {2}
+        assert ("F[PP=3 MB=0]", "B[PP=3 #1 MB=0]") not in groups
+    as_pairs = simulate(plans, outline, Unit(), together=groups)
+    assert as_pairs.step >= simulate(plans, outline, Unit()).step
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 16)])
