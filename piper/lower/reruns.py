@@ -25,7 +25,12 @@ def add_reruns(work: Work) -> Work:
             before[place] = reruns.missing_for(node)
             line[place] = reruns.reading_anew(node)
     values = {**work.values, **dict(anew(work.values, before))}
-    return replace(work, line=woven(line, before, {}), values=values)
+    regions = dict.fromkeys(work.graph.reruns.values())
+    why = [
+        f"{region}: keeps what comes into it; its forwards run again before its backwards"
+        for region in regions
+    ]
+    return replace(work, line=woven(line, before, {}), values=values, why=(*work.why, *why))
 
 
 def backwards_read_what_ran_last(work: Work) -> Iterator[str]:

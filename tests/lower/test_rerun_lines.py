@@ -75,6 +75,11 @@ def test_it_writes_slots_of_its_own_and_reads_what_came_into_the_region() -> Non
     assert sum("into loss" in ins.node for ins in plan.instrs) == 1  # the loss counts once
 
 
+def test_the_plans_say_which_regions_run_again() -> None:
+    plans = compiled(chain(2, width=4), *stages(2, 3), remat(at(PP=0), 1, across="PP"))
+    assert plans.why == ("PP=0: keeps what comes into it; its forwards run again before its backwards",)
+
+
 def test_the_second_of_two_regions_on_a_device_starts_from_what_the_first_gave() -> None:
     plan = compiled(chain(2, width=4), remat(at(), 1, across="PP")).of(0)
     assert shown(plan, "compute") == cleandoc("""
