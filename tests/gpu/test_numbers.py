@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from piper.api import compile
+from piper.directives import remat
+from piper.ir.select import at
 from piper.launchers.base import Run
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
 from piper.runtime.check import check
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from tests.runtime.grid import Cell, batches, job
+from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]  # each process takes seconds to get there
 LAUNCHERS: dict[str, Callable[[ProgramLike, Options], AbstractContextManager[Run]]] = {
@@ -35,6 +37,15 @@ CELLS = [
 def test_several_ranks_on_one_gpu(cell: Cell, on: str) -> None:
     program = compile(job(cell), device="cuda")
     report = check(program, LAUNCHERS[on], batches(cell, 2))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("cell", [CELLS[1], CELLS[2], CELLS[5]], ids=str)
+def test_stages_that_run_again(cell: Cell) -> None:
+    again = job(cell, strategy=[remat(at(), 0.5, across="PP"), *strategy(cell)])
+    program = compile(again, device="cuda")
+    assert any(ins.again for plan in program.plans for ins in plan.instrs)
+    report = check(program, launch_local, batches(cell, 2))
     assert report.ok, report
 
 
