@@ -83,9 +83,9 @@ def add_losses(work: Work) -> Work:
         prefix = output_slot(source.chunk, source.index)
         began = False
         for place, node in enumerate(work.line):
-            if isinstance(node, Compute) and node.phase == "F" and node.chunk == source.chunk:
-                if node.again:
-                    continue
+            if not isinstance(node, Compute) or node.again:  # what runs again is counted already
+                continue
+            if node.phase == "F" and node.chunk == source.chunk:
                 value = next(value for value in node.writes if prefix_of(value) == prefix)
                 after.setdefault(place, []).append(
                     Accumulate(
