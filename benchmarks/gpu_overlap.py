@@ -24,7 +24,7 @@ import piper
 from piper.api import Program
 from piper.launchers.alone import AloneRun, launch_alone
 from piper.models import moe
-from piper.plan.instr import Op
+from piper.plan.ops import Op
 from piper.plan.plan import Plan
 from piper.runtime.record import WARM
 from piper.runtime.worker import Options

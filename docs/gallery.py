@@ -145,7 +145,7 @@ def paper_pictures() -> Iterator[Picture]:
 
 def in_pair(ins: Instr) -> bool:
     """Whether an instruction is of the pair that is drawn."""
-    shade = shade_of(ins, ("MB",))
+    shade = shade_of(ins)
     forward = shade.phase == "F" and shade.part == (3,) and "PP=0" in ins.node
     backward = shade.phase == "B" and shade.part == (1,) and "PP=3" in ins.node
     return ins.op in ("compute", "exchange", "counts") and (forward or backward)

@@ -1,11 +1,13 @@
 """Lines of named fields: the shape that the text forms of graphs and plans share.
 
-A line is `kind  name  key=value  key=value`, two blanks between fields; names hold single blanks only.
+A line is `kind  name  key=value  key=value`, two blanks between fields. A name that would break its line is
+written as a JSON string.
 """
 
+import dataclasses
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from piper.errors import ConfigError
@@ -23,9 +25,30 @@ class BadLineError(Exception):
     """A line that is not of the text form; `each_line` says which."""
 
 
+def quoted(name: str) -> str:
+    """Write any name such that it neither ends a field nor a member of a list."""
+    return json.dumps(name).replace("|", "\\u007c").replace("  ", " \\u0020")
+
+
+def shown(name: str) -> str:
+    """Write a name as it is where it cannot be mistaken for anything else, and quoted where it can."""
+    tame = name.isprintable() and name == " ".join(name.split()) and name[:1] not in ("", '"')
+    return name if tame and AND not in name else quoted(name)
+
+
+def name(text: str) -> str:
+    """Read a name that `quoted` or `shown` wrote."""
+    return str(json.loads(text)) if text[:1] == '"' else text
+
+
+def show_names(names: Iterable[str]) -> str:
+    """Write a list of names."""
+    return AND.join(map(shown, names))
+
+
 def names(text: str) -> tuple[str, ...]:
     """Read a list of names."""
-    return tuple(text.split(AND)) if text else ()
+    return tuple(map(name, text.split(AND))) if text else ()
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -69,12 +92,15 @@ def build(record: Callable[..., T], /, **values: object) -> T:
     try:
         return record(**values)
     except TypeError:
-        needed = {f.name for f in fields(record)} - set(values)  # type: ignore[arg-type]
+        needed = {f.name for f in dataclasses.fields(record)} - set(values)  # type: ignore[arg-type]
         raise BadLineError(f"it lacks one of {', '.join(sorted(needed))}") from None
 
 
 def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source: str, hint: str) -> None:
-    """Hand each line to `take` as its kind, its name and its fields; what it refuses is the user's error."""
+    """Hand each line to `take` as its kind, its name as written and its fields.
+
+    What `take` refuses is the user's error.
+    """
     for number, line in enumerate(text.splitlines(), 1):
         kind, *rest = line.split(GAP)
         try:
@@ -88,6 +114,6 @@ def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source:
             ) from None
 
 
-def line(kind: str, name: str, shown: Iterator[str] | Iterable[str]) -> str:
-    """Write a line."""
-    return GAP.join([kind, name, *shown])
+def line(kind: str, name: str, fields: Iterable[str]) -> str:
+    """Write a line; `name` is as `shown` writes it."""
+    return GAP.join([kind, name, *fields])

@@ -9,12 +9,14 @@ from rich.table import Table
 from piper.api import Program
 from piper.devices import show
 from piper.errors import ConfigError
+from piper.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.memory import timeline
+from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.check import Report
-from piper.view.grid import AGAIN, grid
+from piper.view.grid import grid
 from piper.words import count, size
 
 MOST_PROGRAMS = 16  # shown in a table
@@ -31,7 +33,7 @@ COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 
 def moved(plan: Plan) -> int:
     """The bytes one device sends in a step."""
-    return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and ins.op != "recv")
+    return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and OPS[ins.op].sends)
 
 
 def plan_report(program: Program) -> dict[str, object]:

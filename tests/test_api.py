@@ -7,6 +7,7 @@ import pytest
 import piper
 from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive
+from piper.ids import SlotId
 from tests.zoo import Case, case
 
 
@@ -92,7 +93,7 @@ def test_the_memory_of_bf16_counts_a_master_copy() -> None:
         bucket = next(iter(program.plans.buckets.values()))
         residents = program.plans.of(0).residents
         held[precision] = (
-            residents[f"{bucket.name}.param"].nbytes // bucket.numel,
-            residents[f"{bucket.name}.state"].nbytes // bucket.numel,
+            residents[SlotId("param", bucket.name)].nbytes // bucket.numel,
+            residents[SlotId("state", bucket.name)].nbytes // bucket.numel,
         )
     assert held == {"fp32": (4, 8), "bf16": (2, 8 + 4)}

@@ -21,6 +21,7 @@ ROOMS = {
     "experts",
     "explain",
     "fields",
+    "ids",
     "ir",
     "job",
     "launchers",
@@ -40,15 +41,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collector": set(),
     "devices": set(),
     "fields": {"errors"},
+    "ids": {"devices", "fields"},  # what passes and slots are: graphs and plans share it
     "words": set(),
     "experts": {"errors", "torch"},
-    "ir": {"errors", "devices", "fields"},
-    "plan": {"errors", "devices", "fields"},
-    "directives": {"errors", "devices", "ir"},
+    "ir": {"ids", "errors", "devices", "fields"},
+    "plan": {"ids", "errors", "devices", "fields"},
+    "directives": {"ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
-    "lower": {"collector", "errors", "devices", "ir", "plan"},
-    "simulate": {"collector", "errors", "devices", "ir", "plan"},
-    "view": {"errors", "devices", "ir", "plan", "schedules", "simulate"},  # simulate: when things happen
+    "lower": {"ids", "collector", "errors", "devices", "ir", "plan"},
+    "simulate": {"ids", "collector", "errors", "devices", "ir", "plan"},
+    "view": {
+        "ids",
+        "errors",
+        "devices",
+        "ir",
+        "plan",
+        "schedules",
+        "simulate",
+    },  # simulate: when things happen
     "capture": {
         "collector",
         "errors",
@@ -58,9 +68,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # experts: the markers at which a region is cut
     "models": {"errors", "experts", "capture", "torch"},
     "job": {"errors", "ir", "directives", "torch"},
-    "checkpoint": {"errors", "devices", "ir", "plan", "torch"},
-    "runtime": {"errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
+    "checkpoint": {"ids", "errors", "devices", "ir", "plan", "torch"},
+    "runtime": {"ids", "errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "ids",
         "checkpoint",
         "errors",
         "experts",
@@ -72,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ray",
     },  # experts: code calls its operators; simulate: how long a network takes
     "data": {"errors", "torch"},
-    "explain": {"errors", "devices", "ir", "lower", "plan"},
+    "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},
     "probe": {"torch"},
     "recipe": {"errors", "job"},
     "api": ROOMS | {"torch"},

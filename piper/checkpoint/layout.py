@@ -71,8 +71,7 @@ def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
 
 def buffers_of(plans: Plans, device: int) -> list[str]:
     """The buffers that a device holds."""
-    slots = plans.of(device).residents
-    return [slot.removeprefix("buffer.") for slot in slots if slot.startswith("buffer.")]
+    return [slot.owner for slot in plans.of(device).residents if slot.kind == "buffer"]
 
 
 def saved_buffers(shares: Mapping[int, Mapping[str, Share]], device: int) -> list[str]:

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 from piper.directives.base import Directive, given_filter, given_tag, selected, touched
 from piper.errors import ScheduleError
+from piper.ids import show_part
 from piper.ir.graph import Graph
-from piper.ir.node import Compute, show_part
+from piper.ir.node import Compute
 from piper.ir.select import At
 
 

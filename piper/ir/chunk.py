@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Tags = tuple[tuple[str, int], ...]  # (("PP", 0), ("EP", 2)): the annotations around a region, outermost first
-Phase = Literal["F", "B", "BI", "BW"]  # forward; backward, whole or as input gradients and weight gradients
-PHASES: tuple[Phase, ...] = ("F", "B", "BI", "BW")
+from piper.ids import PHASES as PHASES
+from piper.ids import Phase as Phase
+from piper.ids import SlotKind
+from piper.ids import Tags as Tags
+
 ChunkKind = Literal["compute", "expert", "route", "unroute"]
 
 
@@ -98,11 +100,12 @@ class Chunk:
     experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
 
 
-def bundles(chunk: Chunk) -> dict[str, list[int]]:
+def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
     """The saved values in two bundles: those the weight gradients need live longer than the others."""
     late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
     early = [i for i in range(len(chunk.saved)) if i not in late]
-    return {name: members for name, members in (("saved", early), ("kept", sorted(late))) if members}
+    both: tuple[tuple[SlotKind, list[int]], ...] = (("saved", early), ("kept", sorted(late)))
+    return {kind: members for kind, members in both if members}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,9 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 from dataclasses import dataclass, field
 
 from piper.devices import Devices, show
-from piper.ir.chunk import Phase, Tags
+from piper.ids import Pass, Phase, SlotId, Tags, show_part
 
 COMPUTE_STREAM = "compute"
-
-
-def show_part(part: Tags) -> str:
-    """Write a part of the samples: ` MB=0`, or nothing for all of them."""
-    return "".join(f" {axis}={index}" for axis, index in part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +22,20 @@ class Compute:
     devices: Devices = ()  # empty until placed
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()  # the directives that made it what it is, by number
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()  # values it does not read but whose storage it still uses
+    reads: tuple[SlotId, ...] = ()
+    writes: tuple[SlotId, ...] = ()
+    keeps: tuple[SlotId, ...] = ()  # values it does not read but whose storage it still uses
     again: bool = False  # a forward that runs a second time, for what its region's backwards read
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         name = compute_name(self.chunk, self.phase, self.part)
         object.__setattr__(self, "name", f"R{name[1:]}" if self.again else name)
+
+    @property
+    def run(self) -> Pass:
+        """The pass that it is."""
+        return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
 
 def compute_name(chunk: str, phase: Phase, part: Tags) -> str:
@@ -50,9 +50,9 @@ class Load:
     batch_field: str
     part: Tags
     devices: Devices
-    writes: tuple[str, ...]
+    writes: tuple[SlotId, ...]
     stream: str = "load"
-    reads: tuple[str, ...] = ()
+    reads: tuple[SlotId, ...] = ()
     origin: tuple[int, ...] = ()
 
     @property
@@ -64,11 +64,11 @@ class Load:
 class Transfer:
     """Move a value from one set of devices to another. A send and a receive in the plan."""
 
-    value: str
+    value: SlotId
     source: Devices
     target: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
     sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
     origin: tuple[int, ...] = ()
@@ -87,10 +87,10 @@ class Transfer:
 class Add:
     """Sum two gradients of one value that came from two of its readers."""
 
-    value: str
+    value: SlotId
     devices: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
 
@@ -107,8 +107,8 @@ class Counts:
     part: Tags
     devices: Devices
     ways: int
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str
     origin: tuple[int, ...] = ()
 
@@ -127,8 +127,8 @@ class Exchange:
     devices: Devices
     ways: int
     outward: bool  # to the experts; else back to the rows' owners
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str
     origin: tuple[int, ...] = ()
 
@@ -142,32 +142,34 @@ class Gather:
     """Bring together a bucket's sharded parameters, for a run of uses or after an update."""
 
     bucket: str
-    run: str  # the first node of the run of uses; "update" at the end of a step
+    run: Pass | None  # the first of the passes that use it; None: all of them, after an update
     devices: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str
     origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"gather[{self.bucket} for {self.run}]"
+        return f"gather[{self.bucket} for {self.run or 'update'}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
     """Add one backward's weight gradients, or one part's loss, to what the step has so far."""
 
-    source: str  # the node whose results are added
+    run: Pass  # whose results are added
     devices: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
+    some: bool = False  # other devices begin the sum where these add to it, or the other way round
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"accumulate[{self.source}]"
+        some = f" @{show(self.devices)}" if self.some else ""
+        return f"accumulate[{self.run} into {self.writes[0]}{some}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,17 +177,17 @@ class Reduce:
     """Sum a bucket's gradients over the replicas; with `scatter`, each keeps only its shard of the sum."""
 
     bucket: str
-    run: str  # the last backward it covers; "tied" sums the copies of a tied parameter
+    run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
     devices: Devices
     scatter: bool
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str
     origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"reduce[{self.bucket} after {self.run}]"
+        return f"reduce[{self.bucket} after {self.run or 'tied'}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +195,8 @@ class Norm:
     """Square and sum the gradients of a device, beside its losses: over all, each parameter counts once."""
 
     devices: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
 
@@ -208,8 +210,8 @@ class Total:
     """Sum the norms, losses and weights over all devices: every device then knows the step's result."""
 
     devices: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str = "reduce"
     origin: tuple[int, ...] = ()
 
@@ -223,8 +225,8 @@ class Update:
     """Step the optimizer over the parameters, or shards, that live on these devices."""
 
     devices: Devices
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
 
@@ -240,8 +242,8 @@ class Broadcast:
     chunk: str
     devices: Devices
     ways: int  # device i of the set follows device i mod ways
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
     stream: str = "reduce"
     origin: tuple[int, ...] = ()
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.base import Resumed, StepResult, Trains, result_of
 from piper.launchers.madeup import made_up
-from piper.plan.instr import COMMUNICATION
 from piper.plan.memory import timeline
+from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.releases import foretold_peak

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from piper.errors import WorkerError
 from piper.launchers.watch import Failure
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words

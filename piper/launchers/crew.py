@@ -51,7 +51,8 @@ def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
 def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The first values of parameters and buffers that no device holds: they stay as they are."""
     held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    held |= {slot.removeprefix("buffer.") for plan in program.plans for slot in plan.residents}
+    residents = (slot for plan in program.plans for slot in plan.residents)
+    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 

@@ -35,8 +35,9 @@ def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
     found: dict[str, list[Span]] = {}
     for ins in plans.of(device).instrs:
         if ins.op == "load":
-            place, count = ins.devices.index(device), len(ins.devices)
-            found.setdefault(ins.arg, []).extend(slices(plans, samples, place, count, ins.part))
+            field = ins.loads
+            place, count = field.devices.index(device), len(field.devices)
+            found.setdefault(field.name, []).extend(slices(plans, samples, place, count, field.part))
     return {field: joined(spans) for field, spans in found.items()}
 
 

@@ -18,7 +18,6 @@ from torch._ops import OpOverload
 
 from piper.errors import LaunchError
 from piper.ir.chunk import Chunk, Phase
-from piper.runtime.compute import subject
 from piper.runtime.setup import Code, Setup
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]
@@ -37,11 +36,10 @@ class Codes:
 def slim(setup: Setup) -> Setup:
     """A setup with only the code that its plans call: what captured it stays at home."""
     chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
-    called = {ins.arg for plan in setup.plans for ins in plan.instrs if ins.op == "compute"}
+    runs = (ins.computes for plan in setup.plans for ins in plan.instrs if ins.op == "compute")
     built: dict[tuple[str, Phase], Code] = {}
-    for arg in sorted(called):
-        phase, chunk = subject(chunks, arg)
-        built[chunk.key, phase] = setup.code(chunk, phase)
+    for phase, name in sorted({(run.phase, run.chunk) for run in runs}):
+        built[chunks[name].key, phase] = setup.code(chunks[name], phase)
     return replace(setup, code=Codes(built=built))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from piper.devices import Devices, columns, groups_of, show
 from piper.errors import ScheduleError
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Outline, Parameter
 from piper.ir.graph import Graph, Policy
 from piper.lower.work import Settings, Work
@@ -205,20 +206,20 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
     return [bucket(param.name, union)], [reason] if any(h.policy.zero for h in homes) else []
 
 
-def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[str, Slot]:
+def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, Slot]:
     """The slots that outlive a step: parameters, master copies and optimizer state."""
-    residents: dict[str, Slot] = {}
+    residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
         whole = bucket.zero < 3
         residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.padded // bucket.group_size if bucket.zero else bucket.numel
-            residents[f"{bucket.name}.state"] = Slot(
+            residents[SlotId("state", bucket.name)] = Slot(
                 nbytes=owned * (settings.state_bytes + settings.master_bytes)
             )
     return residents
 
 
-def param_slot(bucket: Bucket) -> str:
+def param_slot(bucket: Bucket) -> SlotId:
     """The slot of a bucket's parameters between uses."""
-    return f"{bucket.name}.param"
+    return SlotId("param", bucket.name)

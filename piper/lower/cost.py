@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk
 from piper.ir.node import Compute, Exchange, Node, Transfer
-from piper.lower.work import prefix_of
 from piper.plan.plan import Slot
 
 FLOPS = 2e14  # a current accelerator's, about
@@ -13,11 +13,11 @@ LINK = 5e10
 LATENCY = 5e-6
 
 
-def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[str, Slot]) -> float:
+def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slot]) -> float:
     """Seconds a node takes, roughly."""
     if isinstance(node, Compute):
         spec = chunks[node.chunk].phases[node.phase]
         return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)
     if isinstance(node, Transfer | Exchange):
-        return LATENCY + values[prefix_of(node.writes[0])].nbytes / LINK
+        return LATENCY + values[node.writes[0].base].nbytes / LINK
     return LATENCY

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from piper.devices import Devices, columns, groups_of, show
+from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk
 from piper.ir.node import (
     COMPUTE_STREAM,
@@ -26,7 +27,8 @@ from piper.ir.node import (
 from piper.lower.programs import Channel, channels
 from piper.lower.reductions import final_gradient
 from piper.lower.sync import Draft
-from piper.lower.work import Work, prefix_of
+from piper.lower.work import Work
+from piper.plan.instr import Adding, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.plan import Bucket, Comm
 
 Communication = Counts | Exchange | Gather | Reduce | Total | Broadcast
@@ -46,7 +48,7 @@ class Emission:
     classes_in: dict[int, tuple[Devices, list[int]]] = field(default_factory=dict)
     # ^ by identity, the set kept alive: nodes share their sets, and hashing hundreds of devices takes long
     comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
-    begun: set[tuple[int, str]] = field(default_factory=set)  # (class, total): it has something to reduce
+    begun: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, total): it has something to reduce
 
     def within(self, devices: Devices) -> list[int]:
         """The classes that make up a set of devices."""
@@ -56,9 +58,9 @@ class Emission:
             self.classes_in[id(devices)] = found
         return found[1]
 
-    def size(self, value: str) -> int:
+    def size(self, value: SlotId) -> int:
         """The bytes of a value, with the storages it shares."""
-        slot = self.work.values.get(prefix_of(value)) or self.work.residents[value]
+        slot = self.work.values.get(value.base) or self.work.residents[value]
         return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
 
     def comm(
@@ -94,13 +96,14 @@ def draft_for(emission: Emission, node: Node, number: int) -> Draft:
     draft = Draft(op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes)
     match node:
         case Compute():
-            draft.arg, draft.part, draft.keeps = f"{node.phase} {node.chunk}", node.part, node.keeps
+            draft.payload, draft.keeps = node.run, node.keeps
             draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
         case Load():
-            draft.op, draft.arg, draft.part, draft.devices = "load", node.batch_field, node.part, node.devices
+            draft.op = "load"
+            draft.payload = Field(name=node.batch_field, part=node.part, devices=node.devices)
             draft.nbytes = emission.size(node.writes[0])
         case Accumulate():
-            draft.op, draft.arg = "accumulate", node.writes[0]
+            draft.op, draft.payload = "accumulate", Adding(run=node.run)
             emission.begun.add((number, node.writes[0]))
         case Add():
             draft.op = "add"
@@ -122,7 +125,7 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             draft_exchange(emission, node, draft)
         case Gather():
             bucket = emission.work.buckets[node.bucket]
-            draft.op, draft.arg = "gather", node.bucket
+            draft.op, draft.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
             key: tuple[str, ...] = ("b", node.bucket, node.stream)
             draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
             draft.nbytes = bucket.nbytes * (size - 1) // size
@@ -133,7 +136,7 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             draft.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
             draft.nbytes = emission.size(node.writes[0])
         case Broadcast():
-            draft.op, draft.arg = "broadcast", node.chunk
+            draft.op, draft.payload = "broadcast", OfChunk(chunk=node.chunk)
             key = ("set", show(node.devices), str(node.ways), node.stream)
             draft.comm, _ = emission.comm(
                 key, lambda: columns(groups_of(node.devices, node.ways)), node.stream
@@ -148,20 +151,21 @@ def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) ->
     ways = node.ways
     key = ("ways", show(node.devices), str(ways), node.stream)
     draft.comm, _ = emission.comm(key, lambda: groups_of(node.devices, ways), node.stream)
-    draft.part = node.part
     draft.nbytes = emission.size(node.writes[-1]) * (ways - 1) // ways
     if isinstance(node, Counts):
-        draft.op, draft.arg = "counts", node.chunk
+        draft.op, draft.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
     else:
-        draft.op, draft.arg = "exchange", f"{'out' if node.outward else 'back'} {node.chunk}"
+        run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
+        draft.op, draft.payload = "exchange", Routing(run=run, outward=node.outward)
 
 
 def draft_reduce(emission: Emission, node: Reduce, draft: Draft, number: int) -> None:
     """A reduction over a bucket's replicas, or over the copies of a tied parameter."""
     work = emission.work
     bucket = work.buckets[node.bucket]
-    draft.op, draft.arg = ("reduce_scatter" if node.scatter else "all_reduce"), node.bucket
-    if node.run == "tied":
+    draft.op = "reduce_scatter" if node.scatter else "all_reduce"
+    draft.payload = OfBucket(bucket=node.bucket, run=node.run)
+    if node.run is None:
         family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
         device = emission.classes[number][0]
         mine = next(member for member in family if device in member.devices)
@@ -193,13 +197,13 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
     name = node.name
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
-    joined: dict[int, dict[int, str]] = {}
+    joined: dict[int, dict[int, SlotId]] = {}
     for channel in channels(node.source, node.target, node.stream, node.sliced):
         start, stop, of = channel.rows
         nbytes = whole * (stop - start) // of
-        arg = "" if (start, stop) == (0, of) else f"{start}:{stop}/{of}"
+        rows = None if (start, stop) == (0, of) else Rows(start=start, stop=stop, of=of)
         number, pieces = channel.piece
-        arrived = node.writes if pieces == 1 else (f"{node.writes[0]}.piece{number}",)
+        arrived = node.writes if pieces == 1 else (node.writes[0].of_piece(number),)
         comm = None if channel.local else pair_comm(emission, channel)
         send = Draft(
             op="copy" if channel.local else "send",
@@ -208,7 +212,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
             reads=node.reads,
             writes=arrived if channel.local else (),
             comm=comm,
-            arg=arg,
+            payload=rows,
             nbytes=nbytes,
         )
         for at in emission.within(channel.senders):

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from piper.devices import Devices
+from piper.ids import SlotId
 from piper.ir.node import Transfer
 from piper.lower.buckets import homes_of
 from piper.lower.drafts import Emission, draft_node
 from piper.lower.programs import channels, classes_of
 from piper.lower.settle import cells_per_device, parts_of
 from piper.lower.sync import Draft, synchronised
-from piper.lower.work import Work, prefix_of
+from piper.lower.work import Work
 from piper.plan.plan import Plan, Plans, Slot
 
 
@@ -66,26 +67,24 @@ def plan_of(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
     return Plan(devices=devices, instrs=instrs, slots=slots, residents=held)
 
 
-def slots_of(drafts: Iterable[Draft], work: Work) -> dict[str, Slot]:
+def slots_of(drafts: Iterable[Draft], work: Work) -> dict[SlotId, Slot]:
     """The size of every slot a program uses within the step."""
-    slots: dict[str, Slot] = {}
+    slots: dict[SlotId, Slot] = {}
     for draft in drafts:
-        for name in draft.writes:
-            if name in slots or name in work.residents:
+        for made in draft.writes:
+            if made in slots or made in work.residents:
                 continue
-            prefix = prefix_of(name)
-            slot = work.values[prefix] if prefix in work.values else Slot(nbytes=draft.nbytes)
+            slot = work.values[made.base] if made.piece < 0 else Slot(nbytes=draft.nbytes)
             if slot.shares:
-                suffix = name[len(prefix) :]
-                shares = tuple((storage + suffix, nbytes) for storage, nbytes in slot.shares)
+                shares = tuple((storage.at(made.part), nbytes) for storage, nbytes in slot.shares)
                 slot = replace(slot, shares=shares)
-            slots[name] = slot
+            slots[made] = slot
     return slots
 
 
-def residents_held(work: Work, device: int, used: set[str]) -> Iterator[str]:
+def residents_held(work: Work, device: int, used: set[SlotId]) -> Iterator[SlotId]:
     """What a device holds between steps: what it uses, and the optimizer state of its buckets."""
-    states = {f"{b.name}.state" for b in work.buckets.values() if device in b.devices}
+    states = {SlotId("state", b.name) for b in work.buckets.values() if device in b.devices}
     for name in work.residents:
         if name in used or name in states:
             yield name

@@ -1,12 +1,13 @@
 """Expert regions whose experts are divided: rows travel to them and back, by counts told beforehand."""
 
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.node import Counts, Exchange
 from piper.lower.values import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
 
-def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[str]) -> None:
+def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
     """Rows to their experts, after the counts; or back."""
     splits = splits_slot(chunk)
     if chunk.kind == "route":
@@ -27,7 +28,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[str]) -> None:
     exchange(flow, chunk, "F", outward, (inputs[0], splits), output_slot(chunk.name, 0))
 
 
-def exchange_backward(flow: Flow, chunk: Chunk, tangent: str) -> None:
+def exchange_backward(flow: Flow, chunk: Chunk, tangent: SlotId) -> None:
     """Gradients travel the way of their rows, in reverse, by the forward's counts."""
     phases: tuple[Phase, ...] = (
         "B",
@@ -39,7 +40,7 @@ def exchange_backward(flow: Flow, chunk: Chunk, tangent: str) -> None:
 
 
 def exchange(
-    flow: Flow, chunk: Chunk, phase: Phase, outward: bool, reads: tuple[str, ...], written: str
+    flow: Flow, chunk: Chunk, phase: Phase, outward: bool, reads: tuple[SlotId, ...], written: SlotId
 ) -> None:
     """One all-to-all of rows within each expert group."""
     policy = flow.graph.policy(chunk.name)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from piper.devices import Devices, show
+from piper.ids import SlotId
 from piper.ir.chunk import Output
 from piper.ir.node import (
     Accumulate,
@@ -23,12 +24,13 @@ from piper.lower.line import woven
 from piper.lower.programs import classes_of
 from piper.lower.reductions import final_gradient
 from piper.lower.values import buffer_slot, output_slot
-from piper.lower.work import Work, prefix_of
+from piper.lower.work import Work
 from piper.plan.plan import Bucket, Slot
 
-LOSS = "loss"
-NORM = "norm"
-TOTAL = "total"
+LOSS = SlotId("loss")
+WEIGHT = SlotId("weight")
+NORM = SlotId("norm")
+TOTAL = SlotId("total")
 
 
 def add_loads(work: Work) -> Work:
@@ -39,16 +41,15 @@ def add_loads(work: Work) -> Work:
     load[tokens MB=0], F[PP=0 MB=0]
     """
     before: dict[int, list[Node]] = {}
-    loaded: set[str] = set()
+    loaded: set[SlotId] = set()
     for place, node in enumerate(work.line):
         if not isinstance(node, Compute):
             continue
         for value in node.reads:
-            if value.startswith("batch.") and value not in loaded:
+            if value.kind == "batch" and value not in loaded:
                 loaded.add(value)
-                field = value.removeprefix("batch.").rpartition("@")[0]
                 load = Load(
-                    batch_field=field,
+                    batch_field=value.owner,
                     part=node.part,
                     devices=node.devices,
                     writes=(value,),
@@ -60,10 +61,10 @@ def add_loads(work: Work) -> Work:
 
 def every_field_is_loaded(work: Work) -> Iterator[str]:
     """Each batch value is loaded before it is read, once."""
-    seen: set[str] = set()
+    seen: set[SlotId] = set()
     for node in work.line:
         for value in node.reads:
-            if value.startswith("batch.") and value not in seen:
+            if value.kind == "batch" and value not in seen:
                 yield f"{node.name} reads {value} before it is loaded"
         if isinstance(node, Load):
             seen.update(node.writes)
@@ -77,19 +78,21 @@ def add_losses(work: Work) -> Work:
     F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
     """
     outline = work.graph.outline
-    totals: dict[str, Output] = {LOSS: outline.loss, **({"weight": outline.weight} if outline.weight else {})}
+    totals: dict[SlotId, Output] = {LOSS: outline.loss}
+    if outline.weight:
+        totals[WEIGHT] = outline.weight
     after: dict[int, list[Node]] = {}
     for total, source in totals.items():
-        prefix = output_slot(source.chunk, source.index)
+        result = output_slot(source.chunk, source.index)
         began = False
         for place, node in enumerate(work.line):
             if not isinstance(node, Compute) or node.again:  # what runs again is counted already
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
-                value = next(value for value in node.writes if prefix_of(value) == prefix)
+                value = next(value for value in node.writes if value.base == result)
                 after.setdefault(place, []).append(
                     Accumulate(
-                        source=f"{node.name} into {total}",
+                        run=node.run,
                         devices=node.devices,
                         reads=(value, total) if began else (value,),
                         writes=(total,),
@@ -97,20 +100,20 @@ def add_losses(work: Work) -> Work:
                     )
                 )
                 began = True
-    values = {**work.values, LOSS: Slot(nbytes=8), "weight": Slot(nbytes=8)}
+    values = {**work.values, LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8)}
     return replace(work, line=woven(work.line, {}, after), values=values)
 
 
 def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
     """Each value is written before, on every device that reads it; only a sum takes what there is."""
-    held: dict[str, Devices] = {}
+    held: dict[SlotId, Devices] = {}
     for node in work.line:
         source, target = (
             (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
         )
         for value in node.reads:
             home = held.get(value)
-            if home is source or value in work.residents or value.startswith("batch."):
+            if home is source or value in work.residents or value.kind == "batch":
                 continue
             missing = set(source) - set(home or ())
             if missing and not (isinstance(node, Reduce) and not node.scatter):
@@ -135,12 +138,12 @@ def add_updates(work: Work) -> Work:
     loss_home = homes[work.graph.outline.loss.chunk].devices
     weight = work.graph.outline.weight
     weight_home = homes[weight.chunk].devices if weight else ()
-    extras = {LOSS: loss_home, **({"weight": weight_home} if weight else {})}
+    extras = {LOSS: loss_home, **({WEIGHT: weight_home} if weight else {})}
     groups = device_groups(work, trained)
     waits_for_total = work.settings.clip or weight is not None
     for devices, buckets in groups.items():
         reads = [final_gradient(b) for b in buckets]
-        reads += [name for name, home in extras.items() if devices[0] in home]
+        reads += [extra for extra, home in extras.items() if devices[0] in home]
         nodes.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
     nodes.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
     for devices, buckets in groups.items():
@@ -168,7 +171,7 @@ def add_updates(work: Work) -> Work:
 
 def every_gradient_is_applied(work: Work) -> Iterator[str]:
     """Each final gradient is read by an update on every device of its bucket, after the last write to it."""
-    applied: dict[str, set[int]] = {}
+    applied: dict[SlotId, set[int]] = {}
     for node in work.line:
         if isinstance(node, Update):
             for value in node.reads:
@@ -196,7 +199,7 @@ def gather_updated(bucket: Bucket) -> Gather:
     """Bring the updated shards of a bucket together again on every replica."""
     return Gather(
         bucket=bucket.name,
-        run="update",
+        run=None,
         devices=bucket.devices,
         reads=(param_slot(bucket),),
         writes=(param_slot(bucket),),

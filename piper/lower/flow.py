@@ -1,11 +1,12 @@
 """The flow of values through a step: what each node reads and writes, on every part."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from piper.devices import Devices, show
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
-from piper.ir.node import Add, Compute, Counts, Exchange, Node, Transfer, compute_name, show_part
+from piper.ir.node import Add, Compute, Counts, Exchange, Node, Transfer, compute_name
 from piper.lower.buckets import homes_of, param_slot
 from piper.lower.exchanges import exchange_backward, exchange_forward
 from piper.lower.transfers import incoming, outgoing
@@ -46,7 +47,7 @@ def bind_values(work: Work) -> Work:
 
 def no_value_crosses_devices(work: Work) -> Iterator[str]:
     """Every value is written exactly once, on the very devices that read it."""
-    written: dict[str, Devices] = {}
+    written: dict[SlotId, Devices] = {}
     for node in work.nodes:
         for value in node.writes:
             if value in written and value not in work.residents:
@@ -55,7 +56,7 @@ def no_value_crosses_devices(work: Work) -> Iterator[str]:
     for node in work.nodes:
         here = node.source if isinstance(node, Transfer) else node.devices
         for value in node.reads:
-            if value not in work.residents and not value.startswith("batch.") and written.get(value) != here:
+            if value not in work.residents and value.kind != "batch" and written.get(value) != here:
                 yield f"{node.name} on {show(here)} reads {value}, written on {written.get(value)}"
 
 
@@ -69,9 +70,10 @@ def forward(flow: Flow, chunk: Chunk) -> None:
         return
     spec = chunk.phases["F"]
     writes = [output_slot(chunk.name, index) for index in range(len(chunk.outputs))]
-    for bundle, members in bundles(chunk).items():
-        flow.values[f"{chunk.name}.{bundle}"] = slot_of(chunk, [chunk.saved[i] for i in members])
-        writes.append(f"{chunk.name}.{bundle}")
+    for kind, members in bundles(chunk).items():
+        bundle = SlotId(kind, chunk.name)
+        flow.values[bundle] = slot_of(chunk, [chunk.saved[i] for i in members])
+        writes.append(bundle)
     writes += [buffer_slot(name) for name in chunk.mutated]
     node = Compute(
         chunk=chunk.name,
@@ -83,7 +85,7 @@ def forward(flow: Flow, chunk: Chunk) -> None:
     flow.templates.append(Template(node=node, chunk=chunk.name, phase="F"))
 
 
-def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[str]:
+def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
     """The buckets and buffers that a phase reads."""
     wanted = set(spec.params)
     for name in flow.work.chunk_buckets[chunk.name]:
@@ -123,20 +125,21 @@ def backward(flow: Flow, chunk: Chunk) -> None:
         flow.gradients.setdefault((source.chunk, source.index), []).append((home, name))
 
 
-def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int, str]) -> None:
+def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int, SlotId]) -> None:
     """One phase of a chunk's backward."""
     spec = chunk.phases[phase]
     saved = set(spec.saved)
     names = [incoming(flow, chunk, position) for position in range(len(chunk.inputs))]
     reads = [names[i] for i in spec.inputs]
     reads += state_reads(flow, chunk, spec)
-    reads += [f"{chunk.name}.{bundle}" for bundle, members in bundles(chunk).items() if saved & set(members)]
+    reads += [SlotId(kind, chunk.name) for kind, members in bundles(chunk).items() if saved & set(members)]
     writes = [input_gradient(chunk.name, position) for position in spec.grad_inputs]
+    carried = SlotId("carried", chunk.name)
     if chunk.carried and phase == "BI":
-        flow.values[f"{chunk.name}.carried"] = slot_of(chunk, chunk.carried)
-        writes.append(f"{chunk.name}.carried")
+        flow.values[carried] = slot_of(chunk, chunk.carried)
+        writes.append(carried)
     if spec.carried and phase == "BW":
-        reads.append(f"{chunk.name}.carried")
+        reads.append(carried)
     reads += [tangents[index] for index in spec.tangents]
     if phase != "BI":
         writes += weight_gradients(flow, chunk, spec)
@@ -151,7 +154,7 @@ def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int,
     flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))
 
 
-def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[str]:
+def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
     """The slots, one for each bucket, of the gradients that a backward gives for its parameters."""
     wanted = set(spec.grad_params)
     for name in flow.work.chunk_buckets[chunk.name]:
@@ -162,32 +165,46 @@ def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[str]
             yield slot
 
 
-def instances(flow: Flow, residents: dict[str, Slot]) -> Iterator[Node]:
-    """Every template on every part where it exists, its values named for that part."""
-    parts: dict[str, list[tuple[Tags, str]]] = {}
-    for cell in flow.graph.index.cells:
-        suffix = f"[{show_part(cell.part)[1:]}]" if cell.part else ""
-        parts.setdefault(cell.chunk, []).append((cell.part, suffix))
+class OfPart:
+    """The slots of one microbatch, each made once."""
 
-    def named(values: tuple[str, ...], suffix: str) -> tuple[str, ...]:
-        return tuple([value if value in residents else value + suffix for value in values])
+    def __init__(self, part: Tags, residents: Collection[SlotId]) -> None:
+        self.part, self.residents = part, residents
+        self.made: dict[SlotId, SlotId] = {}
+
+    def __call__(self, values: tuple[SlotId, ...]) -> tuple[SlotId, ...]:
+        made = self.made
+        for value in values:
+            if value not in made:  # what outlives the step is the same for all
+                made[value] = value if value in self.residents else value.at(self.part)
+        return tuple([made[value] for value in values])
+
+
+def instances(flow: Flow, residents: dict[SlotId, Slot]) -> Iterator[Node]:
+    """Every template on every microbatch where it exists, with that microbatch's values."""
+    parts: dict[str, list[tuple[Tags, OfPart]]] = {}
+    known: dict[Tags, OfPart] = {}
+    for cell in flow.graph.index.cells:
+        if cell.part not in known:
+            known[cell.part] = OfPart(cell.part, residents)
+        parts.setdefault(cell.chunk, []).append((cell.part, known[cell.part]))
 
     nodes = flow.graph.nodes
     for template in flow.templates:
         node = template.node
-        for part, suffix in parts[template.chunk]:
+        for part, of_part in parts[template.chunk]:
             placed = nodes.get(compute_name(template.chunk, template.phase, part)) if template.phase else None
             if placed is None and template.phase:
                 continue
-            reads, writes = named(node.reads, suffix), named(node.writes, suffix)
+            reads, writes = of_part(node.reads), of_part(node.writes)
             match node:
                 case Compute():
                     assert placed is not None
-                    yield replace(placed, reads=reads, writes=writes, keeps=named(node.keeps, suffix))
+                    yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Exchange():
                     assert placed is not None
                     yield replace(node, part=part, origin=placed.origin, reads=reads, writes=writes)
                 case Counts():
                     yield replace(node, part=part, reads=reads, writes=writes)
                 case Transfer() | Add():
-                    yield replace(node, value=node.value + suffix, reads=reads, writes=writes)
+                    yield replace(node, value=node.value.at(part), reads=reads, writes=writes)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from piper.ids import SlotId
 from piper.ir.node import Compute, Gather, Node
 from piper.lower.buckets import param_slot
 from piper.lower.line import computes_by_set, runs, woven
@@ -29,16 +30,17 @@ def add_gathers(work: Work) -> Work:
     }
     before: dict[int, list[Node]] = {}
     values = dict(work.values)
-    renamed: dict[int, dict[str, str]] = {}
+    renamed: dict[int, dict[SlotId, SlotId]] = {}
     for bucket in sharded:
         values[whole(bucket)] = Slot(nbytes=bucket.nbytes)
         for run in uses(bucket, line, places[bucket.devices]):
             first = line[places[bucket.devices][run[0]]]
-            slot = f"{whole(bucket)}[{first.name}]"
+            assert isinstance(first, Compute), "computes use parameters"
+            slot = whole(bucket).of_run(first.run)
             ahead = places[bucket.devices][ahead_of(run[0], reads_shards[bucket.devices])]
             gather = Gather(
                 bucket=bucket.name,
-                run=first.name,
+                run=first.run,
                 devices=bucket.devices,
                 reads=(param_slot(bucket),),
                 writes=(slot,),
@@ -71,9 +73,9 @@ def ahead_of(use: int, reads_shards: Sequence[bool]) -> int:
     return before if reads_shards[before] else max(0, before - 1)
 
 
-def whole(bucket: Bucket) -> str:
+def whole(bucket: Bucket) -> SlotId:
     """The slot of a bucket's gathered parameters."""
-    return f"{bucket.name}.whole"
+    return SlotId("whole", bucket.name)
 
 
 def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:

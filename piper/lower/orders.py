@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from piper.devices import show
 from piper.errors import ScheduleError
+from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, Ordering, Step
 from piper.ir.node import Compute, Exchange, Node, compute_name
@@ -125,7 +126,7 @@ def ends(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
     """The members of a group whose results no other member reads."""
     if len(members) == 1:
         return members
-    readers: dict[str, set[str]] = {}
+    readers: dict[SlotId, set[str]] = {}
     for node in members:
         for value in node.reads:
             readers.setdefault(value, set()).add(node.name)

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from piper.devices import Devices, columns, show
+from piper.devices import Devices, columns
+from piper.ids import Pass, SlotId
 from piper.ir.node import Accumulate, Compute, Node, Reduce
 from piper.lower.line import computes_by_set, runs, woven
-from piper.lower.values import gradient_slot
-from piper.lower.work import Work, prefix_of
+from piper.lower.work import Work
 from piper.plan.plan import Bucket, Slot
 
 
@@ -16,17 +16,23 @@ class Weaving:
     """Nodes to put into the line, and the values they need."""
 
     line: tuple[Node, ...]
-    values: dict[str, Slot] = field(default_factory=dict)
+    values: dict[SlotId, Slot] = field(default_factory=dict)
     behind: dict[int, list[tuple[int, Node]]] = field(default_factory=dict)
-    renamed: dict[int, dict[str, str]] = field(default_factory=dict)  # by place: what a node writes instead
+    renamed: dict[int, dict[SlotId, SlotId]] = field(default_factory=dict)  # by place: what it writes instead
 
     def put(self, place: int, node: Node, behind: int | None = None) -> None:
         """Put a node after the place that makes what it reads, or further back."""
         self.behind.setdefault(place if behind is None else behind, []).append((place, node))
 
-    def rename(self, place: int, value: str, name: str) -> None:
-        """Let a node write a value under another name."""
-        self.renamed.setdefault(place, {})[value] = name
+    def rename(self, place: int, value: SlotId, slot: SlotId) -> None:
+        """Let a node write a value into another slot."""
+        self.renamed.setdefault(place, {})[value] = slot
+
+    def run(self, place: int) -> Pass:
+        """The pass at a place."""
+        node = self.line[place]
+        assert isinstance(node, Compute), f"{node.name} gives no gradients"
+        return node.run
 
     def woven(self) -> tuple[Node, ...]:
         """The line with all that was put into it."""
@@ -81,40 +87,35 @@ def every_gradient_is_reduced(work: Work) -> Iterator[str]:
                 yield f"the gradient {value} is lost"
 
 
-def gradient_givers(work: Work) -> dict[str, dict[int, str]]:
+def gradient_givers(work: Work) -> dict[str, dict[int, SlotId]]:
     """For each bucket: where in line a backward gives it a gradient, and in which slot."""
-    bucket_of = {
-        gradient_slot(bucket.name, bucket.chunks, chunk): bucket.name
-        for bucket in work.buckets.values()
-        for chunk in bucket.chunks
-    }
-    bucket_of |= {full_gradient(bucket): bucket.name for bucket in work.buckets.values()}
-    givers: dict[str, dict[int, str]] = {}
+    givers: dict[str, dict[int, SlotId]] = {}
     for place, node in enumerate(work.line):
         if isinstance(node, Compute) and node.phase in ("B", "BW"):
             for value in node.writes:
-                name = bucket_of.get(prefix_of(value))
-                if name is not None:
-                    givers.setdefault(name, {})[place] = value
+                if value.kind in ("gradient", "grad"):
+                    givers.setdefault(value.owner, {})[place] = value
     return givers
 
 
-def full_gradient(bucket: Bucket) -> str:
+def full_gradient(bucket: Bucket) -> SlotId:
     """The slot where a bucket's gradients of several backwards are added up, before any reduction."""
-    return f"{bucket.name}.grad"
+    return SlotId("grad", bucket.name)
 
 
-def shard_gradient(bucket: Bucket) -> str:
+def shard_gradient(bucket: Bucket) -> SlotId:
     """The slot of a device's shard of the reduced gradient."""
-    return f"{bucket.name}.grad_shard"
+    return SlotId("grad_shard", bucket.name)
 
 
-def final_gradient(bucket: Bucket) -> str:
+def final_gradient(bucket: Bucket) -> SlotId:
     """The slot that the update reads."""
     return shard_gradient(bucket) if bucket.zero else full_gradient(bucket)
 
 
-def accumulate(weaving: Weaving, place: int, value: str, total: str, begun: dict[Devices, None]) -> None:
+def accumulate(
+    weaving: Weaving, place: int, value: SlotId, total: SlotId, begun: dict[Devices, None]
+) -> None:
     """Add one backward's gradients to a total, or begin it on the devices that have none yet."""
     source = weaving.line[place]
     older: Devices = source.devices if source.devices in begun else ()
@@ -127,21 +128,21 @@ def accumulate(weaving: Weaving, place: int, value: str, total: str, begun: dict
         begun[source.devices] = None
     for devices, reads in ((fresh, (value,)), (older, (value, total))):
         if devices:
-            some = f" @{show(devices)}" if fresh and older else ""  # a tied parameter, on sets that overlap
             weaving.put(
                 place,
                 Accumulate(
-                    source=f"{source.name} into {total}{some}",
+                    run=weaving.run(place),
                     devices=devices,
                     reads=reads,
                     writes=(total,),
+                    some=bool(fresh and older),  # a tied parameter, on sets that overlap
                     origin=source.origin,
                 ),
             )
 
 
 def reduce_node(
-    weaving: Weaving, bucket: Bucket, place: int, value: str, *, again: bool, behind: int | None = None
+    weaving: Weaving, bucket: Bucket, place: int, value: SlotId, *, again: bool, behind: int | None = None
 ) -> None:
     """Reduce the gradient made at a place in line, behind another; a scattered sum adds to the shard."""
     scatter = bucket.zero > 0
@@ -150,7 +151,7 @@ def reduce_node(
         weaving.values[result] = Slot(nbytes=bucket.shard_nbytes)
     node = Reduce(
         bucket=bucket.name,
-        run=weaving.line[place].name,
+        run=weaving.run(place),
         devices=bucket.devices,
         scatter=scatter,
         reads=(value, result) if again else (value,),
@@ -161,7 +162,7 @@ def reduce_node(
     weaving.put(place, node, behind)
 
 
-def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None:
+def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> None:
     """Add everything up on each device, then reduce once."""
     total = full_gradient(bucket)
     weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
@@ -176,7 +177,7 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, str]) -> None
         reduce_node(weaving, bucket, max(given), total, again=False)
 
 
-def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], places: list[int]) -> None:
+def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId], places: list[int]) -> None:
     """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its reduction.
 
     The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
@@ -187,7 +188,7 @@ def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, str], pla
         behind = places[min(run[-1] + 1, len(places) - 1)]
         value = given[where[0]]
         if len(where) > 1:
-            value = f"{full_gradient(bucket)}[{weaving.line[where[0]].name}]"
+            value = full_gradient(bucket).of_run(weaving.run(where[0]))
             weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.itemsize)
             begun: dict[Devices, None] = {}
             for place in where:
@@ -221,7 +222,7 @@ def add_tied_sums(work: Work) -> Work:
         sums.append(
             Reduce(
                 bucket=bucket.name,
-                run="tied",
+                run=None,
                 devices=devices,
                 scatter=False,
                 reads=tuple(given),  # a copy that no backward reaches adds nothing, but gets the sum
@@ -235,7 +236,7 @@ def add_tied_sums(work: Work) -> Work:
 
 def every_tied_copy_is_summed(work: Work) -> Iterator[str]:
     """Each trainable parameter with copies in several buckets is in a sum over them."""
-    sums = [node for node in work.line if isinstance(node, Reduce) and node.run == "tied"]
+    sums = [node for node in work.line if isinstance(node, Reduce) and node.run is None]
     summed = {slot for node in sums for slot in node.writes}
     gives = gradient_givers(work)
     for bucket in work.buckets.values():

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from piper.ids import SlotId
 from piper.ir.node import Compute, Node
 from piper.lower.line import woven
-from piper.lower.work import Work, prefix_of
+from piper.lower.work import Work
 from piper.plan.plan import Slot
 
 
@@ -24,7 +25,7 @@ def add_reruns(work: Work) -> Work:
         if isinstance(node, Compute) and node.phase != "F":
             before[place] = reruns.missing_for(node)
             line[place] = reruns.reading_anew(node)
-    values = {**work.values, **dict(anew(work.values, before))}
+    values = {**work.values, **dict(sizes_again(reruns.makers, work.values))}
     regions = dict.fromkeys(work.graph.reruns.values())
     why = [
         f"{region}: keeps what comes into it; its forwards run again before its backwards"
@@ -42,7 +43,7 @@ def backwards_read_what_ran_last(work: Work) -> Iterator[str]:
                 yield f"{node.name} reads {value} of {makers[value][1].name}"
 
 
-Makers = Mapping[str, tuple[int, Compute]]
+Makers = Mapping[SlotId, tuple[int, Compute]]
 
 
 def makers_of(work: Work) -> Makers:
@@ -56,7 +57,7 @@ def makers_of(work: Work) -> Makers:
     }
 
 
-def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[str]:
+def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[SlotId]:
     """The values that a node uses and that its own region's forwards computed: what arrives there is kept."""
     region = regions.get(node.chunk)
     used = [value for value in (*node.reads, *node.keeps) if value in makers]
@@ -86,30 +87,23 @@ class _Reruns:
 
     def reading_anew(self, node: Compute) -> Compute:
         """A node that reads what ran last."""
-        names = {value: again(value) for value in inner(node, self.makers, self.regions)}
-        if not names:
+        anew = {value: value.made_again() for value in inner(node, self.makers, self.regions)}
+        if not anew:
             return node
         return replace(
             node,
-            reads=tuple(names.get(value, value) for value in node.reads),
-            keeps=tuple(names.get(value, value) for value in node.keeps),
+            reads=tuple(anew.get(value, value) for value in node.reads),
+            keeps=tuple(anew.get(value, value) for value in node.keeps),
         )
 
     def _copy(self, maker: Compute) -> Compute:
-        writes = tuple(again(value) for value in maker.writes)
+        writes = tuple(value.made_again() for value in maker.writes)
         return replace(self.reading_anew(maker), again=True, writes=writes)
 
 
-def again(value: str) -> str:
-    """The name of a value that is made a second time: `PP=0.out0.again[MB=1]`."""
-    prefix = prefix_of(value)
-    return f"{prefix}.again{value[len(prefix) :]}"
-
-
-def anew(values: Mapping[str, Slot], before: Mapping[int, list[Node]]) -> Iterator[tuple[str, Slot]]:
+def sizes_again(makers: Makers, values: Mapping[SlotId, Slot]) -> Iterator[tuple[SlotId, Slot]]:
     """The sizes of what forwards that run again write, in storages of their own."""
-    written = (prefix_of(value) for nodes in before.values() for node in nodes for value in node.writes)
-    for name in dict.fromkeys(written):
-        slot = values[name.removesuffix(".again")]
-        shares = tuple((f"{storage}.again", nbytes) for storage, nbytes in slot.shares)
-        yield name, replace(slot, shares=shares)
+    for value in dict.fromkeys(value.base for value in makers):
+        if value in values:  # a buffer outlives the step
+            shares = tuple((storage.made_again(), nbytes) for storage, nbytes in values[value].shares)
+            yield value.made_again(), replace(values[value], shares=shares)

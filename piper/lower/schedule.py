@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from piper.errors import ScheduleError
+from piper.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
 from piper.lower.work import Work
@@ -62,7 +63,7 @@ def line_respects_every_edge(work: Work) -> Iterator[str]:
 
 def connect(work: Work) -> Web:
     """Number the nodes and link each to those that must wait for it."""
-    producer: dict[str, int] = {}
+    producer: dict[SlotId, int] = {}
     number: dict[str, int] = {}
     for i, node in enumerate(work.nodes):
         number[node.name] = i

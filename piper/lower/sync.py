@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.plan.instr import Instr, Op
+from piper.ids import SlotId
+from piper.plan.instr import Instr, Payload
+from piper.plan.ops import Op
 from piper.plan.plan import Slot
 
 
@@ -14,13 +16,11 @@ class Draft:
     op: Op
     node: str
     stream: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    keeps: tuple[str, ...] = ()
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
+    keeps: tuple[SlotId, ...] = ()
     comm: str | None = None
-    arg: str = ""
-    part: tuple[tuple[str, int], ...] = ()
-    devices: tuple[int, ...] = ()
+    payload: Payload = None
     nbytes: int = 0
     workspace: int = 0
 
@@ -28,15 +28,15 @@ class Draft:
 class Accesses:
     """Who last wrote each live slot, or shared storage, and who has read it since, by stream."""
 
-    def __init__(self, slots: Mapping[str, Slot], lane: Sequence[int]) -> None:
+    def __init__(self, slots: Mapping[SlotId, Slot], lane: Sequence[int]) -> None:
         self._lane = lane  # the stream of each place
         self._shares = {
             name: [share for share, _ in slot.shares] for name, slot in slots.items() if slot.shares
         }
-        self._writer: dict[str, int] = {}
-        self._readers: dict[str, dict[int, int]] = {}  # by stream: the last place that reads
+        self._writer: dict[SlotId, int] = {}
+        self._readers: dict[SlotId, dict[int, int]] = {}  # by stream: the last place that reads
 
-    def needed(self, place: int, draft: Draft, ending: Sequence[str]) -> set[int]:
+    def needed(self, place: int, draft: Draft, ending: Sequence[SlotId]) -> set[int]:
         """The places on other streams that must be over before this one runs, or ends slots and storages."""
         found: set[int] = set()
         for slot in (*draft.reads, *draft.keeps):
@@ -50,7 +50,7 @@ class Accesses:
         me = self._lane[place]
         return {other for other in found if self._lane[other] != me}
 
-    def record(self, place: int, draft: Draft, ending: Sequence[str]) -> None:
+    def record(self, place: int, draft: Draft, ending: Sequence[SlotId]) -> None:
         """Note what an instruction does to its slots and their storages; forget those that end with it."""
         me = self._lane[place]
         for slot in (*draft.reads, *draft.keeps):
@@ -67,7 +67,7 @@ class Accesses:
             self._readers.pop(slot, None)
 
 
-def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[Instr, ...]:
+def synchronised(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
     """The instructions with their events and frees.
 
     Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
@@ -112,9 +112,7 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[In
             waits=waits[place],
             signals=signalled.get(place),
             comm=draft.comm,
-            arg=draft.arg,
-            part=draft.part,
-            devices=draft.devices,
+            payload=draft.payload,
             nbytes=draft.nbytes,
             workspace=draft.workspace,
         )
@@ -122,7 +120,7 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> tuple[In
     )
 
 
-def paces(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> dict[int, list[int]]:
+def paces(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
     """The earlier places that an instruction follows only to keep memory at what the order of issue says.
 
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
@@ -146,21 +144,21 @@ def paces(drafts: Sequence[Draft], slots: Mapping[str, Slot]) -> dict[int, list[
 
 
 def last_uses(
-    drafts: Sequence[Draft], slots: Mapping[str, Slot]
-) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]
+) -> tuple[dict[int, list[SlotId]], dict[int, list[SlotId]]]:
     """The slots, and the shared storages, whose last user stands at each place."""
-    last: dict[str, int] = {}
+    last: dict[SlotId, int] = {}
     for place, draft in enumerate(drafts):
         for slot in (*draft.reads, *draft.keeps, *draft.writes):
             last[slot] = place
-    freed: dict[int, list[str]] = {}
-    storages: dict[str, int] = {}
+    freed: dict[int, list[SlotId]] = {}
+    storages: dict[SlotId, int] = {}
     for slot, place in last.items():
         if slot in slots:  # else it outlives the step
             freed.setdefault(place, []).append(slot)
             for storage, _ in slots[slot].shares:
                 storages[storage] = max(place, storages.get(storage, -1))
-    dropped: dict[int, list[str]] = {}
+    dropped: dict[int, list[SlotId]] = {}
     for storage, place in storages.items():
         dropped.setdefault(place, []).append(storage)
     return freed, dropped

@@ -2,30 +2,32 @@
 
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
+from piper.ids import SlotId
 from piper.ir.chunk import Batch, Chunk, Constant, TensorSpec
 from piper.ir.node import Add, Transfer
 from piper.lower.values import Flow, Template, output_slot
 from piper.plan.plan import Slot
 
 
-def incoming(flow: Flow, chunk: Chunk, position: int) -> str:
-    """The name of a chunk's input where the chunk lives, once a transfer has brought it there."""
+def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
+    """The slot of a chunk's input where the chunk lives, once a transfer has brought it there."""
     home = flow.homes[chunk.name].devices
     spec = chunk.input_specs[position]
     source = flow.resolve(chunk.inputs[position])
     match source:
         case Batch(field=batch_field):
-            name = f"batch.{batch_field}@{show(home)}"
-            flow.values[name] = Slot(nbytes=spec.nbytes)
-            return name
+            loaded = SlotId("batch", batch_field, devices=(home,))
+            flow.values[loaded] = Slot(nbytes=spec.nbytes)
+            return loaded
         case Constant(name=constant):
-            flow.residents[f"constant.{constant}"] = Slot(nbytes=spec.nbytes)
-            return f"constant.{constant}"
+            held = SlotId("constant", constant)
+            flow.residents[held] = Slot(nbytes=spec.nbytes)
+            return held
     value = output_slot(source.chunk, source.index)
     there = flow.homes[source.chunk].devices
     if there == home:
         return value
-    arrived = f"{value}@{show(home)}"
+    arrived = value.brought_to(home)
     if arrived not in flow.values:
         producer = flow.chunks[source.chunk]
         seen_through = source != chunk.inputs[position]
@@ -34,20 +36,20 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> str:
     return arrived
 
 
-def outgoing(flow: Flow, chunk: Chunk, index: int) -> str:
+def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
     """The gradient of a chunk's output where it lives: summed over readers, each set's sum sent once."""
     home = flow.homes[chunk.name].devices
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
-    by_set: dict[Devices, list[str]] = {}
-    for devices, name in given:
-        by_set.setdefault(devices, []).append(name)
+    by_set: dict[Devices, list[SlotId]] = {}
+    for devices, gradient in given:
+        by_set.setdefault(devices, []).append(gradient)
     spec = chunk.outputs[index]
-    arrived: list[str] = []
-    for devices, names in by_set.items():
-        total = summed(flow, chunk, index, devices, names)
+    arrived: list[SlotId] = []
+    for devices, gradients in by_set.items():
+        total = summed(flow, chunk, index, devices, gradients)
         if devices != home:
-            here = f"{total}@{show(home)}"
+            here = total.brought_to(home)
             send(flow, total, here, chunk, devices, flow.specs[total], spec, gradient=True)
             flow.specs[here] = spec
             total = here
@@ -55,18 +57,18 @@ def outgoing(flow: Flow, chunk: Chunk, index: int) -> str:
     return summed(flow, chunk, index, home, arrived)
 
 
-def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, names: list[str]) -> str:
+def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, given: list[SlotId]) -> SlotId:
     """The sum of several gradients of one value on one set of devices, in the order they appear."""
-    total = names[0]
-    for name in names[1:]:
+    total = given[0]
+    for gradient in given[1:]:
         count = 1
-        while (result := f"{chunk.name}.grad{index}.{count}@{show(devices)}") in flow.values:
+        while (result := SlotId("gradient_sum", chunk.name, index, count, devices=(devices,))) in flow.values:
             count += 1
         flow.values[result], flow.specs[result] = flow.values[total], flow.specs[total]
         node = Add(
             value=output_slot(chunk.name, index),
             devices=devices,
-            reads=(total, name),
+            reads=(total, gradient),
             writes=(result,),
             origin=flow.homes[chunk.name].origin,
         )
@@ -77,8 +79,8 @@ def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, names: list[s
 
 def send(
     flow: Flow,
-    value: str,
-    arrived: str,
+    value: SlotId,
+    arrived: SlotId,
     chunk: Chunk,
     there: Devices,
     left: TensorSpec,

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from piper.devices import Devices
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
 from piper.ir.graph import Graph
 from piper.ir.node import Add, Compute, Counts, Exchange, Transfer
@@ -11,12 +12,12 @@ from piper.lower.buckets import Home
 from piper.lower.work import Work
 from piper.plan.plan import Slot
 
-SEED = "seed"  # the gradient that each part's loss starts from
+SEED = SlotId("seed")  # the gradient that each part's loss starts from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A node of every part, with the names of its values still without a part."""
+    """A node of every microbatch, with its values still those of none."""
 
     node: Compute | Counts | Exchange | Transfer | Add
     chunk: str  # whose parts it follows
@@ -31,10 +32,10 @@ class Flow:
     homes: dict[str, Home]
     chunks: dict[str, Chunk]
     templates: list[Template] = field(default_factory=list)
-    values: dict[str, Slot] = field(default_factory=dict)
-    residents: dict[str, Slot] = field(default_factory=dict)
-    specs: dict[str, TensorSpec] = field(default_factory=dict)  # of the gradients
-    gradients: dict[tuple[str, int], list[tuple[Devices, str]]] = field(default_factory=dict)
+    values: dict[SlotId, Slot] = field(default_factory=dict)
+    residents: dict[SlotId, Slot] = field(default_factory=dict)
+    specs: dict[SlotId, TensorSpec] = field(default_factory=dict)  # of the gradients
+    gradients: dict[tuple[str, int], list[tuple[Devices, SlotId]]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -51,33 +52,33 @@ class Flow:
         return source
 
 
-def output_slot(chunk: str, index: int) -> str:
+def output_slot(chunk: str, index: int) -> SlotId:
     """The slot of a chunk's output."""
-    return f"{chunk}.out{index}"
+    return SlotId("output", chunk, index)
 
 
-def input_gradient(chunk: str, position: int) -> str:
+def input_gradient(chunk: str, position: int) -> SlotId:
     """The slot of the gradient that a chunk gives for one of its inputs."""
-    return f"{chunk}.din{position}"
+    return SlotId("input_gradient", chunk, position)
 
 
-def buffer_slot(name: str) -> str:
+def buffer_slot(name: str) -> SlotId:
     """The slot of a buffer of the model."""
-    return f"buffer.{name}"
+    return SlotId("buffer", name)
 
 
-def gradient_slot(bucket: str, readers: tuple[str, ...], chunk: str) -> str:
+def gradient_slot(bucket: str, readers: tuple[str, ...], chunk: str) -> SlotId:
     """The slot of the gradients that one backward of a chunk gives for a bucket."""
-    return f"{bucket}.g" if len(readers) == 1 else f"{bucket}.g<{chunk}>"
+    return SlotId("gradient", bucket, reader=chunk if len(readers) > 1 else "")
 
 
-def splits_slot(chunk: Chunk) -> str:
+def splits_slot(chunk: Chunk) -> SlotId:
     """The slot that says how many rows go where: made by the route, used by its unroute too."""
     if chunk.kind == "route":
-        return f"{chunk.name}.splits"
+        return SlotId("splits", chunk.name)
     source = chunk.inputs[1]
     assert isinstance(source, Output), "an unroute takes the counts of its route"
-    return f"{source.chunk}.splits"
+    return SlotId("splits", source.chunk)
 
 
 def slot_of(chunk: Chunk, specs: Iterable[TensorSpec]) -> Slot:
@@ -86,6 +87,6 @@ def slot_of(chunk: Chunk, specs: Iterable[TensorSpec]) -> Slot:
     shared = sorted({spec.storage for spec in specs if spec.storage >= 0})
     return Slot(
         nbytes=sum(spec.nbytes for spec in specs if spec.storage < 0),
-        shares=tuple((f"{chunk.name}.storage{i}", chunk.storages[i]) for i in shared),
+        shares=tuple((SlotId("storage", chunk.name, i), chunk.storages[i]) for i in shared),
         dynamic=any(spec.dynamic_rows for spec in specs),
     )

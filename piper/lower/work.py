@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from piper.ids import SlotId
 from piper.ir.graph import Graph
 from piper.ir.node import Node
 from piper.plan.plan import Bucket, Slot
@@ -28,8 +29,8 @@ class Work:
     settings: Settings
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     chunk_buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    values: Mapping[str, Slot] = field(default_factory=dict)  # by the value's name without its part
-    residents: Mapping[str, Slot] = field(default_factory=dict)
+    values: Mapping[SlotId, Slot] = field(default_factory=dict)  # by `SlotId.base`
+    residents: Mapping[SlotId, Slot] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()  # with what they read and write, not yet in order
     temporal: tuple[Temporal, ...] = ()
     line: tuple[Node, ...] = ()
@@ -38,22 +39,3 @@ class Work:
 
 Rewrite = Callable[[Work], Work]
 Property = Callable[[Work], Iterator[str]]
-
-
-def prefix_of(value: str) -> str:
-    """A value's name without its part, where its size is known: `PP=0.out0` of `PP=0.out0[MB=1]`."""
-    if value[-1] != "]":
-        return value
-    if value.find("]", 0, -1) < 0:
-        return value[: value.rfind("[")]
-    open_brackets = 0
-    for place in range(
-        len(value) - 1, 0, -1
-    ):  # from the end: names of fields and parameters may hold brackets
-        if value[place] == "]":
-            open_brackets += 1
-        elif value[place] == "[":
-            open_brackets -= 1
-            if not open_brackets:
-                return value[:place]
-    return value

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.slots import SlotProof
 
 MOST_PROBLEMS = 20
 SEARCHED = 64  # stuck events from which the shortest circle is looked for
-ALONE = ("total", "broadcast")  # these may have no peers
 
 
 class ProofError(AssertionError):
@@ -53,7 +53,7 @@ def match_problems(plans: Plans) -> Iterator[str]:
         for ins in plan.instrs:
             if ins.comm is not None:
                 issued.setdefault(ins.comm, {}).setdefault(i, []).append(ins)
-            elif ins.op in COMMUNICATION and ins.op not in ALONE:
+            elif OPS[ins.op].communicates and not OPS[ins.op].may_be_alone:
                 yield f"{ins.node}: {ins.op} without a communicator"
     for name, by_plan in issued.items():
         comm = plans.comms.get(name)
@@ -109,9 +109,8 @@ def group_problems(
 
 def signature(ins: Instr) -> str:
     """What both sides of a communication must agree on."""
-    op = "transfer" if ins.op in ("send", "recv") else ins.op
-    sized = ins.op in ("send", "recv", "all_reduce", "gather", "reduce_scatter")
-    return f"{op} {ins.node}" + (f" of {ins.nbytes} bytes" if sized else "")
+    operation = OPS[ins.op]
+    return f"{operation.name} {ins.node}" + (f" of {ins.nbytes} bytes" if operation.agrees_on_size else "")
 
 
 def circle_problems(plans: Plans) -> Iterator[str]:

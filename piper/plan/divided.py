@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from piper.ids import SlotId
 from piper.plan.plan import Plans
 
 
@@ -14,17 +15,19 @@ class Share:
     ways: int
 
 
-def share_of(plans: Plans, slot: str, whole: int, device: int) -> Share:
+def share_of(plans: Plans, slot: SlotId, whole: int, device: int) -> Share:
     """A device's share of what a slot holds, given the bytes of all of it."""
     held = plans.of(device).residents[slot].nbytes
     ways = whole // held if held else 1
     if ways == 1:
         return Share(part=0, ways=1)
-    reader = next(ins.arg for ins in plans.of(device).instrs if ins.op == "compute" and slot in ins.reads)
+    reader = next(
+        ins.computes.chunk for ins in plans.of(device).instrs if ins.op == "compute" and slot in ins.reads
+    )
     home = sorted(
         member
         for plan in plans
-        if any(ins.op == "compute" and ins.arg == reader for ins in plan.instrs)
+        if any(ins.op == "compute" and ins.computes.chunk == reader for ins in plan.instrs)
         for member in plan.devices
     )
     return Share(part=home.index(device) % ways, ways=ways)
@@ -32,6 +35,5 @@ def share_of(plans: Plans, slot: str, whole: int, device: int) -> Share:
 
 def buffer_shares(plans: Plans, sizes: Mapping[str, int], device: int) -> dict[str, Share]:
     """The buffers that a device holds, and which share of each, given the bytes of all buffers."""
-    slots = [slot for slot in plans.of(device).residents if slot.startswith("buffer.")]
-    named = {slot.removeprefix("buffer."): slot for slot in slots}
-    return {name: share_of(plans, slot, sizes[name], device) for name, slot in named.items()}
+    held = [slot for slot in plans.of(device).residents if slot.kind == "buffer"]
+    return {slot.owner: share_of(plans, slot, sizes[slot.owner], device) for slot in held}

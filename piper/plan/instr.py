@@ -1,57 +1,121 @@
 """One instruction of a plan: what to run, on which stream, from which slots into which."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import assert_never
 
-Op = Literal[
-    "load",  # a field of the batch into a slot
-    "compute",  # one phase of a chunk
-    "send",
-    "recv",
-    "copy",  # a value under another name, where a transfer begins and ends on one device
-    "concat",  # pieces of a value, joined along the samples
-    "add",
-    "counts",  # how many rows go where; the host waits for it
-    "exchange",  # an all-to-all of rows
-    "gather",  # a bucket's shards into the whole
-    "accumulate",
-    "all_reduce",
-    "reduce_scatter",
-    "norm",
-    "total",
-    "update",
-    "broadcast",
-]
-COMMUNICATION: frozenset[Op] = frozenset(
-    ("send", "recv", "counts", "exchange", "gather", "all_reduce", "reduce_scatter", "total", "broadcast")
-)
+from piper.devices import Devices
+from piper.ids import Pass, SlotId, Tags
+from piper.plan.ops import Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A load: which field of the batch, for which microbatch, on which devices that share the samples."""
+
+    name: str
+    part: Tags
+    devices: Devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A send or a copy of some of the rows: from `start` to `stop`, of `of` equal parts."""
+
+    start: int
+    stop: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Counts or an exchange of rows: for which pass, and whether rows leave for the experts or come back."""
+
+    run: Pass
+    outward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfBucket:
+    """A gather of a bucket for the first pass that uses it, or a reduction after the last that adds to it."""
+
+    bucket: str
+    run: Pass | None = None  # None: once a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adding:
+    """An accumulation: the pass whose results are added."""
+
+    run: Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfChunk:
+    """A broadcast: the chunk whose buffers are made equal."""
+
+    chunk: str
+
+
+Payload = Pass | Field | Rows | Routing | OfBucket | Adding | OfChunk | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instr:
-    """One step of a plan. The plan decides; whoever runs it obeys.
-
-    `arg` says what the op needs beyond its slots: `PHASE chunk` for compute, `out chunk` or `back chunk` for
-    an exchange, the field for a load, `start:stop/of` for a send of some of the rows, the bucket for a gather
-    or a reduction.
-    """
+    """One step of a plan. The plan decides; whoever runs it obeys."""
 
     op: Op
     node: str  # where it comes from in the graph
     stream: str
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    frees: tuple[str, ...] = ()
+    reads: tuple[SlotId, ...] = ()
+    writes: tuple[SlotId, ...] = ()
+    frees: tuple[SlotId, ...] = ()
     waits: tuple[int, ...] = ()  # events of other streams, before it starts
     signals: int | None = None  # its own event, when another stream waits for it
     comm: str | None = None
-    arg: str = ""
-    part: tuple[tuple[str, int], ...] = ()
-    devices: tuple[int, ...] = ()  # a load: the set of devices that share the samples
+    payload: Payload = None  # what its op needs beyond its slots
     nbytes: int = 0  # what it moves
     workspace: int = 0  # memory only it uses while it runs, less what it frees before it makes its results
 
     @property
+    def run(self) -> Pass | None:
+        """The pass that it is, or works for."""
+        match self.payload:
+            case Pass() as run:
+                return run
+            case Routing(run=run) | OfBucket(run=run) | Adding(run=run):
+                return run
+            case Field() | Rows() | OfChunk() | None:
+                return None
+            case _:
+                assert_never(self.payload)
+
+    @property
+    def part(self) -> Tags:
+        """The microbatch of a load or a pass, or of rows on their way."""
+        match self.payload:
+            case Pass(part=part) | Field(part=part) | Routing(run=Pass(part=part)):
+                return part
+        return ()
+
+    @property
     def again(self) -> bool:
         """Whether a forward runs a second time, for what its region's backwards read."""
-        return self.op == "compute" and self.node.startswith("R[")
+        return isinstance(self.payload, Pass) and self.payload.again
+
+    @property
+    def computes(self) -> Pass:
+        """The pass that it is."""
+        assert isinstance(self.payload, Pass), f"{self.node} computes nothing"
+        return self.payload
+
+    @property
+    def loads(self) -> Field:
+        """The field that it loads."""
+        assert isinstance(self.payload, Field), f"{self.node} loads nothing"
+        return self.payload
+
+    @property
+    def bucket(self) -> str:
+        """The bucket that it gathers or reduces."""
+        assert isinstance(self.payload, OfBucket), f"{self.node} is about no bucket"
+        return self.payload.bucket

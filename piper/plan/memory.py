@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from operator import itemgetter
 
+from piper.ids import SlotId
 from piper.plan.plan import Plan
 
 
@@ -23,9 +24,9 @@ class Ledger:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.live = 0
-        self.sharers: dict[str, int] = {}
+        self.sharers: dict[SlotId, int] = {}
 
-    def hold(self, slot: str) -> None:
+    def hold(self, slot: SlotId) -> None:
         """Count a slot that comes to life."""
         spec = self.plan.slots[slot]
         self.live += spec.nbytes
@@ -34,7 +35,7 @@ class Ledger:
             if self.sharers[storage] == 1:
                 self.live += nbytes
 
-    def release(self, slot: str) -> None:
+    def release(self, slot: SlotId) -> None:
         """Uncount a slot that is freed."""
         spec = self.plan.slots[slot]
         self.live -= spec.nbytes
@@ -48,7 +49,7 @@ def timeline(plan: Plan) -> Timeline:
     """Walk a plan in issue order and count what is live."""
     resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
-    held: set[str] = set()
+    held: set[SlotId] = set()
     live: list[int] = []
     peak, peak_at = resident, 0
     for place, ins in enumerate(plan.instrs):
@@ -70,12 +71,12 @@ def timeline(plan: Plan) -> Timeline:
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
     """What is live while one instruction runs, largest first; a storage that slots share counts once."""
-    held: set[str] = set()
+    held: set[SlotId] = set()
     for ins in plan.instrs[:place]:
         held.update(ins.writes)
         held.difference_update(ins.frees)
     held.update(plan.instrs[place].writes if plan.instrs else ())
-    sizes = {name: slot.nbytes for name, slot in plan.residents.items()}
+    sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
     for name in held & plan.slots.keys():
         sizes[name] = plan.slots[name].nbytes
         sizes.update(plan.slots[name].shares)

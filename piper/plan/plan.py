@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from piper.devices import Devices
+from piper.ids import SlotId
 from piper.plan.instr import Instr
-
-Devices = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class Slot:
     """What a slot holds, in bytes: storage of its own, and storages it shares with other slots."""
 
     nbytes: int
-    shares: tuple[tuple[str, int], ...] = ()  # (storage, bytes): live until all who share it are freed
+    shares: tuple[tuple[SlotId, int], ...] = ()  # (storage, bytes): live until all who share it are freed
     dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
 
 
@@ -99,8 +99,8 @@ class Plan:
 
     devices: Devices
     instrs: tuple[Instr, ...]
-    slots: Mapping[str, Slot]  # those made and freed within the step
-    residents: Mapping[str, Slot]  # those that outlive it: parameters, optimizer state, buffers, constants
+    slots: Mapping[SlotId, Slot]  # those made and freed within the step
+    residents: Mapping[SlotId, Slot]  # those that outlive it: parameters, optimizer state, buffers, constants
 
     def around(self, position: int, reach: int = 3) -> str:
         """The instructions near one, an arrow at it."""

@@ -3,7 +3,9 @@
 And that no stream runs ahead so far that memory exceeds what the order of issue says.
 """
 
-from piper.plan.instr import Instr, Op
+from piper.ids import SlotId
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.plan.plan import Plan
 
 Reach = dict[str, int]  # stream -> the last of its instructions that is known to be over
@@ -17,10 +19,10 @@ class SlotProof:
         self.problems: list[str] = []
         self._known: dict[str, Reach] = {}  # by stream
         self._signalled: dict[int, tuple[str, int, Reach]] = {}  # event -> stream, place, what it knew then
-        self._written: dict[str, int] = {}
-        self._freed: dict[str, int] = {}
-        self._touched: dict[str, Reach] = {}  # slot or shared storage -> the last use by each stream
-        self._sharers: dict[str, int] = {}  # storage -> how many live slots share it
+        self._written: dict[SlotId, int] = {}
+        self._freed: dict[SlotId, int] = {}
+        self._touched: dict[SlotId, Reach] = {}  # slot or shared storage -> the last use by each stream
+        self._sharers: dict[SlotId, int] = {}  # storage -> how many live slots share it
         self._shares = {name: [s for s, _ in slot.shares] for name, slot in plan.slots.items() if slot.shares}
         self._scattered = {slot for ins in plan.instrs if ins.op == "reduce_scatter" for slot in ins.reads}
         self._last: dict[Op, Reach] = {"compute": {}, "reduce_scatter": {}}  # of each stream, so far
@@ -74,7 +76,7 @@ class SlotProof:
             if stream != ins.stream and mine.get(stream, -1) < when:
                 self._complain(place, f"may run ahead of {self.plan.instrs[when].node} and fill the memory")
 
-    def _read(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
+    def _read(self, place: int, ins: Instr, slot: SlotId, mine: Reach) -> None:
         if slot in self._freed:
             self._complain(place, f"reads {slot}, freed at {self._freed[slot]}")
         elif slot in self._written:
@@ -86,7 +88,7 @@ class SlotProof:
             self._complain(place, f"reads {slot}, which nothing has written")
         self._touch(place, ins, slot)
 
-    def _write(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
+    def _write(self, place: int, ins: Instr, slot: SlotId, mine: Reach) -> None:
         if slot in self._freed:
             self._complain(place, f"writes {slot}, freed at {self._freed[slot]}")
         elif slot not in self.plan.slots and slot not in self.plan.residents:
@@ -98,7 +100,7 @@ class SlotProof:
         self._written[slot] = place
         self._touch(place, ins, slot)
 
-    def _free(self, place: int, ins: Instr, slot: str, mine: Reach) -> None:
+    def _free(self, place: int, ins: Instr, slot: SlotId, mine: Reach) -> None:
         if slot in self.plan.residents:
             self._complain(place, f"frees {slot}, which outlives the step")
         elif slot in self._freed:
@@ -113,13 +115,13 @@ class SlotProof:
                     self._check_done(place, ins, storage, mine, f"frees {storage}")
             self._freed[slot] = place
 
-    def _touch(self, place: int, ins: Instr, slot: str) -> None:
+    def _touch(self, place: int, ins: Instr, slot: SlotId) -> None:
         self._touched.setdefault(slot, {})[ins.stream] = place
         if slot in self._shares:
             for storage in self._shares[slot]:
                 self._touched.setdefault(storage, {})[ins.stream] = place
 
-    def _check_done(self, place: int, ins: Instr, slot: str, mine: Reach, what: str) -> None:
+    def _check_done(self, place: int, ins: Instr, slot: SlotId, mine: Reach, what: str) -> None:
         """Every other stream that used a slot must be known to be done with it."""
         for stream, when in self._touched.get(slot, {}).items():
             if stream != ins.stream and mine.get(stream, -1) < when:

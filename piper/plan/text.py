@@ -1,7 +1,7 @@
 """The text form of plans: one line per instruction, readable, and parsed back to the very same plans."""
 
-from collections.abc import Iterator
-from typing import get_args
+from collections.abc import Collection, Iterator, Mapping
+from typing import cast
 
 from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
@@ -14,16 +14,33 @@ from piper.fields import (
     each_line,
     flag,
     line,
+    name,
     names,
     numbers,
     pairs,
     read_fields,
+    show_names,
     show_pairs,
+    shown,
 )
-from piper.plan.instr import Instr, Op
+from piper.ids import Pass, SlotId, read_pass, read_slot
+from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.ops import OPS, Op
 from piper.plan.plan import Bucket, Comm, Piece, Plan, Plans, Slot
 
-OPS = frozenset(get_args(Op))
+PAYLOADS: Mapping[Op, type] = {
+    "load": Field,
+    "compute": Pass,
+    "send": Rows,
+    "copy": Rows,
+    "counts": Routing,
+    "exchange": Routing,
+    "gather": OfBucket,
+    "accumulate": Adding,
+    "all_reduce": OfBucket,
+    "reduce_scatter": OfBucket,
+    "broadcast": OfChunk,
+}  # the other ops need nothing beyond their slots
 
 
 def show_plans(plans: Plans) -> str:
@@ -37,84 +54,106 @@ def lines_of(plans: Plans) -> Iterator[str]:
     shared = [f"weighted={int(plans.weighted)}", f"cells={plans.cells}", f"axes={axes}"]
     yield line("plans", f"seed={plans.seed!r}", shared)
     for reason in plans.why:
-        yield line("why", reason, [])
+        yield line("why", shown(reason), [])
     for comm in plans.comms.values():
-        yield line("comm", comm.name, [f"kind={comm.kind}", f"groups={AND.join(map(show, comm.groups))}"])
+        groups = AND.join(map(show, comm.groups))
+        yield line("comm", shown(comm.name), [f"kind={comm.kind}", f"groups={groups}"])
     for bucket in plans.buckets.values():
         yield show_bucket(bucket)
     for plan in plans:
         yield line("plan", show(plan.devices), [])
         for kind, slots in (("resident", plan.residents), ("slot", plan.slots)):
-            for name, slot in slots.items():
-                yield show_slot(kind, name, slot)
+            for slot_id, slot in slots.items():
+                yield show_slot(kind, slot_id, slot)
         for ins in plan.instrs:
             yield show_instr(ins)
 
 
-def show_slot(kind: str, name: str, slot: Slot) -> str:
-    """One slot: its name and what it holds."""
-    shown = [f"nbytes={slot.nbytes}"]
+def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
+    """One slot: which it is and what it holds."""
+    held = [f"nbytes={slot.nbytes}"]
     if slot.shares:
-        shown.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
-    return line(kind, name, [*shown, *(["dynamic=1"] if slot.dynamic else [])])
+        held.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
+    return line(kind, slot_id, [*held, *(["dynamic=1"] if slot.dynamic else [])])
 
 
 def show_bucket(bucket: Bucket) -> str:
     """One bucket: its parameters and how they live."""
-    pieces = AND.join(f"{p.name} {'x'.join(map(str, p.shape)) or '-'} {p.offset}" for p in bucket.pieces)
-    shown = [
+    pieces = AND.join(
+        f"{shown(p.name)} {'x'.join(map(str, p.shape)) or '-'} {p.offset}" for p in bucket.pieces
+    )
+    said = [
         f"devices={show(bucket.devices)}",
         f"groups={AND.join(map(show, bucket.groups))}",
-        f"chunks={AND.join(bucket.chunks)}",
+        f"chunks={show_names(bucket.chunks)}",
         f"dtype={bucket.dtype}",
         f"itemsize={bucket.itemsize}",
         f"zero={bucket.zero}",
         f"ways={bucket.ways}",
         f"trainable={int(bucket.trainable)}",
         f"copies={bucket.copies}",
-        f"siblings={AND.join(bucket.siblings)}",
+        f"siblings={show_names(bucket.siblings)}",
         f"reduce_stream={bucket.reduce_stream}",
         f"gather_stream={bucket.gather_stream}",
         f"origin={' '.join(map(str, bucket.origin))}",
         f"pieces={pieces}",
     ]
-    return line("bucket", bucket.name, shown)
+    return line("bucket", shown(bucket.name), said)
 
 
 def show_instr(ins: Instr) -> str:
     """One instruction: what it is, then only what it has."""
-    fields = {
+    said = {
         "stream": ins.stream,
         "reads": AND.join(ins.reads),
         "writes": AND.join(ins.writes),
         "frees": AND.join(ins.frees),
         "waits": " ".join(map(str, ins.waits)),
         "signals": "" if ins.signals is None else str(ins.signals),
-        "comm": ins.comm or "",
-        "arg": ins.arg,
-        "part": show_pairs(ins.part),
-        "devices": show(ins.devices),
+        "comm": shown(ins.comm) if ins.comm else "",
+        **show_payload(ins.payload),
         "nbytes": str(ins.nbytes or ""),
         "workspace": str(ins.workspace or ""),
     }
-    shown = [f"{key}={text}" for key, text in fields.items() if text]
-    return line(ins.op, ins.node, shown)
+    return line(ins.op, shown(ins.node), [f"{key}={text}" for key, text in said.items() if text])
 
 
-def read_shares(text: str) -> tuple[tuple[str, int], ...]:
-    """Read the storages that a slot shares."""
-    return tuple(
-        (storage, int(nbytes)) for storage, _, nbytes in (share.rpartition(":") for share in names(text))
-    )
+def show_payload(payload: Payload) -> dict[str, str]:
+    """What an instruction needs beyond its slots, field by field."""
+    match payload:
+        case Pass():
+            return {"run": str(payload)}
+        case Field():
+            part = show_pairs(payload.part)
+            return {"field": shown(payload.name), "part": part, "devices": show(payload.devices)}
+        case Rows():
+            return {"rows": f"{payload.start}:{payload.stop}/{payload.of}"}
+        case Routing():
+            return {"run": str(payload.run), "outward": str(int(payload.outward))}
+        case OfBucket():
+            return {"bucket": shown(payload.bucket), "run": str(payload.run or "")}
+        case Adding():
+            return {"run": str(payload.run)}
+        case OfChunk():
+            return {"chunk": shown(payload.chunk)}
+        case None:
+            return {}
+
+
+def read_rows(text: str) -> Rows:
+    """Read which rows travel."""
+    span, _, of = text.partition("/")
+    start, _, stop = span.partition(":")
+    return Rows(start=int(start), stop=int(stop), of=int(of))
 
 
 def read_pieces(text: str) -> tuple[Piece, ...]:
     """Read a bucket's parameters."""
     pieces = []
-    for piece in names(text):
-        name, shape, offset = piece.rsplit(" ", 2)
+    for piece in text.split(AND) if text else ():
+        called, shape, offset = piece.rsplit(" ", 2)
         sizes = () if shape == "-" else tuple(int(size) for size in shape.split("x"))
-        pieces.append(Piece(name=name, shape=sizes, offset=int(offset)))
+        pieces.append(Piece(name=name(called), shape=sizes, offset=int(offset)))
     return tuple(pieces)
 
 
@@ -125,19 +164,20 @@ def read_groups(text: str) -> tuple[Devices, ...]:
 
 INSTR: Readers = {
     "stream": str,
-    "reads": names,
-    "writes": names,
-    "frees": names,
     "waits": numbers,
     "signals": int,
-    "comm": str,
-    "arg": str,
-    "part": pairs,
-    "devices": parse,
+    "comm": name,
     "nbytes": int,
     "workspace": int,
+    "field": name,
+    "part": pairs,
+    "devices": parse,
+    "rows": read_rows,
+    "outward": flag,
+    "bucket": name,
+    "chunk": name,
 }
-SLOT: Readers = {"nbytes": int, "shares": read_shares, "dynamic": flag}
+SLOT: Readers = {"nbytes": int, "dynamic": flag}
 COMM: Readers = {"kind": str, "groups": read_groups}
 BUCKET: Readers = {
     "devices": parse,
@@ -162,33 +202,60 @@ class Reading:
     """Plans under construction, line by line."""
 
     def __init__(self) -> None:
+        self.axes: Collection[str] = ()
+        self.slot_ids: dict[str, SlotId] = {}
         self.shared: dict[str, object] = {}
         self.why: list[str] = []
         self.comms: dict[str, Comm] = {}
         self.buckets: dict[str, Bucket] = {}
-        self.plans: list[tuple[Devices, list[Instr], dict[str, Slot], dict[str, Slot]]] = []
+        self.plans: list[tuple[Devices, list[Instr], dict[SlotId, Slot], dict[SlotId, Slot]]] = []
+        self.held: Readers = {**SLOT, "shares": self.shares}
+        slots: Readers = dict.fromkeys(("reads", "writes", "frees"), self.slots)
+        self.said: Readers = {**slots, **INSTR, "run": lambda text: read_pass(text, self.axes)}
 
-    def take(self, kind: str, name: str, words: list[str]) -> None:
+    def take(self, kind: str, first: str, words: list[str]) -> None:
         """Take one line."""
         match kind:
             case "plans":
-                self.shared = read_fields([name, *words], SHARED)
+                self.shared = read_fields([first, *words], SHARED)
+                self.axes = cast(Mapping[str, int], self.shared.get("axes", {}))
             case "why":
-                self.why.append(GAP.join([name, *words]))
+                self.why.append(GAP.join([name(first), *words]))
             case "comm":
-                self.comms[name] = build(Comm, name=name, **read_fields(words, COMM))
+                self.comms[name(first)] = build(Comm, name=name(first), **read_fields(words, COMM))
             case "bucket":
-                self.buckets[name] = build(Bucket, name=name, **read_fields(words, BUCKET))
+                self.buckets[name(first)] = build(Bucket, name=name(first), **read_fields(words, BUCKET))
             case "plan":
-                self.plans.append((parse(name), [], {}, {}))
+                self.plans.append((parse(first), [], {}, {}))
             case "slot" | "resident" if self.plans:
                 _, _, slots, residents = self.plans[-1]
                 held = slots if kind == "slot" else residents
-                held[name] = build(Slot, **read_fields(words, SLOT))
+                held[self.slot(first)] = build(Slot, **read_fields(words, self.held))
             case _ if kind in OPS and self.plans:
-                self.plans[-1][1].append(build(Instr, op=kind, node=name, **read_fields(words, INSTR)))
+                self.plans[-1][1].append(self.instr(cast(Op, kind), first, words))
             case _:
                 raise BadLineError(f"{kind!r} begins no line here")
+
+    def slot(self, text: str) -> SlotId:
+        """The id of a slot, read once for all who use it."""
+        if text not in self.slot_ids:
+            self.slot_ids[text] = read_slot(text, self.axes)
+        return self.slot_ids[text]
+
+    def slots(self, text: str) -> tuple[SlotId, ...]:
+        """The ids of several slots."""
+        return tuple(map(self.slot, text.split(AND))) if text else ()
+
+    def shares(self, text: str) -> tuple[tuple[SlotId, int], ...]:
+        """The storages that a slot shares, and their sizes."""
+        cut = (share.rpartition(":") for share in text.split(AND))
+        return tuple((self.slot(storage), int(nbytes)) for storage, _, nbytes in cut)
+
+    def instr(self, op: Op, node: str, words: list[str]) -> Instr:
+        """An instruction, with the payload that its op has."""
+        found = read_fields(words, self.said)
+        about = {key: found.pop(key) for key in list(found) if key not in Instr.__slots__}
+        return build(Instr, op=op, node=name(node), payload=payload_of(op, about), **found)
 
     def done(self) -> Plans:
         """The plans that were read."""
@@ -199,6 +266,24 @@ class Reading:
         return build(
             Plans, plans=plans, comms=self.comms, buckets=self.buckets, why=tuple(self.why), **self.shared
         )
+
+
+def payload_of(op: Op, about: dict[str, object]) -> Payload:
+    """The payload of an instruction, of the fields that are not every instruction's."""
+    kind = PAYLOADS.get(op)
+    if kind is None or (kind is Rows and not about):
+        if about:
+            raise BadLineError(f"{op} has no {min(about)}")
+        return None
+    if kind is Pass or kind is Rows:
+        only = [*about.values()]
+        if len(only) != 1 or not isinstance(only[0], kind):
+            raise BadLineError(f"{op} needs its {'run' if kind is Pass else 'rows'}, and nothing else")
+        return cast(Payload, only[0])
+    if kind is Field:
+        called = {"name": about.pop("field")} if "field" in about else {}
+        about = {"part": (), "devices": (), **about, **called}
+    return cast(Payload, build(kind, **about))
 
 
 def read_plans(text: str, source: str = "plans") -> Plans:

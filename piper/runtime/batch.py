@@ -19,8 +19,7 @@ def wanted_shapes(setup: Setup) -> Shapes:
     for chunk in setup.outline.chunks:
         for source, spec in zip(chunk.inputs, chunk.input_specs, strict=True):
             if isinstance(source, Batch) and source.field not in found:
-                arg = f"F {chunk.name}"
-                pieces = len(home_of(plans, arg)) * len(parts_of(plans, arg))
+                pieces = len(home_of(plans, chunk.name)) * len(parts_of(plans, chunk.name))
                 found[source.field] = (spec.shape[0] * pieces, *spec.shape[1:])
     return found
 

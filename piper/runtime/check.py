@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from piper.ir.chunk import Tags
+from piper.ids import Pass, Phase, SlotId
 from piper.runtime.compute import home_of
 from piper.runtime.reference import Reference
 from piper.runtime.setup import ProgramLike
@@ -15,6 +15,8 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
 
 QUIET = 1e-6  # of the largest gradient: below it a gradient is rounding, and is compared with that
+
+BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
 
 
 class Result(Protocol):
@@ -175,24 +177,19 @@ def expected(program: ProgramLike, reference: Reference) -> Iterator[tuple[int, 
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     """
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
-    homes = {chunk.name: home_of(program.plans, f"F {chunk.name}") for chunk in chunks}
+    homes = {chunk.name: home_of(program.plans, chunk.name) for chunk in chunks}
     for part, walk in reference.walks:
         for chunk in chunks:
             for index in range(len(chunk.outputs)):
-                node = f"F[{chunk.name}{shown(part.part)}]"
-                value = walk.outputs[chunk.name, index].detach()
-                yield homes[chunk.name][part.replica], (node, f"{chunk.name}.out{index}"), value
+                mark = Pass(phase="F", chunk=chunk.name, part=part.part), SlotId("output", chunk.name, index)
+                yield homes[chunk.name][part.replica], mark, walk.outputs[chunk.name, index].detach()
     for part, walk in reference.walks:
         for chunk in reversed(chunks):
             for position in range(len(chunk.inputs)):
                 given = walk.inputs.get((chunk.name, position))
                 if given is None or given.grad is None:
                     continue
-                for phase in ("B", "BI"):
-                    node = f"{phase}[{chunk.name}{shown(part.part)}]"
-                    yield homes[chunk.name][part.replica], (node, f"{chunk.name}.din{position}"), given.grad
-
-
-def shown(part: Tags) -> str:
-    """A part as node names write it."""
-    return "".join(f" {axis}={index}" for axis, index in part)
+                slot = SlotId("input_gradient", chunk.name, position)
+                for phase in BACKWARD:
+                    run = Pass(phase=phase, chunk=chunk.name, part=part.part)
+                    yield homes[chunk.name][part.replica], (run, slot), given.grad

@@ -1,15 +1,16 @@
 """Phases of chunks, and the batch fields they start from."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
-from piper.plan.plan import Plans
+from piper.plan.plan import Plan, Plans
 from piper.runtime.env import Bound, Env, draw_seed
 
 ITSELF = -1  # an argument that is a whole slot, not one of several values in it
@@ -17,7 +18,7 @@ ITSELF = -1  # an argument that is a whole slot, not one of several values in it
 
 def compute(env: Env, ins: Instr) -> Bound:
     """Call one phase of a chunk."""
-    phase, chunk = subject(env.chunks, ins.arg)
+    phase, chunk = ins.computes.phase, env.chunks[ins.computes.chunk]
     spec = chunk.phases[phase]
     code = env.setup.code(chunk, phase)
     slots = env.slots
@@ -52,15 +53,9 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
     return [env.at(slot) for slot in ins.frees if env.makers[slot] == ins.stream]
 
 
-def subject(chunks: Mapping[str, Chunk], arg: str) -> tuple[Phase, Chunk]:
-    """The phase and the chunk that `F PP=0` names."""
-    phase, _, name = arg.partition(" ")
-    return cast(Phase, phase), chunks[name]
-
-
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
     """Draw the same numbers for the same chunk, part and replica in a step, wherever and whenever it runs."""
-    where = draw_place(chunk, ins.part, home_of(env.setup.plans, ins.arg).index(env.device))
+    where = draw_place(chunk, ins.part, home_of(env.setup.plans, chunk).index(env.device))
 
     def draw() -> None:
         with env.dice.seeded(draw_seed(env.setup.seed, env.step, where)):
@@ -74,18 +69,23 @@ def draw_place(chunk: str, part: Tags, replica: int) -> str:
     return f"{chunk}/{','.join(f'{axis}={i}' for axis, i in part)}/{replica}"
 
 
-def home_of(plans: Plans, arg: str) -> list[int]:
-    """The devices that run a phase of a chunk, in order."""
-    running = [plan for plan in plans if any(ins.op == "compute" and ins.arg == arg for ins in plan.instrs)]
+def forwards(plan: Plan, chunk: str) -> Iterator[Pass]:
+    """The forwards of a chunk in a plan, those that run again too."""
+    for ins in plan.instrs:
+        if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
+            yield ins.payload
+
+
+def home_of(plans: Plans, chunk: str) -> list[int]:
+    """The devices that run a chunk, in order."""
+    running = [plan for plan in plans if any(True for _ in forwards(plan, chunk))]
     return sorted(device for plan in running for device in plan.devices)
 
 
-def parts_of(plans: Plans, arg: str) -> list[Tags]:
-    """The parts of the samples that a phase of a chunk runs on, whether once each or again."""
-    found = [
-        ins.part for ins in plans.of(home_of(plans, arg)[0]).instrs if (ins.op, ins.arg) == ("compute", arg)
-    ]
-    return list(dict.fromkeys(found))
+def parts_of(plans: Plans, chunk: str) -> list[Tags]:
+    """The microbatches that a chunk runs on, whether once each or again."""
+    first = plans.of(home_of(plans, chunk)[0])
+    return list(dict.fromkeys(run.part for run in forwards(first, chunk)))
 
 
 def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple[int, int]]:
@@ -144,7 +144,7 @@ def results(
 
 def load(env: Env, ins: Instr) -> Bound:
     """Bring this device's rows of a batch field, for one part, to the device."""
-    slots, target, field = env.slots, env.at(ins.writes[0]), ins.arg
+    slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
     dtype, device = env.setup.dtype, env.setup.device
     known: dict[int, list[tuple[int, int]]] = {}  # by the samples of a batch: always one length, as compiled
 
@@ -171,7 +171,8 @@ def load(env: Env, ins: Instr) -> Bound:
 
 def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
     """Which samples a device's part is: the same piece of each of the device's cells."""
-    return slices(env.setup.plans, samples, ins.devices.index(env.device), len(ins.devices), ins.part)
+    field = ins.loads
+    return slices(env.setup.plans, samples, field.devices.index(env.device), len(field.devices), field.part)
 
 
 def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) -> list[tuple[int, int]]:

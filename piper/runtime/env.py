@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import Comms
@@ -67,17 +68,13 @@ class Env:
         self.state = State(setup, device, initial)
         self.dice = dice or Dice(setup.device)
         self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
-        self.index = {name: i for i, name in enumerate([*self.plan.residents, *self.plan.slots])}
+        self.index = {slot: i for i, slot in enumerate([*self.plan.residents, *self.plan.slots])}
         self.slots: list[object] = [None] * len(self.index)
-        for name in self.plan.residents:
-            self.slots[self.index[name]] = (
-                self._seed() if name == "seed" else self.state.resident(name, initial)
-            )
+        for slot in self.plan.residents:
+            held = self._seed() if slot.kind == "seed" else self.state.resident(slot, initial)
+            self.slots[self.index[slot]] = held
         self.layouts: dict[str, Layout] = {n: holding.layout for n, holding in self.state.holdings.items()}
-        self.grads: dict[str, Layout] = {}  # by the slot of a sum of gradients
-        for name, layout in self.layouts.items():
-            self.grads[f"{name}.grad"] = self.grads[f"{name}.grad_shard"] = layout
-        self.makers: dict[str, str] = {}  # the stream that made each slot
+        self.makers: dict[SlotId, str] = {}  # the stream that made each slot
         for ins in self.plan.instrs:
             for slot in ins.writes:
                 self.makers.setdefault(slot, ins.stream)
@@ -92,6 +89,6 @@ class Env:
             spec.shape, self.setup.plans.seed, dtype=getattr(torch, spec.dtype), device=self.setup.device
         )
 
-    def at(self, name: str) -> int:
+    def at(self, slot: SlotId) -> int:
         """The number of a slot."""
-        return self.index[name]
+        return self.index[slot]

@@ -7,6 +7,7 @@ from time import monotonic
 
 import torch
 
+from piper.ids import SlotId
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.env import Bound
@@ -31,7 +32,7 @@ class Executor:
         plan: Plan,
         bound: Sequence[Bound],
         slots: list[object],
-        index: Mapping[str, int],
+        index: Mapping[SlotId, int],
         *,
         device: int,
         streams: bool = True,

@@ -16,10 +16,10 @@ BLOCK = 1024  # elements whose squares are added up in the gradient's own type
 def accumulate(env: Env, ins: Instr) -> Bound:
     """Begin a sum, or add to it."""
     slots, value, total = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
-    layout = env.grads.get(ins.arg.partition("[")[0])
     first = len(ins.reads) == 1
-    if layout is None:
+    if ins.writes[0].kind != "grad":
         return add_scalar(env, value, total, first)
+    layout = env.layouts[ins.writes[0].owner]
 
     def begin() -> None:
         slots[total] = layout.over(layout.flatten(slots[value]))  # type: ignore[arg-type]
@@ -49,8 +49,8 @@ def all_reduce(env: Env, ins: Instr) -> Bound:
     assert ins.comm is not None
     group = env.comms.group(ins.comm)
     slots, target = env.slots, env.at(ins.writes[0])
-    layout = env.grads[ins.writes[0].partition("[")[0]]
-    whole = not ins.writes[0].endswith(".grad_shard")
+    layout = env.layouts[ins.writes[0].owner]
+    whole = ins.writes[0].kind == "grad"
     length = layout.bucket.numel if whole else layout.shard
     dtype, device = getattr(torch, layout.bucket.dtype), env.setup.device
 
@@ -71,7 +71,7 @@ def all_reduce(env: Env, ins: Instr) -> Bound:
 def reduce_scatter(env: Env, ins: Instr) -> Bound:
     """Sum a gradient over the replicas and keep this device's shard, added to the shard so far."""
     assert ins.comm is not None
-    group, layout = env.comms.group(ins.comm), env.layouts[ins.arg]
+    group, layout = env.comms.group(ins.comm), env.layouts[ins.bucket]
     slots, value, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     again = len(ins.reads) > 1
 
@@ -108,8 +108,8 @@ def parts_of(value: object) -> list[Tensor]:
 def gather(env: Env, ins: Instr) -> Bound:
     """Bring a bucket's shards together: for a run of uses, or in place after an update of each."""
     assert ins.comm is not None
-    group, layout = env.comms.group(ins.comm), env.layouts[ins.arg]
-    holding = env.state.holdings[ins.arg]
+    group, layout = env.comms.group(ins.comm), env.layouts[ins.bucket]
+    holding = env.state.holdings[ins.bucket]
     slots, target = env.slots, env.at(ins.writes[0])
     own, whole = holding.own, holding.flat
 
@@ -127,8 +127,10 @@ def gather(env: Env, ins: Instr) -> Bound:
 def norm(env: Env, ins: Instr) -> Bound:
     """This device's part of the squared norm, each element counted once over all; its loss and weight."""
     slots, target = env.slots, env.at(ins.writes[0])
-    parts = [(env.at(slot), env.grads[slot].bucket.copies) for slot in ins.reads if slot in env.grads]
-    extras = [env.at(slot) if slot in ins.reads else None for slot in ("loss", "weight")]
+    gradients = [slot for slot in ins.reads if slot.kind in ("grad", "grad_shard")]
+    parts = [(env.at(slot), env.layouts[slot.owner].bucket.copies) for slot in gradients]
+    kinds = {slot.kind: env.at(slot) for slot in ins.reads}
+    extras = [kinds.get("loss"), kinds.get("weight")]
     device = env.setup.device
 
     def run() -> None:
@@ -183,9 +185,8 @@ def total(env: Env, ins: Instr) -> Bound:
 def update(env: Env, ins: Instr) -> Bound:
     """Step the optimizer."""
     slots = env.slots
-    names = [slot.removesuffix(".param") for slot in ins.writes]
-    places = {name: env.at(slot) for name, slot in zip(names, ins.reads, strict=False)}
-    sums = env.at("total") if "total" in ins.reads else None
+    places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind != "total"}
+    sums = next((env.at(slot) for slot in ins.reads if slot.kind == "total"), None)
 
     def run() -> None:
         gradients = {name: parts_of(slots[place]) for name, place in places.items()}

@@ -6,7 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Instr, Routing, Rows
+from piper.plan.ops import Op
 from piper.runtime import experts
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
@@ -27,7 +28,7 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut, form = row_cut(ins.arg), Form()
+    cut, form = row_cut(ins), Form()
 
     def run() -> None:
         pipe.send(cut(cast(Tensor, slots[source])), form)
@@ -51,7 +52,7 @@ def recv(env: Env, ins: Instr) -> Bound:
 def copy(env: Env, ins: Instr) -> Bound:
     """A value, or some of its rows, under another name on the same device."""
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
-    cut = row_cut(ins.arg)
+    cut = row_cut(ins)
 
     def run() -> None:
         value = cast(Tensor, slots[source])
@@ -61,17 +62,15 @@ def copy(env: Env, ins: Instr) -> Bound:
     return run
 
 
-def row_cut(arg: str) -> Callable[[Tensor], Tensor]:
-    """Take the rows that `start:stop/of` says; nothing said means all of them."""
-    if not arg:
+def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
+    """Take the rows that an instruction says, or all of them."""
+    if not isinstance(ins.payload, Rows):
         return lambda value: value
-    span, _, of = arg.partition("/")
-    start, stop = map(int, span.split(":"))
-    parts = int(of)
+    start, stop, of = ins.payload.start, ins.payload.stop, ins.payload.of
 
     def cut(value: Tensor) -> Tensor:
         rows = len(value)
-        return value[rows * start // parts : rows * stop // parts].clone()
+        return value[rows * start // of : rows * stop // of].clone()
 
     return cut
 
@@ -113,7 +112,8 @@ def exchange(env: Env, ins: Instr) -> Bound:
     assert ins.comm is not None
     group, slots = env.comms.group(ins.comm), env.slots
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
-    travel = experts.outward if ins.arg.startswith("out ") else experts.back
+    assert isinstance(ins.payload, Routing)
+    travel = experts.outward if ins.payload.outward else experts.back
 
     def run() -> None:
         slots[target] = travel(group, cast(Tensor, slots[rows]), cast(experts.Splits, slots[splits]))

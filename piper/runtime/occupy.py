@@ -8,15 +8,15 @@ from typing import Protocol, cast
 import torch
 
 from piper.plan.instr import Instr
+from piper.plan.ops import OPS, Op
 from piper.runtime.env import Bound, Env
 from piper.runtime.experts import Splits
 
 BLOCK = 2**28  # bytes of one copy at most
 SPIN = 2e-4  # seconds: a sleep is not exact, so the end of a wait is spent looking at the clock
-OUTWARD = frozenset(("send", "reduce_scatter"))  # these leave the device: the other way of the link
 
 Kernel = Callable[[Env, Instr], Bound]
-Seconds = Callable[[str, float, tuple[int, ...]], float]  # by op, bytes that each member sends, and members
+Seconds = Callable[[Op, float, tuple[int, ...]], float]  # by op, bytes that each member sends, and members
 
 
 class Occupier(Protocol):
@@ -98,7 +98,7 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
             return run
         groups = env.setup.plans.comms[ins.comm].groups
         members = next(group for group in groups if env.device in group)
-        takes, outward = seconds(ins.op, ins.nbytes, members), ins.op in OUTWARD
+        takes, outward = seconds(ins.op, ins.nbytes, members), OPS[ins.op].outward
         if ins.op == "gather":  # what the network would write is written here by a copy, in part of its time
             takes -= occupy.filling(ins.nbytes * len(members) // max(1, len(members) - 1))
         if ins.op == "exchange":

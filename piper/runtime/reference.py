@@ -121,10 +121,9 @@ class Reference:
 def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Slice]:
     """The slices of a batch as the devices of the loss see them, replica by replica."""
     plans, chunk = setup.plans, setup.outline.loss.chunk
-    arg = f"F {chunk}"
-    home = home_of(plans, arg)
+    home = home_of(plans, chunk)
     for replica, device in enumerate(home):
-        for part in sorted(parts_of(plans, arg)):
+        for part in sorted(parts_of(plans, chunk)):
             fields = {}
             for name, value in batch.items():
                 rows = slices(plans, len(value), replica, len(home), part)

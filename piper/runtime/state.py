@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.ids import SlotId
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.flat import Flat, Layout
@@ -89,20 +90,18 @@ class State:
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
 
-    def resident(self, slot: str, initial: Initial) -> object:
+    def resident(self, slot: SlotId, initial: Initial) -> object:
         """What a slot that outlives the step holds at first."""
-        kind, _, name = slot.partition(".")
-        if kind == "buffer":
-            share, value = self.shares[name], initial(name)
+        if slot.kind == "buffer":
+            share, value = self.shares[slot.owner], initial(slot.owner)
             if share.ways > 1:
                 value = value.chunk(share.ways)[share.part]
             dtype = self.setup.dtype if value.is_floating_point() else value.dtype
             return value.to(self.setup.device, dtype, copy=True)
-        if kind == "constant":
-            return self.setup.constants[name].to(self.setup.device)
-        bucket, _, what = slot.rpartition(".")
-        if what == "param":
-            return self.holdings[bucket].param
+        if slot.kind == "constant":
+            return self.setup.constants[slot.owner].to(self.setup.device)
+        if slot.kind == "param":
+            return self.holdings[slot.owner].param
         return None  # the optimizer keeps its own state; the total is written by the step
 
     def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None) -> None:

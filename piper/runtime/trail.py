@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
+from piper.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.runtime.env import Bound, Env
 
-Mark = tuple[str, str]  # the node, and its value without the part: ("F[PP=0 MB=1]", "PP=0.out0")
+Mark = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
 
 
 class Trail:
@@ -21,9 +22,9 @@ class Trail:
             return run
         slots, kept = self.env.slots, self.kept
         marks = [
-            ((ins.node, slot.partition("[")[0]), self.env.at(slot))
+            ((ins.computes, slot.base), self.env.at(slot))
             for slot in ins.writes
-            if ".out" in slot or ".din" in slot
+            if slot.kind in ("output", "input_gradient")
         ]
 
         def watched() -> None:

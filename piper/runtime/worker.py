@@ -7,8 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from piper.ids import SlotId
 from piper.plan.divided import Share
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.nccl import NcclComms
@@ -23,6 +25,8 @@ from piper.runtime.memory import Meter
 from piper.runtime.record import Recorder
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trail import Trail
+
+TOTAL = SlotId("total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +135,7 @@ class Worker:
 
     def _fetch(self) -> None:
         """Bring the step's sums to the host; on an accelerator, when it gets there."""
-        self.on_host.copy_(cast(Tensor, self.env.slots[self.env.at("total")]), non_blocking=True)
+        self.on_host.copy_(cast(Tensor, self.env.slots[self.env.at(TOTAL)]), non_blocking=True)
 
     def step(self, batch: Mapping[str, Rows]) -> Sums:
         """Train on one global batch, of which this device takes its rows."""
@@ -159,7 +163,7 @@ class Worker:
 
     def buffer(self, name: str) -> Tensor | None:
         """A buffer, where this device uses it."""
-        slot = self.env.index.get(f"buffer.{name}")
+        slot = self.env.index.get(SlotId("buffer", name))
         return None if slot is None else cast(Tensor, self.env.slots[slot])
 
     def buffers(self, names: Iterable[str]) -> dict[str, tuple[Share, Tensor]]:

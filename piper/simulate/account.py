@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.plan.instr import COMMUNICATION, Op
+from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
 
@@ -37,12 +37,12 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
     busy = merged(
         (span.start, span.end)
         for ins, span in zip(plan.instrs, spans, strict=True)
-        if ins.op not in COMMUNICATION and ins.op != "load"
+        if OPS[ins.op].takes == "device"
     )
     talking = sorted(
         (span.start, span.end, ins.op)
         for ins, span in zip(plan.instrs, spans, strict=True)
-        if ins.op in COMMUNICATION and span.end > span.start
+        if OPS[ins.op].communicates and span.end > span.start
     )
     exposed: dict[Op, float] = {}
     total: dict[Op, float] = {}

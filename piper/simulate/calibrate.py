@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from piper.plan.instr import COMMUNICATION
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
 from piper.simulate.cluster import Cluster
 from piper.simulate.fit import Line, line_through, two_features
@@ -90,8 +90,7 @@ def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float
         if host is not None:
             took = max(host[place], LEAST)
         if ins.op == "compute":
-            phase, _, chunk = ins.arg.partition(" ")
-            samples.chunks.setdefault((chunk, phase), []).append(took)
+            samples.chunks.setdefault((ins.computes.chunk, ins.computes.phase), []).append(took)
         else:
             samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
 

@@ -13,9 +13,8 @@ from typing import cast
 
 from piper.devices import Devices
 from piper.errors import ConfigError
+from piper.plan.ops import OPS, Op
 
-DIRECT = frozenset(("send", "recv", "counts", "exchange"))  # every pair by itself; all others go in a ring
-TWICE = frozenset(("all_reduce", "total"))  # round the ring two times: to sum, then to tell
 NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", "attained", "launch")
 REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
 
@@ -44,23 +43,23 @@ class Cluster:
     devices: int = 8  # in a node
     cores: int = 0  # that the devices of a node share; 0: each has its own
 
-    def seconds(self, op: str, nbytes: float, devices: Devices) -> float:
+    def seconds(self, op: Op, nbytes: float, devices: Devices) -> float:
         """How long one communication takes within a group that has its links to itself.
 
         nbytes: what each member sends, as `Instr.nbytes` has it: a ring's factor of (n - 1) / n is in it.
         """
         return self.latency(op, devices) + nbytes / self.bandwidth(op, devices)
 
-    def latency(self, op: str, devices: Devices) -> float:
+    def latency(self, op: Op, devices: Devices) -> float:
         """The part of a communication's time that does not depend on its size."""
         size = len(devices)
         if size < 2:
             return 0.0
-        ring = 2 * (size - 1) if op in TWICE else size - 1
-        rounds = 1 if op in DIRECT else min(ring, 2 * ceil(log2(size)))  # small messages take a tree
+        ring = 2 * (size - 1) if OPS[op].pattern == "ring twice" else size - 1
+        rounds = 1 if OPS[op].direct else min(ring, 2 * ceil(log2(size)))  # small messages take a tree
         return rounds * self.links[self.level(devices)].latency
 
-    def bandwidth(self, op: str, devices: Devices) -> float:
+    def bandwidth(self, op: Op, devices: Devices) -> float:
         """Bytes per second at which each member of a group sends: that of the slowest level they span.
 
         A ring over several nodes runs on all their adapters at once, so it crosses between them as many times
@@ -74,7 +73,7 @@ class Cluster:
             reach = self.links[number].devices
             together = size if not reach else ceil(size / len({device // reach for device in devices}))
             if together > inside:
-                crossing = (size - inside) / (size - 1) if op in DIRECT else 1 / inside
+                crossing = (size - inside) / (size - 1) if OPS[op].direct else 1 / inside
                 slowest = min(slowest, self.links[number].bandwidth / crossing)
             inside = together
         return slowest

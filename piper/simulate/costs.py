@@ -5,7 +5,7 @@ from typing import Protocol
 
 from piper.devices import Devices
 from piper.ir.chunk import Chunk, Phase
-from piper.plan.instr import Op
+from piper.plan.ops import Op
 from piper.simulate.cluster import Cluster
 
 

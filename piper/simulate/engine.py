@@ -8,6 +8,7 @@ its links in one direction, shares it evenly.
 import heapq
 from collections.abc import Sequence
 
+from piper.plan.ops import OPS
 from piper.simulate.costs import Costs
 from piper.simulate.web import Prices, Web
 
@@ -110,7 +111,7 @@ class Engine:
         uses: list[tuple[Resource, float]] = []
         if self.cores is not None:
             uses.append((self.cores, self.loads[program]))
-        elif self.web.instrs[number].op != "load":  # a copy engine's work
+        elif OPS[self.web.instrs[number].op].takes == "device":
             uses.append((self.devices[program], 1.0))
         task = Task((number,), seconds, uses)
         if wake:
@@ -144,9 +145,9 @@ class Engine:
         """What a communication uses: the links of its members, and their cores where those do the copying."""
         uses: list[tuple[Resource, float]] = []
         for member in members:
-            op, program = self.web.instrs[member].op, self.web.program[member]
-            for way in ("out", "in"):
-                if op == ("recv" if way == "out" else "send"):
+            operation, program = OPS[self.web.instrs[member].op], self.web.program[member]
+            for way, used in (("out", operation.sends), ("in", operation.receives)):
+                if not used:
                     continue
                 key = (program, level, way)
                 if key not in self.links:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from piper.ir.graph import Graph
 from piper.ir.node import compute_name
-from piper.plan.instr import COMMUNICATION, Op
+from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plan
 from piper.simulate.account import Interval, merged, uncovered
 from piper.simulate.timeline import Span
@@ -44,7 +44,7 @@ def exposure(
     def inside(span: Span) -> Interval:
         return max(low, span.start), min(high, span.end)
 
-    busy = merged(inside(span) for ins, span in timed if ins.op not in COMMUNICATION and ins.op != "load")
+    busy = merged(inside(span) for ins, span in timed if OPS[ins.op].takes == "device")
     talking = [inside(span) for ins, span in timed if ins.op in ops]
     return Exposure(
         window=(low, high),

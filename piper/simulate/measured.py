@@ -12,7 +12,7 @@ from pathlib import Path
 from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk, Outline, Phase
-from piper.plan.instr import Op
+from piper.plan.ops import Op
 from piper.simulate.costs import Talk
 from piper.simulate.fit import NOTHING, Line
 from piper.simulate.profile import fingerprint

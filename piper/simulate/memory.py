@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from piper.ids import SlotId
 from piper.plan.memory import Ledger
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
@@ -29,11 +30,11 @@ def memory_of(plan: Plan, timeline: Timeline) -> Memory:
     """
     resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
-    held: set[str] = set()
+    held: set[SlotId] = set()
     running: dict[int, int] = {}  # by instruction: its workspace
     times: list[float] = []
     live: list[int] = []
-    peak, peak_at, snapshot = resident, 0, (set[str](), dict[int, int]())
+    peak, peak_at, snapshot = resident, 0, (set[SlotId](), dict[int, int]())
     for time, kind, place in moments(timeline):
         ins = plan.instrs[place]
         if kind == START:
@@ -79,9 +80,9 @@ def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
     return [(time, kind, place) for time, _, place, kind in found]
 
 
-def sizes_of(plan: Plan, held: set[str], running: dict[int, int]) -> tuple[tuple[str, int], ...]:
+def sizes_of(plan: Plan, held: set[SlotId], running: dict[int, int]) -> tuple[tuple[str, int], ...]:
     """What is live, largest first; a storage that slots share counts once."""
-    sizes = {name: slot.nbytes for name, slot in plan.residents.items()}
+    sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
     for name in held:
         sizes[name] = plan.slots[name].nbytes
         sizes.update(plan.slots[name].shares)

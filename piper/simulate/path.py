@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from piper.ids import Pass
+from piper.plan.ops import Op
 from piper.simulate.engine import NOBODY, Engine
 
 Reason = Literal["first", "stream", "event", "peer"]
@@ -15,7 +17,8 @@ class Link:
     program: int
     place: int
     node: str
-    op: str
+    op: Op
+    run: Pass | None  # the pass that it is, or works for
     start: float
     end: float
     reason: Reason  # it began the step; its stream was busy; it needs a value; a peer was ready last
@@ -56,6 +59,7 @@ def link_of(engine: Engine, number: int, late: int, before: int) -> Link:
         place=web.place(number),
         node=ins.node,
         op=ins.op,
+        run=ins.run,
         start=engine.start[number],
         end=engine.end[number],
         reason=reason,

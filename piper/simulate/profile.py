@@ -13,7 +13,8 @@ from statistics import median
 
 from piper.errors import ConfigError
 from piper.ir.chunk import PHASES, Chunk, Outline
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.timeline import Span, Timeline
@@ -111,7 +112,7 @@ def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[i
 
 def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
     """The group in which a device takes part in a communication."""
-    end = {"send": 0, "recv": -1}.get(ins.op) if comm.kind == "pairs" else None
+    end = (0 if OPS[ins.op].sends else -1) if comm.kind == "pairs" else None
     for group in comm.groups:
         if device == group[end] if end is not None else device in group:
             return group

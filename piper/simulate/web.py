@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper.devices import Devices
-from piper.ir.chunk import Chunk
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.ir.chunk import Chunk, Phase
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Comm, Plan, Plans
 from piper.simulate.costs import Costs, Talk
 
@@ -100,7 +101,7 @@ class Prices:
 
     def __init__(self, web: Web, chunks: Mapping[str, Chunk], costs: Costs) -> None:
         self.web, self.chunks, self.costs = web, chunks, costs
-        self.computes: dict[str, float] = {}
+        self.computes: dict[tuple[Phase, str], float] = {}
         self.talks: dict[tuple[str, str, int], Talk] = {}
         self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
 
@@ -109,10 +110,10 @@ class Prices:
         ins = self.web.instrs[number]
         if ins.op != "compute":
             return self.costs.touch(ins.op, touched(self.web.plans.plans[self.web.program[number]], ins))
-        if ins.arg not in self.computes:
-            phase, _, name = ins.arg.partition(" ")
-            self.computes[ins.arg] = self.costs.compute(self.chunks.get(name), phase)  # type: ignore[arg-type]
-        return self.computes[ins.arg]
+        key = (ins.computes.phase, ins.computes.chunk)
+        if key not in self.computes:
+            self.computes[key] = self.costs.compute(self.chunks.get(key[1]), key[0])
+        return self.computes[key]
 
     def talk(self, number: int) -> Talk:
         """What a communication takes, in the slowest of its groups."""

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from piper.ids import Pass, SlotId
 from piper.ir.chunk import Outline
 
-Mark = tuple[str, str]  # a node and its value: ("F[PP=0 MB=1]", "PP=0.out0")
+Mark = tuple[Pass, SlotId]  # a pass and one of its results
 Trails = Mapping[int, Mapping[Mark, Tensor]]  # what every chunk returned, by device
 
 
@@ -21,14 +22,14 @@ def first_bad(outline: Outline, trails: Trails, state: Mapping[str, Tensor]) -> 
     for device, trail in trails.items():
         for place, (mark, value) in enumerate(trail.items()):
             if bad := kind_of(value):
-                chunk = order[mark[1].rpartition(".")[0]]
-                forward = mark[0].startswith("F[")
+                chunk = order[mark[0].chunk]
+                forward = mark[0].phase == "F"
                 found.append(
                     ((0, chunk) if forward else (1, -chunk), place, mark, f"{bad} on device {device}")
                 )
     if found:
-        _, _, (node, name), what = min(found, key=lambda item: item[:2])
-        return f"{node}: {name} holds {what}"
+        _, _, (run, slot), what = min(found, key=lambda item: item[:2])
+        return f"{run}: {slot} holds {what}"
     for name, tensor in state.items():
         if bad := kind_of(tensor):
             return f"the update: {name} holds {bad}"

@@ -8,7 +8,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
 from piper.simulate.profile import Profile
 from piper.words import percent, seconds, size
 

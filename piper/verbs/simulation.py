@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from piper.devices import show
-from piper.plan.instr import COMMUNICATION
+from piper.ids import AGAIN
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.simulate.path import Link
 from piper.simulate.simulate import Simulation
@@ -191,7 +192,9 @@ def print_path(told: Told, console: Console) -> None:
 
 def kind_of(link: Link) -> str:
     """What a computing link of the path is counted as: `F`, `BW`, `update`."""
-    return link.node.partition("[")[0] if link.op == "compute" else link.op
+    if link.op != "compute" or link.run is None:
+        return link.op
+    return AGAIN if link.run.again else link.run.phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from piper.devices import show
+from piper.ids import Pass
 from piper.ir.chunk import Phase, Tags
 from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
@@ -118,7 +119,8 @@ def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[st
     for ordering in orderings:
         for group in ordering.groups:
             labels = dict.fromkeys(
-                block_of(f"{step.phase} {step.chunk}", step.part, tags).label for step in group
+                block_of(Pass(phase=step.phase, chunk=step.chunk, part=step.part), tags).label
+                for step in group
             )
             if len(labels) > 1:
                 found.update(dict.fromkeys(labels, number))

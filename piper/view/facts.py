@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, log10
 
 from piper.devices import show
+from piper.ids import AGAIN, SlotId
+from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.simulate.memory import Memory, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
-from piper.view.grid import AGAIN
 from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
@@ -84,6 +85,10 @@ def facts_of(subject: Subject) -> Columns:
         "measured": {device: measured_facts(subject, device, clock) for device in sorted(subject.measured)},
         "nodes": nodes.values,
         "origins": origins.values,
+        "ops": {
+            op: {"label": known.label, "short": known.caption, "needsNothing": known.needs_nothing}
+            for op, known in OPS.items()
+        },
         "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
     }
 
@@ -120,7 +125,7 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
 def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table) -> Columns:
     """One program: its instructions in columns, and the edges between them."""
     streams, ops, comms, parts, args, indices = (Table() for _ in range(6))
-    shades = [shade_of(ins, subject.plans.axes) for ins in plan.instrs]
+    shades = [shade_of(ins) for ins in plan.instrs]
     names = [pattern(ins.node, subject.plans.axes) for ins in plan.instrs]
     columns: Columns = {
         "op": [ops(ins.op) for ins in plan.instrs],
@@ -169,7 +174,7 @@ def flat(rows: Iterable[Sequence[int]]) -> list[int]:
 
 def data_edges(plan: Plan) -> Iterator[tuple[int, int]]:
     """From the instruction that wrote a slot to each that reads it, by their places."""
-    writer: dict[str, int] = {}
+    writer: dict[SlotId, int] = {}
     for place, ins in enumerate(plan.instrs):
         yield from ((source, place) for source in sorted({writer[s] for s in ins.reads if s in writer}))
         writer.update(dict.fromkeys(ins.writes, place))
@@ -209,7 +214,7 @@ def comm_facts(subject: Subject) -> Iterator[Columns]:
     carried: dict[tuple[str, str], tuple[int, int]] = {}
     for plan in subject.plans:
         for ins in plan.instrs:
-            if ins.comm is not None and ins.op != "recv":
+            if ins.comm is not None and OPS[ins.op].sends:
                 nbytes, times = carried.get((ins.comm, ins.op), (0, 0))
                 carried[ins.comm, ins.op] = (nbytes + ins.nbytes * len(plan.devices), times + 1)
     for (name, op), (nbytes, times) in sorted(carried.items(), key=lambda item: (-item[1][0], item[0])):

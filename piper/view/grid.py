@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from piper.devices import show
-from piper.ir.chunk import PHASES, Phase, Tags
+from piper.ids import AGAIN, Pass, Phase, SlotId, Tags
+from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
 
 UNIT: Mapping[Phase, int] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
 LETTER: Mapping[Phase, str] = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
-AGAIN = "R"  # the letter of a forward that runs a second time
 IDLE, STILL = ".", "--"
 
 
@@ -55,7 +55,7 @@ def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
     """Each program's blocks, with the time each starts when transfers are free."""
     blocks: list[Block] = []
     rows: list[list[int]] = []
-    written: dict[tuple[int, str], int] = {}  # by program and slot: the block that its value comes from
+    written: dict[tuple[int, SlotId], int] = {}  # by program and slot: the block that its value comes from
     sent: dict[str, int] = {}
     for number, plan in enumerate(plans):
         rows.append(collect(plan, number, tags, blocks, written, sent))
@@ -65,16 +65,14 @@ def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
     return [[blocks[i] for i in row] for row in rows]
 
 
-def block_of(arg: str, part: Tags, tags: Mapping[str, Tags], *, again: bool = False) -> Block:
-    """The block that a compute instruction belongs to, as yet without a place in time."""
-    word, _, chunk = arg.partition(" ")
-    phase = next(phase for phase in PHASES if phase == word)
-    outer = tags.get(chunk, ())
+def block_of(run: Pass, tags: Mapping[str, Tags]) -> Block:
+    """The block that a pass belongs to, as yet without a place in time."""
+    outer = tags.get(run.chunk, ())
     stage = outer[0][1] if outer else None
-    indices = tuple(index for _, index in part)
-    letter = AGAIN if again else LETTER[phase]
-    label = f"{'' if stage is None else stage}{letter}{'.'.join(map(str, indices))}"
-    return Block(label=label, cost=UNIT[phase], phase=phase, stage=stage, part=indices, again=again)
+    part = tuple(index for _, index in run.part)
+    letter = AGAIN if run.again else LETTER[run.phase]
+    label = f"{'' if stage is None else stage}{letter}{'.'.join(map(str, part))}"
+    return Block(label=label, cost=UNIT[run.phase], phase=run.phase, stage=stage, part=part, again=run.again)
 
 
 def collect(
@@ -82,7 +80,7 @@ def collect(
     number: int,
     tags: Mapping[str, Tags],
     blocks: list[Block],
-    written: dict[tuple[int, str], int],
+    written: dict[tuple[int, SlotId], int],
     sent: dict[str, int],
 ) -> list[int]:
     """A program's blocks in order, and which of its values come from which."""
@@ -90,7 +88,7 @@ def collect(
     order: list[int] = []
     for place, ins in enumerate(plan.instrs):
         if ins.op == "compute":
-            block = block_of(ins.arg, ins.part, tags, again=ins.again)
+            block = block_of(ins.computes, tags)
             if block.label not in row:
                 row[block.label] = len(blocks)
                 order.insert(turn_of(block, order, blocks), len(blocks))
@@ -100,7 +98,7 @@ def collect(
                 written[number, slot] = row[block.label]
         elif ins.op == "send" and (number, ins.reads[0]) in written:
             sent[ins.node] = written[number, ins.reads[0]]
-        elif ins.op in ("exchange", "counts", "add", "copy", "concat"):
+        elif OPS[ins.op].hands_on:
             sources = [written[number, slot] for slot in ins.reads if (number, slot) in written]
             for slot in ins.writes:
                 if sources:
@@ -126,19 +124,19 @@ def link(
     tags: Mapping[str, Tags],
     blocks: list[Block],
     row: list[int],
-    written: dict[tuple[int, str], int],
+    written: dict[tuple[int, SlotId], int],
     sent: dict[str, int],
 ) -> None:
     """Let each block wait for the blocks whose values it reads, also through transfers."""
     mine = {blocks[i].label: i for i in row}
-    arrived: dict[str, int] = {}
+    arrived: dict[SlotId, int] = {}
     for ins in plan.instrs:
         if ins.op == "recv" and ins.node in sent:
             arrived[ins.writes[0]] = sent[ins.node]
-        elif ins.op in ("add", "concat", "copy", "exchange") and any(slot in arrived for slot in ins.reads):
+        elif OPS[ins.op].hands_on and any(slot in arrived for slot in ins.reads):
             arrived[ins.writes[0]] = max(arrived[slot] for slot in ins.reads if slot in arrived)
         elif ins.op == "compute":
-            block = mine[block_of(ins.arg, ins.part, tags, again=ins.again).label]
+            block = mine[block_of(ins.computes, tags).label]
             for slot in ins.reads:
                 source = arrived.get(slot, written.get((number, slot)))
                 if source is not None and source != block:

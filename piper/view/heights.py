@@ -1,6 +1,6 @@
 """Draws what a device holds over a step as SVG: its work, and below it the bytes, row by row to compare."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from piper.plan.instr import Instr
@@ -43,7 +43,7 @@ class Frame:
         return self.left + time * self.scale
 
 
-def heights(rows: Sequence[Row], *, title: str, axes: Iterable[str] = ("MB",)) -> str:
+def heights(rows: Sequence[Row], *, title: str) -> str:
     """Draw the rows below each other. Peaks and times are told as parts of the first row's."""
     left = MARGIN + max(len(text) for row in rows for text in (row.name, "peak 100 %")) * LETTER_WIDTH + 12
     frame = Frame(
@@ -61,9 +61,9 @@ def heights(rows: Sequence[Row], *, title: str, axes: Iterable[str] = ("MB",)) -
     for place, row in enumerate(rows):
         y = HEADER + place * each
         body += names(row, rows[0], frame, y)
-        body += work(row, frame, y, tuple(axes))
+        body += work(row, frame, y)
         body.append(curve(row, frame, y + BAR))
-    body += legend(rows, tuple(axes), height - LEGEND)
+    body += legend(rows, height - LEGEND)
     return drawing(
         width=WIDTH,
         height=height,
@@ -94,10 +94,10 @@ def busy(row: Row) -> Iterator[tuple[Instr, Span]]:
             yield ins, span
 
 
-def work(row: Row, frame: Frame, y: float, axes: tuple[str, ...]) -> Iterator[str]:
+def work(row: Row, frame: Frame, y: float) -> Iterator[str]:
     """A bar for each phase that computes."""
     for ins, span in busy(row):
-        shade = shade_of(ins, axes)
+        shade = shade_of(ins)
         x, width = frame.x(span.start), (span.end - span.start) * frame.scale
         box: dict[str, str | float] = {
             "x": x + 0.75,
@@ -126,9 +126,9 @@ def curve(row: Row, frame: Frame, y: float) -> str:
     return element("path", d="".join(path), class_="quiet") + floor
 
 
-def legend(rows: Sequence[Row], axes: tuple[str, ...], y: float) -> Iterator[str]:
+def legend(rows: Sequence[Row], y: float) -> Iterator[str]:
     """What the shades mean."""
     line = Legend(MARGIN, y)
-    draw_phases(line, [shade_of(ins, axes) for row in rows for ins, _ in busy(row)])
+    draw_phases(line, [shade_of(ins) for row in rows for ins, _ in busy(row)])
     line.shade("bytes held", "quiet")
     yield from line

@@ -1,6 +1,6 @@
 """Draws the streams of one device as SVG: one lane per stream, one bar per instruction."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from piper.plan.instr import Instr
@@ -45,9 +45,7 @@ class Frame:
         return HEADER + self.streams.index(stream) * (LANE + self.gap)
 
 
-def lanes(
-    plan: Plan, timeline: Timeline, *, title: str, axes: Iterable[str] = ("MB",), only: Sequence[int] = ()
-) -> str:
+def lanes(plan: Plan, timeline: Timeline, *, title: str, only: Sequence[int] = ()) -> str:
     """Draw when a device's streams are busy. `only`: the places of the instructions to draw, else all.
 
     Arrows go from an instruction that signals to those of other streams that wait for it, unless there are
@@ -68,9 +66,9 @@ def lanes(
         body.append(words(stream, frame.left - 10, y + LANE / 2 + 4, "right"))
         body.append(element("rect", x=frame.left, y=y, width=room, height=LANE, rx=3, class_="idle"))
     for bar in bars:
-        body += draw_bar(bar, frame, tuple(axes))
+        body += draw_bar(bar, frame)
     body += arrows(bars, frame) if arrowed else ()
-    body += legend(bars, axes, height - FOOT + 20, arrowed=arrowed)
+    body += legend(bars, height - FOOT + 20, arrowed=arrowed)
     return drawing(
         width=WIDTH,
         height=height,
@@ -98,11 +96,11 @@ def told(bars: Sequence[Bar], frame: Frame) -> str:
     return f"{len(bars)} instructions on {len(frame.streams)} streams"
 
 
-def draw_bar(bar: Bar, frame: Frame, axes: tuple[str, ...]) -> Iterator[str]:
+def draw_bar(bar: Bar, frame: Frame) -> Iterator[str]:
     """A bar with what it does, where the words fit."""
     x, y = frame.x(bar.span.start), frame.y(bar.ins.stream)
     width = max((bar.span.end - bar.span.start) * frame.scale, SHORTEST)
-    shade = shade_of(bar.ins, axes)
+    shade = shade_of(bar.ins)
     class_ = f"{shade.phase}{hue(shade.part)}" if shade.phase else "quiet"
     inset = min(0.6, width / 4)
     box: dict[str, str | float] = {
@@ -150,10 +148,10 @@ def arrows(bars: Sequence[Bar], frame: Frame) -> Iterator[str]:
             yield element("path", d=tip, class_="head")
 
 
-def legend(bars: Sequence[Bar], axes: Iterable[str], y: float, *, arrowed: bool) -> Iterator[str]:
+def legend(bars: Sequence[Bar], y: float, *, arrowed: bool) -> Iterator[str]:
     """What the shades and arrows mean."""
     line = Legend(MARGIN, y)
-    shades = [shade_of(bar.ins, tuple(axes)) for bar in bars]
+    shades = [shade_of(bar.ins) for bar in bars]
     draw_phases(line, shades)
     if any(shade.phase is None for shade in shades):
         line.shade("for the whole step", "quiet")

@@ -83,7 +83,7 @@ def held(bucket: Bucket, device: int, level: int) -> Held:
 
 def slice_of(plans: Plans, device: int) -> Held | None:
     """The slice of the samples that a device sees: its place in the set that shares them."""
-    loads = (ins.devices for ins in plans.of(device).instrs if ins.op == "load")
+    loads = (ins.loads.devices for ins in plans.of(device).instrs if ins.op == "load")
     sets = [*loads, *(bucket.devices for bucket in plans.buckets.values() if device in bucket.devices)]
     return Held(index=sets[0].index(device), of=len(sets[0])) if sets else None
 

@@ -1,31 +1,13 @@
 """What an instruction looks like: the phase it works for and the part of the samples, hence its colour."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from piper.ir.chunk import PHASES, Phase
+from piper.ids import AGAIN, PHASES, Phase, Tags
 from piper.plan.instr import Instr
-from piper.view.grid import AGAIN
+from piper.plan.ops import OPS
 from piper.view.legend import Legend
 from piper.view.paper import hue
-
-PHASE = re.compile(r"\b(BI|BW|F|B|R)\[")
-VERBS = {
-    "load": "load",
-    "send": "send",
-    "recv": "receive",
-    "counts": "counts",
-    "exchange": "all-to-all",
-    "gather": "gather",
-    "accumulate": "add",
-    "all_reduce": "reduce",
-    "reduce_scatter": "reduce",
-    "norm": "norm",
-    "total": "total",
-    "update": "update",
-    "broadcast": "broadcast",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +19,32 @@ class Shade:
     again: bool = False  # a forward that runs a second time, or what is done for one
 
 
-def shade_of(ins: Instr, axes: Iterable[str]) -> Shade:
-    """Read phase and part off an instruction, or off the node it is named for."""
-    match = PHASE.search(ins.node)
-    again = match is not None and match[1] == AGAIN
-    letter = "F" if again else match and match[1]
-    phase = next((phase for phase in PHASES if phase == letter), None)
-    if phase is None and ins.op in ("send", "recv"):
-        phase = "B" if re.search(r"\.din\d", ins.node) else "F"
-    if phase is None and ins.op in ("counts", "load"):
-        phase = "F"  # a backward goes the way that its forward found
-    part = tuple(index for _, index in ins.part)
-    if not part:
-        found = (re.findall(rf"\b{re.escape(axis)}=(\d+)", ins.node) for axis in axes)
-        part = tuple(int(indices[-1]) for indices in found if indices)
-    return Shade(phase=phase, part=part, again=again)
+def shade_of(ins: Instr) -> Shade:
+    """Return the phase and microbatch of the pass that an instruction is or works for, or of its values."""
+    part = tuple(index for _, index in part_of(ins))
+    if ins.run is not None:
+        return Shade(phase=ins.run.phase, part=part, again=ins.run.again)
+    phase: Phase | None = "F" if ins.op == "load" else None
+    if OPS[ins.op].pattern == "pair":
+        (moved,) = ins.reads or ins.writes
+        phase = "F" if moved.kind == "output" else "B"
+    return Shade(phase=phase, part=part)
+
+
+def part_of(ins: Instr) -> Tags:
+    """Return the microbatch that an instruction works for."""
+    if ins.run is not None:
+        return ins.run.part
+    slots = (*ins.reads, *ins.writes)
+    return ins.part or next((slot.part for slot in slots if slot.part), ())
 
 
 def caption(ins: Instr) -> str:
     """An instruction in one or two words, to stand in its bar."""
     if ins.op == "compute":
-        phase, _, chunk = ins.arg.partition(" ")
-        return f"{AGAIN if ins.again else phase} {chunk}"
-    return VERBS.get(ins.op, ins.op)
+        run = ins.computes
+        return f"{AGAIN if run.again else run.phase} {run.chunk}"
+    return OPS[ins.op].caption
 
 
 def draw_phases(legend: Legend, shades: Sequence[Shade]) -> None:

@@ -52,7 +52,7 @@ class Subject:
 
 def tags_by_name(plans: Plans) -> dict[str, Tags]:
     """The annotations of each chunk, read off their names: all there is of plans from a file."""
-    chunks = {ins.arg.partition(" ")[2] for plan in plans for ins in plan.instrs if ins.op == "compute"}
+    chunks = {ins.computes.chunk for plan in plans for ins in plan.instrs if ins.op == "compute"}
     return {chunk: tuple((tag, int(index)) for tag, index in TAG.findall(chunk)) for chunk in sorted(chunks)}
 
 

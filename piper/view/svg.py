@@ -7,8 +7,9 @@ draws the streams of one device, `piper.view.placement` who holds what.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from piper.ids import AGAIN
 from piper.view.cells import Cell, Pipeline
-from piper.view.grid import AGAIN, LETTER
+from piper.view.grid import LETTER
 from piper.view.legend import Legend, phase_name
 from piper.view.paper import hatched, hatching, hue, sheet
 from piper.view.xml import drawing, element, number, words

@@ -3,32 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from piper.devices import show
-from piper.plan.instr import Instr, Op
+from piper.ids import AGAIN
+from piper.plan.instr import Instr
+from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
-from piper.view.grid import AGAIN, LETTER
-from piper.view.shade import shade_of
+from piper.view.grid import LETTER
 from piper.view.subject import Subject
 
 IDLE = "."
-MARKS: dict[Op, tuple[str, str]] = {
-    "load": ("l", "load"),
-    "send": (">", "send"),
-    "recv": ("<", "receive"),
-    "copy": ("=", "copy"),
-    "concat": ("=", "join"),
-    "add": ("+", "add"),
-    "counts": ("c", "counts"),
-    "exchange": ("x", "all-to-all"),
-    "gather": ("g", "gather"),
-    "accumulate": ("a", "accumulate"),
-    "all_reduce": ("r", "reduce"),
-    "reduce_scatter": ("r", "reduce"),
-    "norm": ("n", "norm"),
-    "total": ("t", "total"),
-    "update": ("u", "update"),
-    "broadcast": ("b", "broadcast"),
-}
 PHASES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 MOST_PROGRAMS = 16
 
@@ -86,9 +69,8 @@ def row(
 def mark_of(ins: Instr) -> tuple[str, str]:
     """The letter of an instruction, and its meaning."""
     if ins.op == "compute":
-        phase = shade_of(ins, ()).phase
-        assert phase is not None, f"{ins.node} computes a phase"
         if ins.again:
             return AGAIN, f"{PHASES['F']} again"
-        return LETTER[phase], PHASES[LETTER[phase]]
-    return MARKS[ins.op]
+        letter = LETTER[ins.computes.phase]
+        return letter, PHASES[letter]
+    return OPS[ins.op].mark, OPS[ins.op].caption

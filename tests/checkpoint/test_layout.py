@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from piper.checkpoint.layout import buffers_of, held_buckets, owned_range, saved_buckets, saved_buffers, spans
+from piper.ids import SlotId
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
 
@@ -33,7 +34,7 @@ def plans(*buckets: Bucket, buffers: dict[int, list[str]] | None = None) -> Plan
             devices=(device,),
             instrs=(),
             slots={},
-            residents={f"buffer.{name}": Slot(nbytes=4) for name in (buffers or {}).get(device, [])},
+            residents={SlotId("buffer", name): Slot(nbytes=4) for name in (buffers or {}).get(device, [])},
         )
         for device in devices
     )

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from piper.launchers.excerpt import Cutter, Excerpt
 from piper.launchers.freight import importable, modules_of, pack, unpack
-from piper.plan.instr import Instr
+from piper.plan.instr import Field, Instr
 from piper.plan.plan import Plan, Plans
 from piper.recipe import import_file
 
@@ -104,7 +104,9 @@ def test_a_recipe_trains_on_processes_without_a_guard_in_the_script(tmp_path: Pa
 
 
 def load(field: str, part: int) -> Instr:
-    return Instr(op="load", node="load", stream="load", arg=field, part=(("MB", part),), devices=(0, 1))
+    return Instr(
+        op="load", node="load", stream="load", payload=Field(name=field, part=(("MB", part),), devices=(0, 1))
+    )
 
 
 def test_a_device_gets_its_own_rows() -> None:

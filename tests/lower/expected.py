@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piper.ir.chunk import Chunk, Output, PhaseSpec, Tags
+from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags
 from piper.ir.graph import Graph
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
@@ -34,7 +34,7 @@ class Expected:
 
     def __init__(self, plans: Plans, graph: Graph) -> None:
         self.truth = Truth(graph, plans.cells)
-        self.known: dict[tuple[int, str, Tags], Computed] = {}
+        self.known: dict[tuple[int, Phase, str, Tags], Computed] = {}
         self.buckets: dict[str, list[Bucket]] = {name: [] for name in self.truth.chunks}
         for bucket in plans.buckets.values():
             for name in bucket.chunks:
@@ -42,11 +42,11 @@ class Expected:
 
     def of(self, number: int, ins: Instr) -> Computed:
         """The instruction of a device."""
-        key = (number, ins.arg, ins.part)
+        phase, name = ins.computes.phase, ins.computes.chunk
+        key = (number, phase, name, ins.part)
         if key not in self.known:
-            phase, _, name = ins.arg.partition(" ")
             chunk = self.truth.chunks[name]
-            spec = chunk.phases[phase]  # type: ignore[index]
+            spec = chunk.phases[phase]
             before, after = self.wanted(number, ins.part, chunk, spec)
             forward = phase == "F"
             given = self.forward if forward else self.backward

@@ -20,7 +20,7 @@ def check_lifetimes(plans: Plans) -> None:
                 check_span(plan, bucket, slots_of(plan, bucket, "g", "grad"), others=1)
             if bucket.zero == 3:
                 check_span(plan, bucket, slots_of(plan, bucket, "whole"))
-        reduced = Counter(ins.arg for ins in plan.instrs if ins.op in ("all_reduce", "reduce_scatter"))
+        reduced = Counter(ins.bucket for ins in plan.instrs if ins.op in ("all_reduce", "reduce_scatter"))
         for bucket in mine:
             trained = any(ins.op == "update" and f"{bucket.name}.param" in ins.writes for ins in plan.instrs)
             if trained and bucket.zero < 2 and not bucket.siblings:
@@ -48,7 +48,7 @@ def check_span(plan: Plan, bucket: Bucket, slots: list[str], others: int = 0) ->
         foreign = [
             ins.node
             for ins in plan.instrs[first:end]
-            if ins.op == "compute" and ins.arg.partition(" ")[2] not in bucket.chunks
+            if ins.op == "compute" and ins.computes.chunk not in bucket.chunks
         ]
         assert len(foreign) <= others, f"{slot} is still there when {foreign} run"
 
@@ -80,9 +80,9 @@ def check_reruns(plans: Plans, regions: Mapping[str, str]) -> None:
 
 def is_first(ins: Instr) -> bool:
     """Whether it is a forward, not one that runs again."""
-    return ins.op == "compute" and ins.arg.startswith("F ") and not ins.again
+    return ins.op == "compute" and ins.computes.phase == "F" and not ins.again
 
 
 def region_of(ins: Instr, regions: Mapping[str, str]) -> str | None:
     """The region that an instruction belongs to, if its forwards run again."""
-    return regions.get(ins.arg.partition(" ")[2])
+    return regions.get(ins.computes.chunk)

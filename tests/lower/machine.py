@@ -140,7 +140,7 @@ class Machine:
         queue = self.queues.setdefault((ins.comm, number), [])
         if not self.buffered and (queue or not receives(self.devices[number], ins.comm)):
             return False
-        queue.append(cut(device.read(ins)[0], ins.arg))
+        queue.append(cut(device.read(ins)[0], ins.payload))
         device.finish(place, ())
         return True
 

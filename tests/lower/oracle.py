@@ -8,9 +8,10 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
+from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph
-from piper.plan.instr import Instr
+from piper.plan.instr import Instr, Routing
 from piper.plan.plan import Bucket, Plan, Plans
 from tests.lower.expected import Expected
 from tests.lower.lifetimes import check_lifetimes, check_reruns
@@ -74,13 +75,16 @@ class Oracle:
         """What an instruction of one device writes."""
         match ins.op:
             case "load":
-                return (Rows(f"batch.{ins.arg}", self.truth.slice(ins.devices, device.number, ins.part)),)
+                field = ins.loads
+                return (
+                    Rows(f"batch.{field.name}", self.truth.slice(field.devices, device.number, field.part)),
+                )
             case "compute":
                 return self.compute(device, ins, reads)
             case "add":
                 return (added(*reads),)
             case "copy":
-                return (cut(reads[0], ins.arg),)
+                return (cut(reads[0], ins.payload),)
             case "concat":
                 return (joined(reads),)
             case "accumulate":
@@ -99,7 +103,7 @@ class Oracle:
         match found[0].op:
             case "counts":
                 values = [value for value, *_ in reads]
-                splits = [Note(found[0].arg, rows_of(value).rows) for value in values]
+                splits = [Note(routing(found[0]).run.chunk, rows_of(value).rows) for value in values]
                 return list(zip(splits, dispersed(values), strict=True))
             case "exchange":
                 return [(value,) for value in self.exchange(found[0], reads)]
@@ -130,7 +134,7 @@ class Oracle:
 
     def exchange(self, ins: Instr, reads: list[list[Value]]) -> list[Value]:
         """Rows out to the shares of the experts, or back to their owners, as they were counted."""
-        way, _, chunk = ins.arg.partition(" ")
+        chunk = routing(ins).run.chunk
         marker = self.truth.chunks[chunk]
         counted = marker.inputs[1]
         route = chunk if marker.kind == "route" else counted.chunk if isinstance(counted, Output) else ""
@@ -139,7 +143,7 @@ class Oracle:
             assert isinstance(split, Note) and split.what == route, f"{ins.node} goes by {split}"
             owned.append(split.rows)
         values = [value for value, _ in reads]
-        if way == "back":
+        if not routing(ins).outward:
             return returned(values, owned)
         assert [rows_of(value).rows for value in values] == owned, (
             f"{ins.node} moves rows that it did not count"
@@ -148,7 +152,7 @@ class Oracle:
 
     def gather(self, members: list[Device], ins: Instr, reads: list[list[Value]]) -> list[Results]:
         """Each member's own shard, for all."""
-        bucket = self.plans.buckets[ins.arg]
+        bucket = self.plans.buckets[ins.bucket]
         assert tuple(member.number for member in members) in bucket.groups
         versions: list[str | None] = []
         for i, (held, *_) in enumerate(reads):
@@ -160,7 +164,7 @@ class Oracle:
         """Take down what part of each gradient this device answers for, and its losses."""
         for slot, value in zip(ins.reads, reads, strict=True):
             if isinstance(value, Weights):
-                bucket = self.plans.buckets[slot.rpartition(".")[0]]
+                bucket = self.plans.buckets[slot.owner]
                 shards = value.shard[1] if value.shard else 1
                 for name in value.terms:
                     part = Fraction(1, bucket.ways * shards * bucket.copies)
@@ -170,9 +174,9 @@ class Oracle:
                 self.sums[slot].update(value)
         return (Note("norm"),)
 
-    def updated(self, device: Device, slot: str, written: str, gradient: Value) -> Value:
+    def updated(self, device: Device, slot: SlotId, written: SlotId, gradient: Value) -> Value:
         """Check a final gradient, and give the parameters a new version."""
-        bucket = self.plans.buckets[slot.rpartition(".")[0]]
+        bucket = self.plans.buckets[slot.owner]
         assert written == f"{bucket.name}.param" and isinstance(gradient, Weights)
         group = group_of(bucket, device.number)
         mine = group.index(device.number)
@@ -256,6 +260,12 @@ def node_of(phase: str, chunk: str, part: Tags) -> str:
 
 def group_of(bucket: Bucket, device: int) -> tuple[int, ...]:
     return next(group for group in bucket.groups if device in group)
+
+
+def routing(ins: Instr) -> Routing:
+    """How rows travel."""
+    assert isinstance(ins.payload, Routing)
+    return ins.payload
 
 
 def share_of(bucket: Bucket, device: int) -> Share:

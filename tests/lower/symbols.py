@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from piper.ir.chunk import Tags
+from piper.plan import instr
+from piper.plan.instr import Payload
 
 Row = tuple[int, Tags]  # a cell of the samples and a part: the smallest piece that is never cut
 Share = tuple[int, int]  # of the experts: which part, of how many
@@ -77,16 +79,14 @@ def with_rows(value: Value, rows: Rows) -> Value:
     return replace(value, of=rows) if isinstance(value, Slope) else rows
 
 
-def cut(value: Value, arg: str) -> Value:
-    """The rows that a send or a copy takes: `start:stop/of`."""
-    if not arg:
+def cut(value: Value, taken: Payload) -> Value:
+    """The rows that a send or a copy takes."""
+    if not isinstance(taken, instr.Rows):
         return value
-    span, _, of = arg.partition("/")
-    start, stop = (int(number) for number in span.split(":"))
     rows = rows_of(value)
-    each, left = divmod(len(rows.rows), int(of))
-    assert not left and rows.rows, f"{arg} of {len(rows.rows)} rows"
-    return with_rows(value, replace(rows, rows=rows.rows[start * each : stop * each]))
+    each, left = divmod(len(rows.rows), taken.of)
+    assert not left and rows.rows, f"{taken} of {len(rows.rows)} rows"
+    return with_rows(value, replace(rows, rows=rows.rows[taken.start * each : taken.stop * each]))
 
 
 def joined(pieces: list[Value]) -> Value:

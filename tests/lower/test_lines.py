@@ -8,6 +8,7 @@ from inspect import cleandoc
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
+from piper.ids import Pass
 from piper.ir.chain import chain
 from piper.ir.chunk import Buffer, Outline
 from piper.ir.graph import start
@@ -41,7 +42,7 @@ def computes(plans: Plans, device: int) -> str:
     shorts = []
     for ins in plans.of(device).instrs:
         if ins.op == "compute":
-            shorts.append(ins.arg.split(" ")[0] + ".".join(str(index) for _, index in ins.part))
+            shorts.append(ins.computes.phase + ".".join(str(index) for _, index in ins.part))
     return " ".join(shorts)
 
 
@@ -302,10 +303,14 @@ def test_parts_that_write_a_buffer_stay_in_step(ordered: bool) -> None:
         *(gpipe(1, 4) if ordered else []),
     ]
     plans = compiled(outline, *strategy)
-    forwards = [ins.part for ins in plans.of(0).instrs if ins.op == "compute" and ins.arg == "F PP=0"]
+    forwards = [
+        ins.part for ins in plans.of(0).instrs if ins.run == Pass(phase="F", chunk="PP=0", part=ins.part)
+    ]
     assert forwards == [(("MB", part),) for part in range(4)]
     if ordered:  # each part's pieces come before the next part's
-        pieces = [ins.part[0][1] for ins in plans.of(0).instrs if ins.arg.startswith("F ")]
+        pieces = [
+            ins.part[0][1] for ins in plans.of(0).instrs if ins.op == "compute" and ins.computes.phase == "F"
+        ]
         assert pieces == sorted(pieces)
 
 

@@ -35,4 +35,4 @@ def test_plans_are_what_they_were(pytestconfig: pytest.Config) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_plans_are_what_they_were(pytestconfig: pytest.Config) -> None:
-    check(slow(), 120, bool(pytestconfig.getoption("--update-golden")))
+    check(slow(), 55, bool(pytestconfig.getoption("--update-golden")))

@@ -3,7 +3,7 @@
 import pytest
 
 from piper.lower.programs import Channel, channels, classes_of
-from piper.lower.work import prefix_of
+from tests.slots import slot
 
 
 def test_devices_that_are_always_together_share_a_program() -> None:
@@ -81,10 +81,9 @@ def test_channels_with_other_pairs_have_other_names() -> None:
         ("PP=0.out0", "PP=0.out0"),
         ("PP=0.out0[MB=1]", "PP=0.out0"),
         ("PP=0/0.whole[F[PP=0 MB=1]]", "PP=0/0.whole"),
-        ("PP=0.out0@2,3[MB=0].piece1", "PP=0.out0@2,3[MB=0].piece1"),
-        ("batch.odd[name]@0[MB=0]", "batch.odd[name]@0"),
-        ("batch.odd[name]@0", "batch.odd[name]@0"),
+        ("PP=0.out0@2,3[MB=0].piece1", "PP=0.out0@2,3"),
+        ('batch."odd[name]"@0[MB=0]', 'batch."odd[name]"@0'),
     ],
 )
 def test_the_name_of_a_value_without_its_part(value: str, prefix: str) -> None:
-    assert prefix_of(value) == prefix
+    assert slot(value).base == prefix

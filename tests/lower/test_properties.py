@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import apply, remat, replicate, split
+from piper.ids import SlotId
 from piper.ir.graph import start
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
@@ -74,7 +75,10 @@ def reading_first(name: str) -> Break:
     def stale(node: Node) -> Node:
         if node.name != name:
             return node
-        return replace(node, reads=tuple(value.replace(".again", "") for value in node.reads))
+        first = {
+            value: SlotId(value.kind, value.owner, value.position, part=value.part) for value in node.reads
+        }
+        return replace(node, reads=tuple(first[v] if v.again else v for v in node.reads))
 
     return lambda work: replace(work, line=tuple(map(stale, work.line)))
 
@@ -85,7 +89,7 @@ def without(kind: type[Node]) -> Break:
 
 
 def reading(node: Compute, bucket: Bucket) -> Compute:
-    return replace(node, reads=(*node.reads, f"{bucket.name}.param"))
+    return replace(node, reads=(*node.reads, SlotId("param", bucket.name)))
 
 
 def ungathered(work: Work) -> Work:

@@ -6,6 +6,7 @@ from inspect import cleandoc
 import pytest
 
 from piper.directives import Directive, order, place, remat, replicate, shard, split
+from piper.ids import SlotId
 from piper.ir.chain import chain
 from piper.ir.chunk import Output
 from piper.ir.select import at
@@ -14,6 +15,7 @@ from piper.plan.text import read_plans, show_plans
 from piper.schedules import zero_bubble
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, layered, pp
 from tests.lower.test_lines import compiled, shown, stages
+from tests.slots import slot, slots
 
 
 def kept(plan: Plan, before: str) -> list[str]:
@@ -64,7 +66,7 @@ def test_it_writes_slots_of_its_own_and_reads_what_came_into_the_region() -> Non
     plan = compiled(chain(1, width=4), remat(at(), 1, across="PP")).of(0)
     first, second, back = (ins for ins in plan.instrs if ins.op == "compute")
     assert (first.node, second.node, back.node) == ("F[PP=0]", "R[PP=0]", "B[PP=0]")
-    assert (first.arg, first.part) == (second.arg, second.part)
+    assert replace(first.computes, again=True) == second.computes
     assert first.reads == second.reads == ("batch.x@0", "PP=0/0.param")
     assert first.writes == ("PP=0.out0", "PP=0.saved")
     assert first.frees == ("PP=0.saved",)
@@ -275,12 +277,12 @@ def test_a_later_budget_without_across_keeps_what_is_saved() -> None:
 
 def test_sizes_are_those_of_the_first_run() -> None:
     plan = compiled(layered(), split(at(), parts=2), remat(at(), 1, across="PP")).of(0)
-    twice = [slot for slot in plan.slots if ".again" in slot]
+    twice = [made for made in plan.slots if made.again]
     assert len(twice) == 2 * (
         8 * 2 + 2 + 8
     )  # of each part: outputs, two of them with a second one, two bundles
-    for slot in twice:
-        assert plan.slots[slot] == plan.slots[slot.replace(".again", "")]
+    for made in twice:
+        assert plan.slots[made] == plan.slots[SlotId(made.kind, made.owner, made.position, part=made.part)]
 
 
 def test_storages_that_slots_share_are_apart_from_those_of_the_first_run() -> None:
@@ -291,9 +293,11 @@ def test_storages_that_slots_share_are_apart_from_those_of_the_first_run() -> No
     first = replace(first, outputs=(shared,), saved=(shared,), storages=(shared.nbytes,))
     outline = replace(outline, chunks=(first, last))
     plan = compiled(outline, split(at(), parts=2), remat(at(PP=0), 1, across="PP")).of(0)
-    for slot in ("PP=0.out0", "PP=0.saved"):
-        assert plan.slots[f"{slot}[MB=1]"].shares == (("PP=0.storage0[MB=1]", shared.nbytes),)
-        assert plan.slots[f"{slot}.again[MB=1]"].shares == (("PP=0.storage0.again[MB=1]", shared.nbytes),)
+    for name in ("PP=0.out0", "PP=0.saved"):
+        assert plan.slots[slot(f"{name}[MB=1]")].shares == (("PP=0.storage0[MB=1]", shared.nbytes),)
+        assert plan.slots[slot(f"{name}.again[MB=1]")].shares == (
+            ("PP=0.storage0.again[MB=1]", shared.nbytes),
+        )
 
 
 def test_what_a_backward_still_uses_of_its_input_is_that_of_the_second_run() -> None:
@@ -308,8 +312,8 @@ def test_what_a_backward_still_uses_of_its_input_is_that_of_the_second_run() -> 
     outline = replace(outline, chunks=(outline.chunks[0], eager))
     plan = compiled(outline, remat(at(), 1, across="PP")).of(0)
     freed = {slot: ins.node for ins in plan.instrs for slot in ins.frees}
-    assert freed["PP=0.out0"] == "F[PP=0 #1]"
-    assert freed["PP=0.out0.again"] == "B[PP=0 #1]"
+    assert freed[slot("PP=0.out0")] == "F[PP=0 #1]"
+    assert freed[slot("PP=0.out0.again")] == "B[PP=0 #1]"
 
 
 def test_an_output_that_two_regions_read_is_one_value() -> None:
@@ -322,7 +326,7 @@ def test_an_output_that_two_regions_read_is_one_value() -> None:
     plan = compiled(d.outline(last), remat(at(PP=0), 1, across="PP")).of(0)
     readers = {
         slot: [ins.node for ins in plan.instrs if slot in ins.reads]
-        for slot in ("PP=0.out0", "PP=0.out0.again")
+        for slot in slots("PP=0.out0", "PP=0.out0.again")
     }
     assert readers == {
         "PP=0.out0": ["F[PP=0 #1]", "F[PP=1]", "B[PP=1]"],

@@ -26,6 +26,7 @@ from tests.lower.outlines import (
     pp,
     skips,
 )
+from tests.slots import slot
 
 
 def compiled(outline: Outline, strategy: list[Directive]) -> Plans:
@@ -128,7 +129,7 @@ def test_buffers_of_divided_experts_follow_the_first_group() -> None:
     plans = compiled(mixture(), [replicate(at(), range(4)), shard(at(EP="*"), range(4), ways=2)])
     sent = [ins for ins in plans.of(0).instrs if ins.op == "broadcast"]
     assert [plans.comms[ins.comm or ""].groups for ins in sent] == [((0, 2), (1, 3))] * 2
-    assert plans.of(0).residents["buffer.used.0"].nbytes == 4 * EXPERTS * WIDTH // 2
+    assert plans.of(0).residents[slot("buffer.used.0")].nbytes == 4 * EXPERTS * WIDTH // 2
     whole = compiled(mixture(), [replicate(at(), range(4)), shard(at(EP="*"), range(4))])
     assert not any(ins.op == "broadcast" for ins in whole.of(0).instrs)
 

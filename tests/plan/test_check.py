@@ -15,6 +15,7 @@ from piper.plan.check import ProofError, prove
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.schedules import one_f_one_b
+from tests.slots import slot, slots
 
 
 def pipeline() -> Plans:
@@ -121,9 +122,9 @@ device 2 does transfer transfer[PP=0.out0[MB=0] @0,1 -> @2,3] of 32 bytes
 def test_a_slot_freed_early() -> None:
     def move(instrs: list[Instr]) -> None:
         late, early = find(instrs, "compute", "B[PP=0 MB=0]"), find(instrs, "compute", "F[PP=0 MB=1]")
-        slot = "PP=0.saved[MB=0]"
-        instrs[late] = replace(instrs[late], frees=tuple(s for s in instrs[late].frees if s != slot))
-        instrs[early] = replace(instrs[early], frees=(*instrs[early].frees, slot))
+        saved = slot("PP=0.saved[MB=0]")
+        instrs[late] = replace(instrs[late], frees=tuple(s for s in instrs[late].frees if s != saved))
+        instrs[early] = replace(instrs[early], frees=(*instrs[early].frees, saved))
 
     assert spoilt(pipeline(), 0, move) == cleandoc("""
         the plans cannot be proven:
@@ -142,7 +143,7 @@ def test_a_slot_freed_while_another_stream_uses_it() -> None:
     def move(instrs: list[Instr]) -> None:
         send, compute = find(instrs, "send", "out0[MB=0]"), find(instrs, "compute", "F[PP=0 MB=1]")
         instrs[send] = replace(instrs[send], frees=())
-        instrs[compute] = replace(instrs[compute], frees=("PP=0.out0[MB=0]",))
+        instrs[compute] = replace(instrs[compute], frees=slots("PP=0.out0[MB=0]"))
 
     said = "F[PP=0 MB=1] frees PP=0.out0[MB=0] while transfer[PP=0.out0[MB=0] @0,1 -> @2,3] may still use it"
     assert said in spoilt(pipeline(), 0, move)
@@ -151,7 +152,7 @@ def test_a_slot_freed_while_another_stream_uses_it() -> None:
 def test_a_slot_freed_twice() -> None:
     def again(instrs: list[Instr]) -> None:
         place = find(instrs, "compute", "B[PP=0 MB=1]")
-        instrs[place] = replace(instrs[place], frees=(*instrs[place].frees, "PP=0.saved[MB=0]"))
+        instrs[place] = replace(instrs[place], frees=(*instrs[place].frees, slot("PP=0.saved[MB=0]")))
 
     assert "B[PP=0 MB=1] frees PP=0.saved[MB=0], freed at 7" in spoilt(pipeline(), 0, again)
 
@@ -166,11 +167,11 @@ def test_a_slot_never_freed() -> None:
 
 def test_a_resident_freed_or_a_slot_nobody_wrote() -> None:
     def free(instrs: list[Instr]) -> None:
-        instrs[-1] = replace(instrs[-1], frees=("PP=0/0.param", "nothing"))
+        instrs[-1] = replace(instrs[-1], frees=slots("PP=0/0.param", "nothing"))
 
     said = spoilt(pipeline(), 0, free)
     assert "gather[PP=0/0 for update] frees PP=0/0.param, which outlives the step" in said
-    assert "gather[PP=0/0 for update] frees nothing, which nothing has written" in said
+    assert "gather[PP=0/0 for update] frees nothing.out0, which nothing has written" in said
 
 
 def test_a_dropped_receive() -> None:
@@ -281,21 +282,28 @@ def test_a_slot_without_a_size() -> None:
 
 
 def test_a_storage_is_free_only_when_all_who_share_it_are_done() -> None:
-    slots = {name: Slot(nbytes=0, shares=(("storage", 8),)) for name in ("a", "b")}
+    sizes = {slot(name): Slot(nbytes=0, shares=((slot("PP=0.storage0"), 8),)) for name in ("a", "b")}
     instrs = [
-        Instr(op="compute", node="make", stream="compute", writes=("a", "b"), signals=0),
+        Instr(op="compute", node="make", stream="compute", writes=slots("a", "b"), signals=0),
         Instr(
-            op="send", node="send", stream="send", reads=("a",), frees=("a",), waits=(0,), comm="c", signals=1
+            op="send",
+            node="send",
+            stream="send",
+            reads=slots("a"),
+            frees=slots("a"),
+            waits=(0,),
+            comm="c",
+            signals=1,
         ),
-        Instr(op="compute", node="use", stream="compute", reads=("b",), frees=("b",), waits=(1,)),
+        Instr(op="compute", node="use", stream="compute", reads=slots("b"), frees=slots("b"), waits=(1,)),
     ]
     other = Plan(
         devices=(1,),
-        instrs=(Instr(op="recv", node="send", stream="recv", writes=("a",), frees=("a",), comm="c"),),
-        slots={"a": Slot(nbytes=8)},
+        instrs=(Instr(op="recv", node="send", stream="recv", writes=slots("a"), frees=slots("a"), comm="c"),),
+        slots={slot("a"): Slot(nbytes=8)},
         residents={},
     )
-    plan = Plan(devices=(0,), instrs=tuple(instrs), slots=slots, residents={})
+    plan = Plan(devices=(0,), instrs=tuple(instrs), slots=sizes, residents={})
     comm = Comm(name="c", kind="pairs", groups=((0, 1),))
     plans = Plans(plans=(plan, other), comms={"c": comm}, buckets={}, seed=1.0, weighted=False)
     prove(plans)
@@ -303,4 +311,4 @@ def test_a_storage_is_free_only_when_all_who_share_it_are_done() -> None:
     def rush(instrs: list[Instr]) -> None:
         instrs[2] = replace(instrs[2], waits=())
 
-    assert "use frees storage while send may still use it" in spoilt(plans, 0, rush)
+    assert "use frees PP=0.storage0 while send may still use it" in spoilt(plans, 0, rush)

@@ -9,19 +9,40 @@ from piper.plan.instr import Instr
 from piper.plan.memory import timeline
 from piper.plan.plan import Plan, Slot
 from piper.schedules import gpipe, one_f_one_b
+from tests.slots import slot, slots
 
 
-def plan_of(*instrs: Instr, **slots: Slot) -> Plan:
-    return Plan(devices=(0,), instrs=instrs, slots=slots, residents={"param": Slot(nbytes=100)})
+def plan_of(*instrs: Instr, **held: Slot) -> Plan:
+    sizes = {slot(name): size for name, size in held.items()}
+    return Plan(devices=(0,), instrs=instrs, slots=sizes, residents={slot("w"): Slot(nbytes=100)})
 
 
 def test_slots_count_from_their_first_write_to_their_end() -> None:
     found = timeline(
         plan_of(
-            Instr(op="compute", node="f", stream="compute", reads=("param",), writes=("a", "b"), workspace=7),
-            Instr(op="compute", node="g", stream="compute", reads=("a",), writes=("c",), frees=("a",)),
             Instr(
-                op="accumulate", node="h", stream="compute", reads=("b", "c"), writes=("c",), frees=("b", "c")
+                op="compute",
+                node="f",
+                stream="compute",
+                reads=slots("w"),
+                writes=slots("a", "b"),
+                workspace=7,
+            ),
+            Instr(
+                op="compute",
+                node="g",
+                stream="compute",
+                reads=slots("a"),
+                writes=slots("c"),
+                frees=slots("a"),
+            ),
+            Instr(
+                op="accumulate",
+                node="h",
+                stream="compute",
+                reads=slots("b", "c"),
+                writes=slots("c"),
+                frees=slots("b", "c"),
             ),
             a=Slot(nbytes=10),
             b=Slot(nbytes=20),
@@ -31,26 +52,26 @@ def test_slots_count_from_their_first_write_to_their_end() -> None:
     assert found.resident == 100
     assert found.live == (137, 170, 160)
     assert (found.peak, found.peak_at) == (170, 1)
-    assert found.at_peak == (("param", 100), ("c", 40), ("b", 20), ("a", 10))
+    assert found.at_peak == (("w.out0", 100), ("c.out0", 40), ("b.out0", 20), ("a.out0", 10))
 
 
 def test_a_shared_storage_counts_once_until_its_last_slot_is_freed() -> None:
     found = timeline(
         plan_of(
-            Instr(op="compute", node="f", stream="compute", writes=("a", "b"), workspace=1),
-            Instr(op="send", node="s", stream="send", reads=("a",), frees=("a",)),
-            Instr(op="compute", node="g", stream="compute", reads=("b",), frees=("b",)),
-            a=Slot(nbytes=1, shares=(("storage", 50),)),
-            b=Slot(nbytes=0, shares=(("storage", 50),)),
+            Instr(op="compute", node="f", stream="compute", writes=slots("a", "b"), workspace=1),
+            Instr(op="send", node="s", stream="send", reads=slots("a"), frees=slots("a")),
+            Instr(op="compute", node="g", stream="compute", reads=slots("b"), frees=slots("b")),
+            a=Slot(nbytes=1, shares=((slot("PP=0.storage0"), 50),)),
+            b=Slot(nbytes=0, shares=((slot("PP=0.storage0"), 50),)),
         )
     )
     assert found.live == (152, 151, 150)
-    assert found.at_peak == (("param", 100), ("storage", 50), ("a", 1), ("workspace", 1))
+    assert found.at_peak == (("w.out0", 100), ("PP=0.storage0", 50), ("a.out0", 1), ("workspace", 1))
 
 
 def test_a_plan_without_instructions_holds_what_is_resident() -> None:
     found = timeline(plan_of())
-    assert (found.peak, found.live, found.at_peak) == (100, (), (("param", 100),))
+    assert (found.peak, found.live, found.at_peak) == (100, (), (("w.out0", 100),))
 
 
 def peaks(*strategy: Directive) -> list[int]:

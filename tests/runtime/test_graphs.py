@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 from piper.api import compile
 from piper.directives import split
 from piper.errors import ConfigError
+from piper.ids import Pass
 from piper.ir.chunk import Chunk
 from piper.ir.select import at
 from piper.launchers.start import by_host, launch
@@ -70,7 +71,8 @@ def test_what_of_a_plan_needs_the_host(cell: Cell, reasons: list[str]) -> None:
 def test_many_chunks_are_not_all_named() -> None:
     names = [f"PP={i}" for i in range(5)]
     instrs = tuple(
-        Instr(op="compute", node=f"F[{name}]", stream="compute", arg=f"F {name}") for name in names
+        Instr(op="compute", node=f"F[{name}]", stream="compute", payload=Pass(phase="F", chunk=name))
+        for name in names
     )
     plan = Plan(devices=(0,), instrs=instrs, slots={}, residents={})
     (reason,) = static_reasons(plan, {name: Chunk(name=name, tags=(), random=True) for name in names})

@@ -18,7 +18,7 @@ from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.launchers.madeup import made_up
 from piper.launchers.restoring import load_state
-from piper.plan.instr import Op
+from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor
 from piper.runtime.cuda.graphs import WARM, GraphExecutor

@@ -223,7 +223,7 @@ def test_the_models_are_what_they_are_meant_to_be(bench: Bench) -> None:
     assert [list(code.fallbacks) for code in opaque.codes.values()] == [["PP=0 LAYER=1"]]
     assert {chunk.name for chunk in noisy.outline.chunks if chunk.random} >= {"PP=0 LAYER=0", "PP=1 LAYER=3"}
     for program, chunk in ((opaque, "PP=0 LAYER=1"), (noisy, "PP=0 LAYER=0")):
-        assert any(ins.again and ins.arg == f"F {chunk}" for ins in program.plans.of(0).instrs)
+        assert any(ins.again and ins.computes.chunk == chunk for ins in program.plans.of(0).instrs)
 
 
 MEMORY = [Run(schedule="gpipe", budget=1), Run(model=long, budget=1)]

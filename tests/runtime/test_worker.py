@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from piper.api import Program, compile
 from piper.errors import ConfigError, WorkerError
+from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.memory import timeline
@@ -99,15 +100,19 @@ def test_no_whole_gradient_or_parameter_outlives_its_run_of_uses(zero: int) -> N
         look_after_each(worker, held)
         run.step(batches(cell, 1)[0])
     plan, buckets = worker.env.plan, run.plans.buckets
-    wholes = {name for name in plan.slots if any(mark in name for mark in (".whole[", ".g[", ".grad["))}
-    assert any(".whole[" in name for name in wholes) == (zero == 3)
+    wholes = {
+        slot
+        for slot in plan.slots
+        if slot.kind in ("whole", "gradient") or (slot.kind == "grad" and slot.run)
+    }
+    assert any(slot.kind == "whole" for slot in wholes) == (zero == 3)
     for slot in wholes:
         live = [i for i, slots in enumerate(held) if slot in slots]
-        chunks = buckets[slot.partition(".")[0]].chunks
+        chunks = buckets[slot.owner].chunks
         others = [
             plan.instrs[i].node
             for i in live
-            if plan.instrs[i].op == "compute" and plan.instrs[i].arg.partition(" ")[2] not in chunks
+            if plan.instrs[i].op == "compute" and plan.instrs[i].computes.chunk not in chunks
         ]
         assert len(others) <= 1, f"{slot} is live during {others}"  # gathered one computation ahead
     assert max(sum(slot in slots for slots in held) for slot in wholes) < len(held) / 2
@@ -195,7 +200,8 @@ def test_dropout_draws_anew_for_each_step_part_and_replica() -> None:
         for _ in range(2):
             run.step(same)
             trails = run.trails()
-            seen += [trails[d][f"F[PP=0 MB={m}]", "PP=0.out0"].clone() for d in (0, 1) for m in (0, 1)]
+            first = [Pass(phase="F", chunk="PP=0", part=(("MB", part),)) for part in (0, 1)]
+            seen += [trails[d][run, SlotId("output", "PP=0")].clone() for d in (0, 1) for run in first]
     assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
     kept = math.fsum((value != 0).double().mean().item() for value in seen) / len(seen)
     assert 0.6 < kept < 0.9  # dropout of a quarter

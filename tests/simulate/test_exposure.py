@@ -12,7 +12,8 @@ from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.plan.plan import Plan
 from piper.simulate.costs import Talk
 from piper.simulate.exposure import Exposure, exposure, main_phase

@@ -7,17 +7,20 @@ import pytest
 from piper import at, place, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
+from piper.ids import Pass
 from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.plan.instr import COMMUNICATION, Instr, Op
+from piper.plan.instr import Instr
 from piper.plan.memory import timeline as issue_order
+from piper.plan.ops import COMMUNICATION, Op
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk, Unit, type_of
 from piper.simulate.simulate import Simulation, simulate
 from tests.simulate.pipelines import pipeline
+from tests.slots import slot, slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,8 @@ class Timed:
 
 
 def step(op: Op, node: str, stream: str, **fields: object) -> Instr:
-    return Instr(op=op, node=node, stream=stream, **fields)  # type: ignore[arg-type]
+    payload = Pass(phase="F", chunk=node) if op == "compute" else None
+    return Instr(op=op, node=node, stream=stream, payload=payload, **fields)  # type: ignore[arg-type]
 
 
 def job(*programs: list[Instr], comms: dict[str, tuple[Devices, ...]] | None = None) -> Plans:
@@ -150,19 +154,19 @@ def test_memory_over_time() -> None:
     plan = Plan(
         devices=(0,),
         instrs=(
-            step("compute", "a", "x", writes=("v",), workspace=5, signals=0),
-            step("compute", "b", "x", reads=("v",), writes=("w",), frees=("v",)),
-            step("compute", "c", "x", reads=("w",), frees=("w",)),
+            step("compute", "a", "x", writes=slots("v"), workspace=5, signals=0),
+            step("compute", "b", "x", reads=slots("v"), writes=slots("w"), frees=slots("v")),
+            step("compute", "c", "x", reads=slots("w"), frees=slots("w")),
         ),
-        slots={"v": Slot(nbytes=10), "w": Slot(nbytes=3)},
-        residents={"p": Slot(nbytes=100)},
+        slots={slot("v"): Slot(nbytes=10), slot("w"): Slot(nbytes=3)},
+        residents={slot("p"): Slot(nbytes=100)},
     )
     found = simulate(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), None, Timed())
     memory = found.memories[0]
     assert memory.times == (0, 1, 2, 3)
     assert memory.live == (115, 113, 103, 100)
     assert (memory.peak, memory.peak_at) == (115, 0)
-    assert memory.at_peak == (("p", 100), ("v", 10), ("workspace of a", 5))
+    assert memory.at_peak == (("p.out0", 100), ("v.out0", 10), ("workspace of a", 5))
 
 
 @pytest.mark.parametrize("schedule", [schedules.one_f_one_b, schedules.zero_bubble, schedules.gpipe])

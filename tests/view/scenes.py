@@ -9,7 +9,7 @@ from piper.directives import Directive, apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.plan.instr import Op
+from piper.plan.ops import Op
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate

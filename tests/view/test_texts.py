@@ -33,14 +33,14 @@ def test_a_timeline_has_a_line_per_stream() -> None:
           recv     ..<<<<<......................
           send     ...............>>...>>>......
           reduce   ...........................tt
-        < receive, > send, B backward, F forward, a accumulate, l load, n norm, t total, u update, . idle
+        < receive, > send, B backward, F forward, a sum, l load, n norm, t total, u update, . idle
     """)
 
 
 def test_a_forward_that_runs_again_has_a_letter_of_its_own() -> None:
     text = timeline_text(pipeline(remat(at(PP=0), budget=1, across="PP")), 40).splitlines()
     assert text[1] == "  compute  FFFFFRRR.......BBBBBRRRBBBBB."
-    assert "F forward, R forward again, a accumulate" in text[-1]
+    assert "F forward, R forward again, a sum" in text[-1]
     assert "again" not in timeline_text(pipeline())
 
 

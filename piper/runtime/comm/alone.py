@@ -6,19 +6,17 @@ its own shard, an exchange brings back the rows it would have sent: as many, gro
 which is what a balanced router gives every device.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk, TensorSpec
-from piper.plan.instr import Instr
+from piper.plan.instr import Instr, Rows
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Form, Group
 from piper.runtime.env import Bound, Env
-
-VALUE = re.compile(r"(?P<chunk>.+)\.(?P<kind>out|din|grad)(?P<index>\d+)(\.\d+)?(@[^\[]*)?(\[.*\])?")
 
 
 class AloneComms:
@@ -106,16 +104,13 @@ def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) 
     send = next(sends)
     spec = spec_of(chunks, send.reads[0])
     shape = spec.shape
-    if send.arg:
-        span, _, of = send.arg.partition("/")
-        start, stop = map(int, span.split(":"))
-        shape = (shape[0] * stop // int(of) - shape[0] * start // int(of), *shape[1:])
+    if isinstance(rows := send.payload, Rows):
+        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
     return Form(shape, getattr(torch, spec.dtype))
 
 
-def spec_of(chunks: Mapping[str, Chunk], slot: str) -> TensorSpec:
+def spec_of(chunks: Mapping[str, Chunk], slot: SlotId) -> TensorSpec:
     """What a slot between chunks holds: an output, the gradient of an input, or a sum of such gradients."""
-    match = VALUE.fullmatch(slot)
-    assert match, f"{slot} is not a value between chunks"
-    chunk, index = chunks[match["chunk"]], int(match["index"])
-    return chunk.input_specs[index] if match["kind"] == "din" else chunk.outputs[index]
+    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
+    chunk = chunks[slot.owner]
+    return (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]

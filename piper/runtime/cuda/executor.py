@@ -5,7 +5,8 @@ from time import monotonic, sleep
 
 import torch
 
-from piper.plan.instr import COMMUNICATION
+from piper.ids import SlotId
+from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import CommError
 from piper.runtime.cuda.releases import releases
@@ -40,7 +41,7 @@ class StreamExecutor:
         plan: Plan,
         bound: Sequence[Bound],
         slots: list[object],
-        index: Mapping[str, int],
+        index: Mapping[SlotId, int],
         *,
         device: int,
         accelerator: torch.device,
@@ -70,11 +71,11 @@ class StreamExecutor:
 
     def _streams(self) -> dict[str, torch.cuda.Stream]:
         """A stream for each of the plan's; those that communicate go before those that compute."""
-        talking = {ins.stream for ins in self.plan.instrs if ins.op in COMMUNICATION}
+        talking = {ins.stream for ins in self.plan.instrs if OPS[ins.op].communicates}
         names = dict.fromkeys(ins.stream for ins in self.plan.instrs)
         return {name: torch.cuda.Stream(priority=-1 if name in talking else 0) for name in names}
 
-    def _bind(self, bound: Sequence[Bound], index: Mapping[str, int]) -> list[Step]:
+    def _bind(self, bound: Sequence[Bound], index: Mapping[SlotId, int]) -> list[Step]:
         plan = self.plan
         handlings = releases(plan)
         signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
@@ -82,7 +83,7 @@ class StreamExecutor:
         self.events = {place: torch.cuda.Event() for place in sorted({*signalled.values(), *asked})}
         steps: list[Step] = []
         for place, (ins, run, handling) in enumerate(zip(plan.instrs, bound, handlings, strict=True)):
-            replaces = tuple(index[slot] for slot in ins.writes if slot.startswith("buffer."))
+            replaces = tuple(index[slot] for slot in ins.writes if slot.kind == "buffer")
             if not self.streams:
                 frees = tuple(index[slot] for slot in ins.frees)
                 steps.append((place, run, self.home, (), (), frees, (), (), self.events.get(place)))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.runtime.comm.base import CommError
 from piper.runtime.compute import rows
 from piper.runtime.cuda.static import not_static, settings
@@ -34,7 +35,7 @@ class Intake:
 
     def load(self, env: Env, ins: Instr) -> Bound:
         """Bring this device's rows of a batch field, for one part, to the device."""
-        slots, target, field = env.slots, env.at(ins.writes[0]), ins.arg
+        slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
         dtype, device = env.setup.dtype, env.setup.device
         room: Tensor | None = None
         spans: list[tuple[int, int]] = []

@@ -14,12 +14,13 @@ memory grow with how far the host runs ahead.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.ids import SlotId
+from piper.plan.instr import Instr
 from piper.plan.memory import Ledger
+from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 
 LAG = 1  # pieces of work that a stream begins before it waits for what another stream has freed
-WORK = COMMUNICATION | {"compute", "load"}  # the ops that count as a piece of work: the others take no time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,16 +28,16 @@ class Handling:
     """What one instruction does beyond what its plan says."""
 
     waits: list[int] = field(default_factory=list)  # places on other streams that it begins after
-    drops: list[str] = field(default_factory=list)  # parked slots that go back before it begins
-    frees: list[str] = field(default_factory=list)  # its plan's frees: slots that go back at its end
-    parks: list[str] = field(default_factory=list)  # and slots that are held until a later instruction
+    drops: list[SlotId] = field(default_factory=list)  # parked slots that go back before it begins
+    frees: list[SlotId] = field(default_factory=list)  # its plan's frees: slots that go back at its end
+    parks: list[SlotId] = field(default_factory=list)  # and slots that are held until a later instruction
 
 
 @dataclass(slots=True, kw_only=True)
 class Parked:
     """A slot on its way back to the stream that made it."""
 
-    slot: str
+    slot: SlotId
     place: int  # where it was freed
     age: int = 0  # pieces of work that its stream has begun since
 
@@ -50,7 +51,7 @@ class Releases:
         self.lane = [names[ins.stream] for ins in plan.instrs]  # the stream of each place, by number
         self.known = [[-1] * len(names) for _ in names]  # by stream: how far it knows each to have come
         self.after: list[tuple[int, ...]] = []  # the same, at the end of each instruction
-        self.maker: dict[str, int] = {}  # slot -> the stream that took its memory
+        self.maker: dict[SlotId, int] = {}  # slot -> the stream that took its memory
         self.parked: list[list[Parked]] = [[] for _ in names]  # by the stream that they go back to
         self.signalled: dict[int, int] = {}  # event -> place
 
@@ -82,7 +83,7 @@ class Releases:
         """Drop what this stream knows to be over; wait for what has been parked for long enough."""
         if not self.parked[lane]:
             return
-        works = ins.op in WORK
+        works = OPS[ins.op].takes_time
         if works:
             late: dict[int, int] = {}  # other stream -> the last place of it to wait for
             for slot in self.parked[lane]:
@@ -116,7 +117,7 @@ def releases(plan: Plan, lag: int = LAG) -> list[Handling]:
 def foretold_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
     """The most bytes that a device holds in a step: what the plan counts, and what is parked meanwhile."""
     ledger = Ledger(plan)
-    held: set[str] = set()
+    held: set[SlotId] = set()
     resident = sum(slot.nbytes for slot in plan.residents.values())
     peak = resident
     for ins, handling in zip(plan.instrs, handlings or releases(plan), strict=True):

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
 from piper.plan.plan import Plan
-from piper.runtime.compute import subject
 from piper.runtime.setup import Setup
 from piper.runtime.state import fuse
 
@@ -70,7 +69,7 @@ def not_static(reasons: Iterable[str]) -> ConfigError:
 
 def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     """What of a plan needs the host while it runs."""
-    named = dict.fromkeys(subject(chunks, ins.arg)[1].name for ins in plan.instrs if ins.op == "compute")
+    named = dict.fromkeys(ins.computes.chunk for ins in plan.instrs if ins.op == "compute")
     routed = [name for name in named if chunks[name].kind == "expert"]
     drawn = [name for name in named if chunks[name].random]
     reasons = []

@@ -4,7 +4,6 @@ const NODE = 26;
 const NODE_GAP = 34;
 const NODE_WIDTH = 72; // at first
 const FAR = 12; // columns: longer edges are faint
-const SOURCES = new Set(["load", "recv", "gather"]); // they need nothing of this device
 
 const dagCache = new Map();
 
@@ -45,7 +44,7 @@ function dagOf(number) {
 function bringLate(program, column, out) {
   const next = new Map();
   for (let place = program.count - 1; place >= 0; place -= 1) {
-    if (SOURCES.has(program.opAt(place))) {
+    if (facts.ops[program.opAt(place)].needsNothing) {
       const after = out[place].map(([user]) => column[user]);
       if (next.has(program.stream[place])) after.push(next.get(program.stream[place]));
       if (after.length) column[place] = Math.max(column[place], Math.min(...after) - 1);

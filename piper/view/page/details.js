@@ -14,7 +14,7 @@ function showDetails() {
   const rows = make("dl");
   const add = (name, ...values) => values.length && rows.append(make("dt", {}, name), ...values.map((value) => make("dd", {}, value)));
   const phase = program.phase[place] && program.opAt(place) === "compute" ? `, ${PHASES[program.phase[place]]}` : "";
-  add("does", `${OPS[program.opAt(place)]}${phase}`);
+  add("does", `${facts.ops[program.opAt(place)].label}${phase}`);
   add("on", `${program.devices.length > 1 ? "devices" : "device"} ${program.name}, stream ${program.streamAt(place)}, instruction ${place} of ${program.count}`);
   add("planned", `at ${showTime(program.start[place])}, for ${showTime(program.length[place])}`);
   const run = measuredOf(state.device);

@@ -47,25 +47,17 @@ function plural(count, word) {
 }
 
 const PHASES = { F: "forward", R: "forward again", B: "backward", BI: "input gradients", BW: "weight gradients" };
-const OPS = {
-  compute: "compute", load: "load", send: "send", recv: "receive", copy: "copy", concat: "join", add: "add",
-  counts: "counts", exchange: "all-to-all", gather: "gather", accumulate: "accumulate", all_reduce: "all-reduce",
-  reduce_scatter: "reduce-scatter", norm: "norm", total: "total", update: "update", broadcast: "broadcast",
-};
-
-const SHORT = { ...OPS, accumulate: "sum", all_reduce: "reduce", reduce_scatter: "reduce" };
-
 // An instruction in a word or two, to stand in its bar.
 function caption(program, place) {
   const op = program.opAt(place);
-  return op === "compute" ? program.args[program.arg[place]] : SHORT[op];
+  return op === "compute" ? program.args[program.arg[place]] : facts.ops[op].short;
 }
 
 // An instruction in a sentence, for those who listen.
 function told(number, place) {
   const program = facts.programs[number];
   return (
-    `${program.nodeAt(place)}, ${OPS[program.opAt(place)]} on stream ${program.streamAt(place)}, ` +
+    `${program.nodeAt(place)}, ${facts.ops[program.opAt(place)].label} on stream ${program.streamAt(place)}, ` +
     `from ${showTime(program.start[place])}, for ${showTime(program.length[place])}`
   );
 }

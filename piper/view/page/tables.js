@@ -35,7 +35,7 @@ function fillComms() {
   }
   const most = Math.max(...facts.comms.map((comm) => comm.nbytes), 1);
   const rows = facts.comms.slice(0, 40).map((comm) => ({
-    cells: [make("span", { title: `groups ${comm.groups.join("; ")}` }, comm.name), OPS[comm.op], String(comm.times), showBytes(comm.nbytes), bar(comm.nbytes / most)],
+    cells: [make("span", { title: `groups ${comm.groups.join("; ")}` }, comm.name), facts.ops[comm.op].label, String(comm.times), showBytes(comm.nbytes), bar(comm.nbytes / most)],
   }));
   host.append(table([["communicator", "code"], ["does"], ["times", "right"], ["bytes", "right"], ["", "bar"]], rows));
   if (facts.comms.length > 40) host.append(make("p", { class: "faint" }, `and ${facts.comms.length - 40} smaller ones`));
@@ -48,7 +48,7 @@ function fillPath() {
   facts.path.forEach(([program, place]) => {
     const entry = facts.programs[program];
     const op = entry.opAt(place);
-    const kind = op === "compute" ? `compute, ${PHASES[entry.phase[place]]}` : OPS[op];
+    const kind = op === "compute" ? `compute, ${PHASES[entry.phase[place]]}` : facts.ops[op].label;
     const sum = total.get(kind) ?? { time: 0, count: 0, first: [program, place] };
     total.set(kind, { time: sum.time + entry.length[place], count: sum.count + 1, first: sum.first });
   });
@@ -106,7 +106,7 @@ function instructionsTable() {
   const rows = [];
   for (let place = 0; place < program.count; place += 1) {
     rows.push({
-      cells: [program.nodeAt(place), String(place), program.streamAt(place), OPS[program.opAt(place)], showTime(program.start[place]), showTime(program.length[place])],
+      cells: [program.nodeAt(place), String(place), program.streamAt(place), facts.ops[program.opAt(place)].label, showTime(program.start[place]), showTime(program.length[place])],
       go: () => select(number, place, { reveal: true }),
     });
   }

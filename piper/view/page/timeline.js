@@ -247,7 +247,7 @@ function differenceOf(device, place) {
 
 function tipOf(number, place) {
   const program = facts.programs[number];
-  const lines = [program.nodeAt(place), `${OPS[program.opAt(place)]} on ${program.streamAt(place)}`];
+  const lines = [program.nodeAt(place), `${facts.ops[program.opAt(place)].label} on ${program.streamAt(place)}`];
   lines.push(`planned at ${showTime(program.start[place])} for ${showTime(program.length[place])}`);
   const run = measuredOf(state.device);
   if (run && number === currentProgram()) {

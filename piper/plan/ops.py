@@ -1,0 +1,100 @@
+"""The operations of plans, a record each, for the compiler, the proof, runtimes, the simulator and pages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Op = Literal[
+    "load",  # a field of the batch into a slot
+    "compute",  # one phase of a chunk
+    "send",
+    "recv",
+    "copy",  # a value under another name, where a transfer begins and ends on one device
+    "concat",  # pieces of a value, joined along the samples
+    "add",
+    "counts",  # how many rows go where
+    "exchange",  # an all-to-all of rows
+    "gather",  # a bucket's shards into the whole
+    "accumulate",
+    "all_reduce",
+    "reduce_scatter",
+    "norm",
+    "total",
+    "update",
+    "broadcast",
+]
+Pattern = Literal["alone", "pair", "direct", "ring", "ring twice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What is true of every instruction of one operation."""
+
+    op: Op
+    label: str  # in words
+    mark: str  # one letter, in drawings made of text
+    short: str = ""  # in a bar that has little room; default: the label
+    pattern: Pattern = "alone"  # how its members talk; direct: every pair by itself
+    may_be_alone: bool = False  # it communicates, but may have no peers
+    agrees_on_size: bool = False  # members move equally many bytes
+    sends: bool = True  # it communicates, and bytes leave the device
+    receives: bool = True
+    takes: Literal["device", "copy engine", "network"] = "device"  # what it keeps busy
+    hands_on: bool = False  # it only passes values on, as far as the passes of a pipeline are concerned
+    outward: bool = False  # it keeps the way out of a device busy, rather than the way in
+    takes_time: bool = False  # a stream that begins it has work to do meanwhile
+    needs_nothing: bool = False  # nothing of its own device comes before it
+
+    @property
+    def communicates(self) -> bool:
+        """Whether several devices take part."""
+        return self.pattern != "alone"
+
+    @property
+    def direct(self) -> bool:
+        """Whether every pair of its members talks by itself, rather than all of them in a ring."""
+        return self.pattern in ("pair", "direct")
+
+    @property
+    def name(self) -> str:
+        """What its members do together: both ends of a transfer do one thing."""
+        return "transfer" if self.pattern == "pair" else self.op
+
+    @property
+    def caption(self) -> str:
+        """The shortest way to say it."""
+        return self.short or self.label
+
+
+def _communication(
+    op: Op, label: str, mark: str, pattern: Pattern, *, short: str = "", sized: bool = False, **more: bool
+) -> Operation:
+    network: Literal["network"] = "network"
+    return Operation(
+        op=op, label=label, mark=mark, short=short, pattern=pattern, agrees_on_size=sized, takes=network,
+        takes_time=True, **more,
+    )  # fmt: skip
+
+
+_ALL = (
+    Operation(op="load", label="load", mark="l", takes="copy engine", takes_time=True, needs_nothing=True),
+    Operation(op="compute", label="compute", mark="", takes_time=True),
+    _communication("send", "send", ">", "pair", sized=True, receives=False, outward=True),
+    _communication("recv", "receive", "<", "pair", sized=True, sends=False, needs_nothing=True),
+    Operation(op="copy", label="copy", mark="=", hands_on=True),
+    Operation(op="concat", label="join", mark="=", hands_on=True),
+    Operation(op="add", label="add", mark="+", hands_on=True),
+    _communication("counts", "counts", "c", "direct", hands_on=True),
+    _communication("exchange", "all-to-all", "x", "direct", hands_on=True),
+    _communication("gather", "gather", "g", "ring", sized=True, needs_nothing=True),
+    Operation(op="accumulate", label="accumulate", mark="a", short="sum"),
+    _communication("all_reduce", "all-reduce", "r", "ring twice", short="reduce", sized=True),
+    _communication("reduce_scatter", "reduce-scatter", "r", "ring", short="reduce", sized=True, outward=True),
+    Operation(op="norm", label="norm", mark="n"),
+    _communication("total", "total", "t", "ring twice", may_be_alone=True),
+    Operation(op="update", label="update", mark="u"),
+    _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
+)
+OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
+assert tuple(OPS) == get_args(Op), "every op has its record"
+COMMUNICATION = frozenset(op for op, operation in OPS.items() if operation.communicates)
