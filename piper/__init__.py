@@ -6,46 +6,34 @@ Importing this is cheap. What needs torch is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from piper import schedules
-from piper.directives import Directive, order, place, remat, replicate, shard, split
-from piper.errors import CaptureError, ConfigError, LaunchError, PiperError, ScheduleError, WorkerError
-from piper.ir.select import at
-from piper.job import Checkpoint, Job
+from piper import schedules as schedules
+from piper.directives import Directive as Directive
+from piper.directives import order as order
+from piper.directives import place as place
+from piper.directives import remat as remat
+from piper.directives import replicate as replicate
+from piper.directives import shard as shard
+from piper.directives import split as split
+from piper.directives.base import known_directives
+from piper.errors import CaptureError as CaptureError
+from piper.errors import ConfigError as ConfigError
+from piper.errors import LaunchError as LaunchError
+from piper.errors import PiperError as PiperError
+from piper.errors import ScheduleError as ScheduleError
+from piper.errors import WorkerError as WorkerError
+from piper.ir.select import at as at
+from piper.job import Checkpoint as Checkpoint
+from piper.job import Job as Job
 
 if TYPE_CHECKING:
-    from piper.api import compile
-    from piper.capture.annotate import annotate, annotate_modules
-    from piper.experts import grouped_mm, route, unroute
-    from piper.launchers.base import Run
-    from piper.launchers.start import launch
-
-__all__ = [
-    "CaptureError",
-    "Checkpoint",
-    "ConfigError",
-    "Directive",
-    "Job",
-    "LaunchError",
-    "PiperError",
-    "Run",
-    "ScheduleError",
-    "WorkerError",
-    "annotate",
-    "annotate_modules",
-    "at",
-    "compile",
-    "grouped_mm",
-    "launch",
-    "order",
-    "place",
-    "remat",
-    "replicate",
-    "route",
-    "schedules",
-    "shard",
-    "split",
-    "unroute",
-]
+    from piper.api import compile as compile
+    from piper.capture.annotate import annotate as annotate
+    from piper.capture.annotate import annotate_modules as annotate_modules
+    from piper.experts import grouped_mm as grouped_mm
+    from piper.experts import route as route
+    from piper.experts import unroute as unroute
+    from piper.launchers.base import Run as Run
+    from piper.launchers.start import launch as launch
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.annotate",
@@ -57,6 +45,10 @@ NEEDS_TORCH = {
     "route": "piper.experts",
     "unroute": "piper.experts",
 }
+
+_ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
+_OTHERS = ("Checkpoint", "Directive", "Job", "at", "schedules")
+__all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 
 def __getattr__(name: str) -> object:

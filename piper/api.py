@@ -209,7 +209,7 @@ def check_optimizer(graph: Graph, probe: Probe) -> None:
         if policy.zero and len(home.devices) > policy.ways:
             raise ScheduleError(
                 f"{probe.name} cannot work on sharded parameters",
-                by=graph.directives[policy.origin] if policy.origin is not None else "strategy",
+                by=graph.directives[policy.origin].title if policy.origin is not None else "strategy",
                 facts={"asked": f"zero={policy.zero} over {show(home.devices)}", "but": probe.why},
                 hint="use zero=0, or an elementwise optimizer such as AdamW or SGD",
             )

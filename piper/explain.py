@@ -42,7 +42,7 @@ def explain(work: Work, plans: Plans, name: str) -> str:
 def origins(work: Work, name: str) -> list[str]:
     """The directives that made a node what it is, each with its source line."""
     node = next((node for node in work.line if node.name == name), None)
-    return [work.graph.directives[number] for number in node.origin] if node else []
+    return [work.graph.directives[number].title for number in node.origin] if node else []
 
 
 def values(work: Work, node: Node) -> Iterator[str]:

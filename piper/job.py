@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from piper.directives import Directive
+from piper.directives.base import known_directives
 from piper.errors import ConfigError
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
@@ -85,7 +86,7 @@ class Job:
                     isinstance(directive, Directive),
                     "Job",
                     f"strategy[{number}] is {type(directive).__name__}, not a directive",
-                    "a strategy is a flat list of place, replicate, shard, split and order; "
+                    f"a strategy is a flat list of {', '.join(known_directives())}; "
                     "add a schedule with +, not inside the list",
                 )
 

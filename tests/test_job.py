@@ -64,7 +64,7 @@ def test_a_job_of_the_least() -> None:
             {"strategy": [place(at(), [0]), schedules.gpipe(1, 1)]},
             """
             Job: strategy[1] is list, not a directive
-              hint: a strategy is a flat list of place, replicate, shard, split and order; add a schedule with +, not inside the list
+              hint: a strategy is a flat list of place, replicate, shard, split, order, remat; add a schedule with +, not inside the list
             """,
         ),
     ],

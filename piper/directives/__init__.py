@@ -11,7 +11,7 @@ from piper.directives.replicate import Replicate, replicate
 from piper.directives.shard import Shard, shard
 from piper.directives.split import Split, split
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph
+from piper.ir.graph import Asked, Graph
 
 __all__ = [
     "Directive",
@@ -41,5 +41,6 @@ def apply(graph: Graph, strategy: Sequence[Directive]) -> Graph:
                 hint="a strategy is a flat list of directives: add a schedule with +, not inside the list",
             )
         graph = directive.apply(graph, number)
-        graph = replace(graph, directives=(*graph.directives, directive.title(number)))
+        asked = Asked(verb=directive.verb, title=directive.title(number), places=directive.places)
+        graph = replace(graph, directives=(*graph.directives, asked))
     return graph

@@ -3,9 +3,10 @@
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from piper.devices import Devices
 from piper.errors import ScheduleError
@@ -15,6 +16,7 @@ from piper.ir.select import At
 
 PACKAGE = str(Path(__file__).parents[1])
 STREAM = re.compile(r"[\w.-]+")  # plans write streams down as words
+D = TypeVar("D", bound="Directive")
 
 
 def source_line() -> str:
@@ -32,12 +34,14 @@ def source_line() -> str:
 class Directive:
     """One rewrite of the graph that the user asked for."""
 
+    places: ClassVar[bool] = True  # it says on which devices nodes run
+
     source: str = field(default_factory=source_line, compare=False)
 
     @property
     def verb(self) -> str:
         """What the user calls it: `place`."""
-        return type(self).__name__.lower()
+        return verb_of(type(self))
 
     def title(self, number: int) -> str:
         """How messages name it: its number in the strategy, from 0, and where it was written."""
@@ -46,6 +50,46 @@ class Directive:
     def apply(self, graph: Graph, number: int) -> Graph:
         """The graph after this directive. Raises ScheduleError when it cannot be applied."""
         raise AssertionError(f"{self.verb} does not say what it does")
+
+
+def verb_of(kind: type[Directive]) -> str:
+    """Return what users call a kind of directive."""
+    return kind.__name__.lower()
+
+
+_KNOWN: dict[type[Directive], int] = {}  # filled where directives are defined, and never changed after
+
+
+def registered(rank: int) -> Callable[[type[D]], type[D]]:
+    """Make a directive known to the JSON form, to hints and to `piper` itself; lists have it at `rank`."""
+
+    def register(kind: type[D]) -> type[D]:
+        _KNOWN[kind] = rank
+        return kind
+
+    return register
+
+
+def known_directives() -> dict[str, type[Directive]]:
+    """Return every kind of directive, by what users call it, in the order that lists have them."""
+    return {verb_of(kind): kind for kind in sorted(_KNOWN, key=_KNOWN.__getitem__)}
+
+
+def spelt(
+    key: str,
+    wanted: str = "",
+    *,
+    flags: Mapping[str, int] | None = None,
+    default: object = MISSING,
+    needed: bool = False,
+) -> Any:  # noqa: ANN401  as `dataclasses.field` does
+    """Make a field that JSON calls by another name.
+
+    wanted: what its value must be, in words. flags: the field is the highest of these whose key is true.
+    needed: JSON must have it, though Python need not.
+    """
+    about = {"key": key, "wanted": wanted, "flags": flags, "needed": needed or default is MISSING}
+    return field(metadata=about) if default is MISSING else field(default=default, metadata=about)
 
 
 def refused(verb: str, what: str, hint: str) -> ScheduleError:

@@ -1,32 +1,15 @@
 """Strategies as JSON, in the published form: a list of objects, one per directive."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Protocol, cast
 
-from piper.directives.base import STREAM, Directive
-from piper.directives.order import order
-from piper.directives.place import place
-from piper.directives.remat import remat
-from piper.directives.replicate import replicate
-from piper.directives.shard import shard
-from piper.directives.split import split
+from piper.directives.base import STREAM, Directive, is_whole, known_directives
 from piper.errors import ConfigError
 from piper.ir.select import PASSES, At, Index, at
-
-KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # op: what it needs, what it may have
-    "place": (("filter", "devices"), ("stream",)),
-    "replicate": (
-        ("filter", "devices"),
-        ("reduce_stream", "gather_stream", "bucket_size", "shard_optimizer", "shard_grads", "shard_params"),
-    ),
-    "shard": (("filter", "devices"), ("stream", "ways")),
-    "split": (("filter", "num_microbatches"), ("dim_name",)),
-    "order": (("filters",), ()),
-    "remat": (("filter", "budget"), ("across",)),
-}
 
 
 def load_strategy(path: Path) -> list[Directive]:
@@ -75,31 +58,76 @@ def read_entry(entry: object, where: str) -> Directive:
         raise ConfigError(
             f"a directive is an object, not {kind(entry)}", by=where, hint='{"op": "place", ...}'
         )
-    op = entry.get("op")
-    if not isinstance(op, str) or op not in KEYS:
-        close = get_close_matches(str(op), KEYS, n=1)
+    op, kinds = entry.get("op"), known_directives()
+    if not isinstance(op, str) or op not in kinds:
+        close = get_close_matches(str(op), kinds, n=1)
         raise ConfigError(
             f"there is no directive {op!r}" if "op" in entry else "it does not say which directive it is",
             by=where,
-            facts={"known": ", ".join(KEYS)},
+            facts={"known": ", ".join(kinds)},
             hint=f"did you mean {close[0]!r}?" if close else 'give it an "op"',
         )
-    needed, allowed = KEYS[op]
+    keys = keys_of(kinds[op])
     for key in entry:
-        if key != "op" and key not in (*needed, *allowed):
-            close = get_close_matches(key, (*needed, *allowed), n=1)
+        if key != "op" and key not in keys:
+            close = get_close_matches(key, keys, n=1)
             raise ConfigError(
                 f"{op} has no key {key!r}",
                 by=where,
-                facts={"known": ", ".join((*needed, *allowed))},
+                facts={"known": ", ".join(keys)},
                 hint=f"did you mean {close[0]!r}?" if close else "leave it out",
             )
-    for key in needed:
-        if key not in entry:
+    for key, spelling in keys.items():
+        if spelling.needed and key not in entry:
             raise ConfigError(
                 f"{op} needs the key {key!r}", by=where, facts={"has": ", ".join(entry)}, hint=f"add {key!r}"
             )
-    return replace(READERS[op](entry, where), source=where)
+    values: dict[str, object] = {}
+    for key, spelling in keys.items():
+        if key in entry and not (entry[key] is None and not spelling.needed):
+            value = spelling.read(entry[key], where, key, spelling.wanted)
+            if spelling.level:
+                value = max(spelling.level if value else 0, cast(int, values.get(spelling.field, 0)))
+            values[spelling.field] = value
+    return kinds[op](**values, source=where)
+
+
+class Read(Protocol):
+    """Reads one value of an entry, or raises the error that says what it must be."""
+
+    def __call__(self, value: object, where: str, key: str, wanted: str) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelling:
+    """How JSON says a field of a directive."""
+
+    field: str
+    read: Read
+    wanted: str  # what the value must be, in words
+    needed: bool
+    level: int = 0  # a flag: the value that the field has at least where it is true
+
+
+def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
+    """Return the keys of a directive's JSON form, those that it needs first: its fields, by name and type."""
+    found: dict[str, Spelling] = {}
+    for field in fields(kind):
+        if field.name == "source":
+            continue
+        read, key, wanted = FORMS[field.type]
+        needed = field.metadata.get("needed", field.default is MISSING)
+        key = field.metadata.get("key", key or field.name)
+        wanted = field.metadata.get("wanted") or wanted
+        flags: Mapping[str, int] | None = field.metadata.get("flags")
+        if flags is None:
+            found[key] = Spelling(field=field.name, read=read, wanted=wanted, needed=needed)
+            continue
+        for flag, level in flags.items():
+            found[flag] = Spelling(
+                field=field.name, read=read_flag, wanted="true or false", needed=False, level=level
+            )
+    return dict(sorted(found.items(), key=lambda entry: not entry[1].needed))
 
 
 def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
@@ -107,10 +135,10 @@ def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"{key!r} is {json.dumps(value)}", by=where, hint=f"{key!r} is {wanted}")
 
 
-def read_filter(value: object, where: str, key: str = "filter") -> At:
+def read_filter(value: object, where: str, key: str, wanted: str) -> At:
     """Read a filter: tags with an index, "*" for any, "-" for without; PASS by its letters."""
     if not isinstance(value, dict):
-        raise wrong(where, key, value, 'an object such as {"PP": 0, "EP": "*", "PASS": "F"}')
+        raise wrong(where, key, value, wanted)
     tags: dict[str, Index] = {}
     phase: str | None = None
     for tag, index in value.items():
@@ -129,99 +157,64 @@ def read_filter(value: object, where: str, key: str = "filter") -> At:
     return at(phase, **tags)
 
 
-def read_devices(entry: Mapping[str, object], where: str) -> list[int]:
+def read_groups(value: object, where: str, key: str, wanted: str) -> tuple[tuple[At, ...], ...]:
+    """Read groups of filters; one that is alone may stand without its list."""
+    if not isinstance(value, list):
+        raise wrong(where, key, value, wanted)
+    groups = [group if isinstance(group, list) else [group] for group in value]
+    return tuple(
+        tuple(read_filter(member, where, f"{key}[{number}]", FILTER) for member in group)
+        for number, group in enumerate(groups)
+    )
+
+
+def read_devices(value: object, where: str, key: str, wanted: str) -> tuple[int, ...]:
     """Read a list of devices; their values are checked where the directive is applied."""
-    devices = entry["devices"]
-    if not isinstance(devices, list) or not all(
-        isinstance(d, int) and not isinstance(d, bool) for d in devices
-    ):
-        raise wrong(where, "devices", devices, "a list of whole numbers")
-    return devices
+    if not isinstance(value, list) or not all(is_whole(device) for device in value):
+        raise wrong(where, key, value, wanted)
+    return tuple(value)
 
 
-def read_text(entry: Mapping[str, object], key: str, where: str) -> str | None:
-    value = entry.get(key)
-    if value is not None and not (isinstance(value, str) and STREAM.fullmatch(value)):
-        raise wrong(where, key, value, "a name in one word")
+def read_word(value: object, where: str, key: str, wanted: str) -> str:
+    """Read a name."""
+    if not (isinstance(value, str) and STREAM.fullmatch(value)):
+        raise wrong(where, key, value, wanted)
     return value
 
 
-def read_whole(entry: Mapping[str, object], key: str, where: str) -> int | None:
-    value = entry.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise wrong(where, key, value, "a whole number")
+def read_whole(value: object, where: str, key: str, wanted: str) -> int:
+    """Read a whole number."""
+    if not is_whole(value):
+        raise wrong(where, key, value, wanted)
+    return cast(int, value)
+
+
+def read_number(value: object, where: str, key: str, wanted: str) -> float:
+    """Read a number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise wrong(where, key, value, wanted)
     return value
 
 
-def read_flag(entry: Mapping[str, object], key: str, where: str) -> bool:
-    value = entry.get(key, False)
+def read_flag(value: object, where: str, key: str, wanted: str) -> bool:
+    """Read a yes or no."""
     if not isinstance(value, bool):
-        raise wrong(where, key, value, "true or false")
+        raise wrong(where, key, value, wanted)
     return value
 
 
-def read_place(entry: Mapping[str, object], where: str) -> Directive:
-    return place(
-        read_filter(entry["filter"], where), read_devices(entry, where), read_text(entry, "stream", where)
-    )
-
-
-def read_replicate(entry: Mapping[str, object], where: str) -> Directive:
-    bucket = entry.get("bucket_size")
-    if bucket is not None and (not isinstance(bucket, int | float) or isinstance(bucket, bool)):
-        raise wrong(where, "bucket_size", bucket, "a size in MB")
-    levels = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}
-    return replicate(
-        read_filter(entry["filter"], where),
-        read_devices(entry, where),
-        zero=max((level for key, level in levels.items() if read_flag(entry, key, where)), default=0),
-        bucket_mb=bucket,
-        reduce_stream=read_text(entry, "reduce_stream", where),
-        gather_stream=read_text(entry, "gather_stream", where),
-    )
-
-
-def read_shard(entry: Mapping[str, object], where: str) -> Directive:
-    return shard(
-        read_filter(entry["filter"], where),
-        read_devices(entry, where),
-        ways=read_whole(entry, "ways", where),
-        stream=read_text(entry, "stream", where),
-    )
-
-
-def read_split(entry: Mapping[str, object], where: str) -> Directive:
-    parts = read_whole(entry, "num_microbatches", where)
-    if parts is None:
-        raise wrong(where, "num_microbatches", None, "a whole number")
-    return split(
-        read_filter(entry["filter"], where), axis=read_text(entry, "dim_name", where) or "MB", parts=parts
-    )
-
-
-def read_order(entry: Mapping[str, object], where: str) -> Directive:
-    filters = entry["filters"]
-    if not isinstance(filters, list):
-        raise wrong(where, "filters", filters, "a list of groups, each a filter or a list of filters")
-    groups: list[Sequence[At]] = []
-    for number, group in enumerate(filters):
-        members = group if isinstance(group, list) else [group]
-        groups.append([read_filter(member, where, f"filters[{number}]") for member in members])
-    return order(groups)
-
-
-def read_remat(entry: Mapping[str, object], where: str) -> Directive:
-    budget = entry["budget"]
-    if not isinstance(budget, int | float) or isinstance(budget, bool):
-        raise wrong(where, "budget", budget, "a number from 0 to 1")
-    return remat(read_filter(entry["filter"], where), budget, across=read_text(entry, "across", where))
-
-
-READERS: Mapping[str, Callable[[Mapping[str, object], str], Directive]] = {
-    "place": read_place,
-    "replicate": read_replicate,
-    "shard": read_shard,
-    "split": read_split,
-    "order": read_order,
-    "remat": read_remat,
-}
+FILTER = 'an object such as {"PP": 0, "EP": "*", "PASS": "F"}'
+WORD, WHOLE = "a name in one word", "a whole number"
+FORMS: Mapping[object, tuple[Read, str, str]] = {  # by a field's type: its reader, its key, what it must be
+    At: (read_filter, "filter", FILTER),
+    tuple[tuple[At, ...], ...]: (
+        read_groups, "filters", "a list of groups, each a filter or a list of filters"
+    ),
+    tuple[int, ...]: (read_devices, "", "a list of whole numbers"),
+    str: (read_word, "", WORD),
+    str | None: (read_word, "", WORD),
+    int: (read_whole, "", WHOLE),
+    int | None: (read_whole, "", WHOLE),
+    float: (read_number, "", "a number"),
+    float | None: (read_number, "", "a number"),
+}  # fmt: skip

@@ -2,8 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from piper.directives.base import Directive, check_tags, given_filter, refused, selected, touched
+from piper.directives.base import (
+    Directive,
+    check_tags,
+    given_filter,
+    refused,
+    registered,
+    selected,
+    spelt,
+    touched,
+)
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph, Ordering, Step, has_backward
 from piper.ir.node import Compute, compute_name
@@ -12,6 +22,7 @@ from piper.ir.select import At
 USAGE = "order([[at(...)], [at(...), at(...)]])"
 
 
+@registered(4)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order(Directive):
     """Run the groups one after another on each device; members of one group may interleave.
@@ -21,7 +32,9 @@ class Order(Directive):
     F[PP=0 MB=0] ..> BI[PP=0 MB=0] ..> BW[PP=0 MB=0]      (naming BI or BW splits that backward)
     """
 
-    groups: tuple[tuple[At, ...], ...]
+    places: ClassVar[bool] = False
+
+    groups: tuple[tuple[At, ...], ...] = spelt("filters")
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)

@@ -9,6 +9,7 @@ from piper.directives.base import (
     given_devices,
     given_filter,
     given_stream,
+    registered,
     selected,
     touched,
 )
@@ -16,6 +17,7 @@ from piper.ir.graph import Graph
 from piper.ir.select import At
 
 
+@registered(0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place(Directive):
     """Run the selected nodes on `devices`.

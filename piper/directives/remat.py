@@ -1,8 +1,9 @@
 """`remat`: fewer activations kept, the others made again."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from piper.directives.base import Directive, given_filter, given_tag, selected, touched
+from piper.directives.base import Directive, given_filter, given_tag, registered, selected, spelt, touched
 from piper.errors import ScheduleError
 from piper.ids import show_part
 from piper.ir.graph import Graph
@@ -10,6 +11,7 @@ from piper.ir.node import Compute
 from piper.ir.select import At
 
 
+@registered(5)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remat(Directive):
     """Keep at most a part of what the selected chunks' forwards save; their backwards make the rest again.
@@ -22,8 +24,10 @@ class Remat(Directive):
     before its backwards, which read what that run saved; the budget says how much of it.
     """
 
+    places: ClassVar[bool] = False
+
     at: At
-    budget: float
+    budget: float = spelt("budget", "a number from 0 to 1")
     across: str | None = None  # the tag of those regions
 
     def apply(self, graph: Graph, number: int) -> Graph:

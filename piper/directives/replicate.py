@@ -10,7 +10,9 @@ from piper.directives.base import (
     given_filter,
     given_stream,
     is_whole,
+    registered,
     selected,
+    spelt,
     touched,
 )
 from piper.errors import ScheduleError
@@ -18,8 +20,10 @@ from piper.ir.graph import Graph
 from piper.ir.select import At
 
 ZERO_LEVELS = (0, 1, 2, 3)
+FLAGS = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # what JSON says for a level
 
 
+@registered(1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate(Directive):
     """Keep the selected chunks' parameters on every device of a set, whole or sharded.
@@ -31,8 +35,8 @@ class Replicate(Directive):
 
     at: At
     devices: tuple[int, ...]
-    zero: int = 0
-    bucket_mb: float | None = None
+    zero: int = spelt("zero", flags=FLAGS, default=0)
+    bucket_mb: float | None = spelt("bucket_size", "a size in MB", default=None)
     reduce_stream: str | None = None
     gather_stream: str | None = None
 

@@ -10,6 +10,7 @@ from piper.directives.base import (
     given_filter,
     given_stream,
     is_whole,
+    registered,
     selected,
     touched,
 )
@@ -20,6 +21,7 @@ from piper.ir.select import At
 ROUTED = ("route", "expert", "unroute")
 
 
+@registered(2)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard(Directive):
     """Divide the experts of the selected regions over each group of `ways` devices.

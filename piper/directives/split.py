@@ -1,14 +1,16 @@
 """`split`: the same work on parts of the samples."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from piper.directives.base import Directive, given_filter, is_whole, selected, touched
+from piper.directives.base import Directive, given_filter, is_whole, registered, selected, spelt, touched
 from piper.errors import ScheduleError
 from piper.ir.graph import Cell, Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.ir.select import At
 
 
+@registered(3)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split(Directive):
     """Copy the selected sub-graph once per part of the samples.
@@ -19,9 +21,11 @@ class Split(Directive):
     F[PP=0 MB=1] --> F[PP=1 MB=1]
     """
 
+    places: ClassVar[bool] = False
+
     at: At
-    axis: str = "MB"
-    parts: int = 1
+    axis: str = spelt("dim_name", default="MB")
+    parts: int = spelt("num_microbatches", default=1, needed=True)
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)

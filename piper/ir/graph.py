@@ -83,6 +83,18 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A directive that was applied, as messages speak of it."""
+
+    verb: str
+    title: str  # "place #0 (llama.py:41)"
+    places: bool = True  # it says on which devices nodes run
+
+    def __str__(self) -> str:
+        return self.title
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """Compute nodes, how their chunks' parameters live, and the orders asked for."""
 
@@ -95,7 +107,7 @@ class Graph:
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> what it may keep of what it saves
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> the region whose forwards run again
     orderings: tuple[Ordering, ...] = ()
-    directives: tuple[str, ...] = ()  # "place #0 (llama.py:41)": who is number 0
+    directives: tuple[Asked, ...] = ()  # by number
 
     @property
     def chunks(self) -> dict[str, Chunk]:
@@ -146,8 +158,8 @@ class Graph:
     def placed_by(self, node: Compute) -> str:
         """The directive that put a node where it is: errors about places name it."""
         for number in reversed(node.origin):
-            if not self.directives[number].startswith(("order ", "split ", "remat ")):
-                return self.directives[number]
+            if self.directives[number].places:
+                return self.directives[number].title
         return "strategy"
 
 

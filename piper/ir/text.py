@@ -17,14 +17,17 @@ from piper.fields import (
     Readers,
     build,
     each_line,
+    flag,
     line,
+    name,
     numbers,
     pairs,
     read_fields,
     show_pairs,
+    shown,
 )
 from piper.ir.chunk import PHASES, Outline, Phase, Tags
-from piper.ir.graph import Cell, Graph, Index, Ordering, Policy, Step
+from piper.ir.graph import Asked, Cell, Graph, Index, Ordering, Policy, Step
 from piper.ir.node import Compute
 
 STEP = re.compile(r"(F|B|BI|BW)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?")
@@ -42,6 +45,7 @@ CHUNK: Readers = {
     "exchange_stream": str,
     "origin": int,
 }
+ASKED: Readers = {"verb": str, "places": flag}
 POLICY = tuple(field.name for field in fields(Policy))
 
 
@@ -52,22 +56,22 @@ def show_graph(graph: Graph) -> str:
 
 def lines_of(graph: Graph) -> Iterator[str]:
     """The lines of the text form."""
-    for title in graph.directives:
-        yield line("directive", title, [])
+    for asked in graph.directives:
+        yield line("directive", shown(asked.title), [f"verb={asked.verb}", f"places={int(asked.places)}"])
     for chunk in graph.outline.chunks:
-        shown = [f"parts={show_pairs(graph.parts[chunk.name])}"] if graph.parts[chunk.name] else []
+        said = [f"parts={show_pairs(graph.parts[chunk.name])}"] if graph.parts[chunk.name] else []
         if chunk.name in graph.transfer_streams:
-            shown.append(f"transfers={graph.transfer_streams[chunk.name]}")
+            said.append(f"transfers={graph.transfer_streams[chunk.name]}")
         if chunk.name in graph.budgets:
-            shown.append(f"budget={graph.budgets[chunk.name]}")
+            said.append(f"budget={graph.budgets[chunk.name]}")
         if chunk.name in graph.reruns:
-            shown.append(f"again={graph.reruns[chunk.name]}")
+            said.append(f"again={graph.reruns[chunk.name]}")
         if chunk.name in graph.policies:
             policy = graph.policies[chunk.name]
-            shown += [
+            said += [
                 f"{name}={getattr(policy, name)}" for name in POLICY if getattr(policy, name) is not None
             ]
-        yield line("chunk", chunk.name, shown)
+        yield line("chunk", shown(chunk.name), said)
     for node in graph.nodes.values():
         yield line("node", show_step(node.chunk, node.phase, node.part), node_fields(node))
     for ordering in graph.orderings:
@@ -106,7 +110,7 @@ class Reading:
     def __init__(self, outline: Outline) -> None:
         self.outline = outline
         self.known = {chunk.name for chunk in outline.chunks}
-        self.directives: list[str] = []
+        self.directives: list[Asked] = []
         self.parts: dict[str, Tags] = {}
         self.transfers: dict[str, str] = {}
         self.budgets: dict[str, float] = {}
@@ -115,15 +119,15 @@ class Reading:
         self.nodes: dict[str, Compute] = {}
         self.orderings: list[Ordering] = []
 
-    def take(self, kind: str, name: str, words: list[str]) -> None:
+    def take(self, kind: str, first: str, words: list[str]) -> None:
         """Take one line."""
         match kind:
             case "directive":
-                self.directives.append(GAP.join([name, *words]))
+                self.directives.append(build(Asked, title=name(first), **read_fields(words, ASKED)))
             case "chunk":
-                self.take_chunk(self.chunk(name), read_fields(words, CHUNK))
+                self.take_chunk(self.chunk(name(first)), read_fields(words, CHUNK))
             case "node":
-                step = read_step(name)
+                step = read_step(first)
                 values = read_fields(words, NODE)
                 node = build(
                     Compute, chunk=self.chunk(step.chunk), phase=step.phase, part=step.part, **values
@@ -132,15 +136,15 @@ class Reading:
             case "order":
                 groups = GAP.join(words).split(AND)
                 steps = tuple(tuple(read_step(text) for text in group.split(" ; ")) for group in groups)
-                self.orderings.append(Ordering(by=int(name), groups=steps))
+                self.orderings.append(Ordering(by=int(first), groups=steps))
             case _:
                 raise BadLineError(f"{kind!r} begins no line here")
 
-    def chunk(self, name: str) -> str:
+    def chunk(self, called: str) -> str:
         """The name of a chunk that the outline has."""
-        if name not in self.known:
-            raise BadLineError(f"the model has no chunk {name!r}")
-        return name
+        if called not in self.known:
+            raise BadLineError(f"the model has no chunk {called!r}")
+        return called
 
     def take_chunk(self, name: str, values: dict[str, object]) -> None:
         """Take what is said of a chunk."""

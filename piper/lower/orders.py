@@ -104,7 +104,7 @@ def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchang
             before = groups[place - 1][0]
             raise ScheduleError(
                 "the order crosses devices",
-                by=graph.directives[by],
+                by=graph.directives[by].title,
                 facts={
                     "before": f"{before.name} on {show(before.devices)}",
                     "after": f"{members[0].name} on {show(members[0].devices)}",

@@ -125,11 +125,11 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
     by = web.said_by[first, then]
     directives = work.graph.directives
     facts = {"asked": f"{web.nodes[first].name} before {web.nodes[then].name}", "but": " ".join(arrows)}
-    if extra := [directives[o] for o in others if o not in (by, -1)]:
+    if extra := [directives[o].title for o in others if o not in (by, -1)]:
         facts["with"] = ", ".join(extra)
     return ScheduleError(
         "this order can never run",
-        by=directives[by],
+        by=directives[by].title,
         facts=facts,
         hint=f"put {web.nodes[then].name} first, or order only one of them",
     )

@@ -153,10 +153,10 @@ def check_reruns(graph: Graph) -> None:
         used = dict.fromkeys((*chunk.buffers, *chunk.mutated))
         changing = [name for name in used if name in written]
         if chunk.name in graph.reruns and changing:
-            said = [graph.directives[number] for number in homes[chunk.name].origin]
+            asked = [graph.directives[number] for number in homes[chunk.name].origin]
             raise ScheduleError(
                 f"{chunk.name} uses buffers that change, so its forward cannot run again",
-                by=next(by for by in reversed(said) if by.startswith("remat ")),
+                by=next(each.title for each in reversed(asked) if each.verb == "remat"),
                 facts={"buffers": ", ".join(changing)},
                 hint="leave this region out of the filter, or leave across= out",
             )

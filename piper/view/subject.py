@@ -21,10 +21,6 @@ class Said:
     text: str  # "at=at(PP=0), devices=[0, 1], zero=3"
     source: str  # "llama.py:41"
 
-    @property
-    def verb(self) -> str:
-        return self.title.partition(" ")[0]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:

@@ -54,9 +54,9 @@ def test_filters_by_part_and_pass() -> None:
 def test_a_node_knows_who_made_it_and_who_placed_it() -> None:
     graph = apply(start(chain(1)), [replicate(at(), [0, 1]), place(at(PASS="F"), [0]), order([[at()]])])
     assert graph.nodes["F[PP=0]"].origin == (0, 1, 2)
-    assert graph.placed_by(graph.nodes["F[PP=0]"]) == graph.directives[1]
-    assert graph.placed_by(graph.nodes["B[PP=0]"]) == graph.directives[0]
-    assert graph.directives[1].startswith("place #1 (test_graph.py:")
+    assert graph.placed_by(graph.nodes["F[PP=0]"]) == graph.directives[1].title
+    assert graph.placed_by(graph.nodes["B[PP=0]"]) == graph.directives[0].title
+    assert graph.directives[1].title.startswith("place #1 (test_graph.py:")
     bare = apply(start(chain(1)), [order([[at()]])])
     assert bare.placed_by(bare.nodes["F[PP=0]"]) == "strategy"
 

@@ -24,8 +24,8 @@ def test_a_small_graph_reads_well() -> None:
     assert (
         shown
         == cleandoc(f"""
-        directive  {strategy[0].title(0)}
-        directive  {strategy[1].title(1)}
+        directive  {strategy[0].title(0)}  verb=place  places=1
+        directive  {strategy[1].title(1)}  verb=order  places=0
         chunk  PP=0  transfers=pp
         node  F[PP=0]  devices=0,1  stream=compute  origin=0 1
         node  BI[PP=0]  devices=0,1  stream=compute  origin=0 1
