@@ -1,0 +1,96 @@
+"""Writes a recorded forward in ATen operations: few enough that each can have a rule for how it divides."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.amp import autocast_mode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from piper.capture.blame import quiet, reason
+from piper.capture.recording import Mode, Recording, number_regions
+from piper.errors import CaptureError
+
+MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in
+
+
+def as_aten(recording: Recording) -> Recording:
+    """Return the recording in ATen operations as autograd sees them: `linear`, attention and losses stay whole.
+
+    Each operation keeps the annotations, the source line and the gradient mode of the call that made it.
+    Autocasts become explicit casts.
+    """
+    placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
+    source = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in recording.graph.nodes:
+        if node.op != "output":
+            copies[node] = source.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+            copies[node].meta[MODE] = Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+    source.output(tuple(copies[result] for result in recording.results))
+    modes = {copies[node]: mode for node, mode in recording.modes.items()}
+    module = fx.GraphModule(recording.root, source)
+    interpreter = _Interpreter(module, modes)
+    examples = [node.meta["example_value"] for node in placeholders]
+    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
+        given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
+        try:
+            traced = make_fx(interpreter.run, pre_dispatch=True)(*given)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise CaptureError(
+                "the model cannot be written in ATen operations, so it cannot be divided",
+                by="shard",
+                facts={"why": reason(error)},
+                hint="shard only regions without data-dependent code, or leave out the axis",
+            ) from error
+    graph = traced.graph
+    graph.eliminate_dead_code()
+    made = [node for node in graph.nodes if node.op == "placeholder"]
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    assert isinstance(results, tuple | list)
+    for old, new in zip(placeholders, made, strict=True):
+        new.meta["example_value"] = old.meta["example_value"]
+    return Recording(
+        graph=graph,
+        root=traced,
+        origins={new: recording.origins[old] for old, new in zip(placeholders, made, strict=True)},
+        results=tuple(node for node in results if isinstance(node, fx.Node)),
+        tags=number_regions({node: node.meta.get("custom") or {} for node in graph.nodes}),
+        modes={
+            node: node.meta.get(MODE, Mode()) for node in graph.nodes if node.op not in ("placeholder", "output")
+        },
+        bundles={},
+        constants=recording.constants,
+    )
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a recorded graph, each node in the autocasts it was recorded in."""
+
+    def __init__(self, module: fx.GraphModule, modes: dict[fx.Node, Mode]) -> None:
+        super().__init__(module)
+        self.by_name = {node.name: mode for node, mode in modes.items()}
+
+    def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401 (the signature is torch's)
+        with _autocasts(self.by_name.get(n.name, Mode())):
+            return super().run_node(n)
+
+
+@contextmanager
+def _autocasts(mode: Mode) -> Iterator[None]:
+    with ExitStack() as stack:
+        for arguments in mode.autocast:
+            entered = autocast_mode._enter_autocast(*arguments)
+            stack.callback(autocast_mode._exit_autocast, entered)
+        yield
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Return the shape of a fake."""
+    assert isinstance(value, Tensor)
+    return tuple(value.shape)

@@ -1,0 +1,100 @@
+"""Turns a recorded forward into that of one device of a group."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from piper.capture.divide.compute import by_family
+from piper.capture.divide.divider import RESHAPES, Divider, Division, aten
+from piper.capture.divide.layout import Divided
+from piper.capture.divide.rules import RULES
+from piper.capture.recording import FromParameter, Origin, Place, Recording
+from piper.capture.regions import find_regions
+from piper.capture.rewrite import simplify
+from piper.ir.chunk import Tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedForward:
+    """The forward of one device of a group, and what became of the parameters."""
+
+    recording: Recording
+    division: Division
+    summed: frozenset[str]  # whole parameters whose gradient is a sum over the group
+
+
+def divide(
+    recording: Recording,
+    division: Division,
+    inside: Callable[[Tags], bool],
+    peers: Callable[[Tags, Tags], bool],
+) -> DividedForward:
+    """Divide a forward in ATen operations over the devices of a group.
+
+    inside: whether a region is divided. peers: whether two regions' devices hold the same slices.
+    """
+    division = replace(division, weights=_with_blocks(recording, division.weights))
+    regions = find_regions(recording, simplify(recording))
+    homes: Mapping[fx.Node, Tags] = regions.homes
+    marked: frozenset[str] = frozenset()
+    while True:
+        divider = Divider(recording, division, RULES, by_family, homes.get, inside, peers, marked)
+        divider.run()
+        mixed = (divider.summed & divider.same) - marked
+        if not mixed:
+            break
+        marked |= mixed  # used both ways: its divided uses go through a collective
+    origins: dict[fx.Node, Origin] = {divider.local[node]: origin for node, origin in recording.origins.items()}
+    if divider.rank is not None:
+        origins[divider.rank] = Place(axis=division.axis)
+    made = replace(
+        recording,
+        graph=divider.graph,
+        origins=origins,
+        results=tuple(divider.local[result] for result in recording.results),
+        tags={node: divider.tags.get(node, ()) for node in divider.graph.nodes},
+        modes=divider.modes,
+    )
+    return DividedForward(recording=made, division=division, summed=frozenset(divider.summed))
+
+
+PRODUCTS = {aten.linear.default: (1, 0, 2), aten.addmm.default: (2, 1, 0)}  # weight, its dimension of outputs, bias
+SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
+
+
+def _with_blocks(recording: Recording, weights: Mapping[str, Divided]) -> dict[str, Divided]:
+    """Divide a weight whose outputs are split right away block by block: query, key and value each by itself."""
+    names = {node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)}
+    found = dict(weights)
+    for node in recording.graph.nodes:
+        if node.target not in PRODUCTS:
+            continue
+        weight, outputs, bias = PRODUCTS[node.target]
+        given = names.get(node.args[weight])
+        if given in weights and weights[given].dim == outputs and (blocks := _blocks(node)) > 1:
+            found[given] = Divided(outputs, blocks)
+            added = names.get(node.args[bias]) if len(node.args) > bias else None
+            if added in weights:
+                found[added] = Divided(0, blocks)
+    return found
+
+
+def _blocks(node: fx.Node) -> int:
+    """Return into how many equal parts the last dimension of a product is split."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.target in SPLITS:
+            parts = user.meta["val"]
+            last = parts[0].dim() - 1
+            dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
+            assert isinstance(dim, int)
+            sizes = {int(part.shape[last]) for part in parts}
+            return len(parts) if dim % (last + 1) == last and len(sizes) == 1 else 1
+        made, given = user.meta.get("val"), node.meta.get("val")
+        if user.target not in RESHAPES or not isinstance(made, Tensor) or not isinstance(given, Tensor):
+            return 1
+        if not made.dim() or made.shape[-1] != given.shape[-1]:
+            return 1
+        node = user
+    return 1

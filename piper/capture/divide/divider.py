@@ -1,0 +1,377 @@
+"""Divides a forward over a group of devices: one pass over its operations, each by the rule of its kind.
+
+Whole values come in two kinds. One whose readers all do the same work has the same gradient on every device. One
+that divided work reads gets a part of its gradient on each device, which must be summed: it *varies*. A value
+goes from the first kind to the second through a collective that passes it on and sums its gradient; a parameter
+goes without, because its bucket takes the sum.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument, map_arg
+
+from piper.capture.blame import node_line
+from piper.capture.divide.collective import change, collective
+from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, local_shape
+from piper.capture.recording import FromParameter, Mode, Recording
+from piper.errors import CaptureError
+from piper.ir.chunk import Tags
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What one `shard` directive over an axis asks of the regions it selects."""
+
+    by: str  # the directive, as messages name it
+    axis: str
+    degree: int
+    weights: Mapping[str, Divided] = field(default_factory=dict)  # by parameter name
+    batch: Mapping[str, Divided] = field(default_factory=dict)  # by field
+    between: int | None = None  # the dimension along which activations between divided work are divided
+    attention: str = "gather"
+    zigzag: bool = False
+
+
+class NoRuleError(Exception):
+    """A rule that does not cover the layouts it is given; the text says what it cannot do."""
+
+
+Rule = Callable[["Divider", fx.Node], None]
+
+
+class Divider:
+    """Writes the forward of one device of a group."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        division: Division,
+        rules: Mapping[object, Rule],
+        fallback: Callable[[fx.Node], Rule | None],
+        home: Callable[[fx.Node], Tags | None],
+        inside: Callable[[Tags], bool],
+        peers: Callable[[Tags, Tags], bool],
+        marked: frozenset[str] = frozenset(),
+    ) -> None:
+        self.recording, self.division = recording, division
+        self.rules, self.fallback = rules, fallback
+        self.home, self.inside, self.peers, self.marked = home, inside, peers, marked
+        self.graph = fx.Graph()
+        self.local: dict[fx.Node, fx.Node] = {}
+        self.layouts: dict[fx.Node, Layout | list[Layout]] = {}
+        self.tags: dict[fx.Node, Tags] = {}
+        self.modes: dict[fx.Node, Mode] = {}
+        self.varying: set[fx.Node] = set()  # local whole values whose gradient is a sum over the group
+        self.summed: set[str] = set()  # parameters whose gradient is one
+        self.same: set[str] = set()  # parameters whose gradient is the same on every device
+        self.moved: dict[tuple[object, ...], fx.Node] = {}
+        self.leaders: dict[Tags | None, fx.Node] = {}  # one node of each region, to stand for all of its readers
+        self.rank: fx.Node | None = None
+        self.node: fx.Node | None = None  # what is being divided
+        example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
+        self.fakes = example.fake_mode
+
+    @property
+    def degree(self) -> int:
+        return self.division.degree
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def layout(self, node: fx.Node) -> Layout:
+        """Return how the group holds a value."""
+        found = self.layouts[node]
+        if isinstance(found, list):
+            raise NoRuleError("it reads several values at once")
+        return found
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of the undivided value."""
+        value = node.meta.get("val", node.meta.get("example_value"))
+        assert isinstance(value, Tensor)
+        return tuple(int(size) for size in value.shape)
+
+    def trains(self, local: fx.Node) -> bool:
+        """Return whether a local value needs a gradient."""
+        value = local.meta["example_value"]
+        return isinstance(value, Tensor) and value.requires_grad
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def emit(self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None) -> fx.Node:
+        """Write one operation over local values; its result varies where one of its whole operands does."""
+        assert self.node is not None
+        made = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
+        mode = self.recording.modes.get(self.node, Mode())
+        made.meta = {key: self.node.meta[key] for key in ("custom", "stack_trace") if key in self.node.meta}
+
+        def value(used: fx.Node) -> object:
+            return used.meta["example_value"]
+
+        with self.fakes, torch.set_grad_enabled(mode.grad):
+            result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
+        made.meta["example_value"] = result
+        self.modes[made] = mode
+        self.tags[made] = self.home(self.node) or ()
+        if any(used in self.varying for used in made.all_input_nodes):
+            self.varying.add(made)
+        return made
+
+    def done(self, node: fx.Node, local: fx.Node, layout: Layout | list[Layout]) -> None:
+        """Say what became of an operation, and check the shape that its layout promises."""
+        self.local[node], self.layouts[node] = local, layout
+        made = local.meta["example_value"]
+        if isinstance(made, Tensor) and not isinstance(layout, list):
+            want = local_shape(self.shape(node), layout, self.degree)
+            assert tuple(made.shape) == want, f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
+
+    def plain(self, node: fx.Node) -> None:
+        """Write an operation as it stands, over whole operands."""
+        varies = self._varies(node.all_input_nodes)
+        local = {source: self.to(source, WHOLE, varies=varies) for source in node.all_input_nodes}
+        made = self.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
+        value = made.meta["example_value"]
+        self.done(node, made, WHOLE if isinstance(value, Tensor) else [WHOLE for _ in value])
+
+    def _varies(self, sources: list[fx.Node]) -> bool:
+        """Return whether work on whole values is part of divided work: one of them varies."""
+        return any(self.local[source] in self.varying for source in sources if self.layouts[source] == WHOLE)
+
+    # -- layouts ------------------------------------------------------------------------------------------------
+
+    def settle(self, node: fx.Node, like: Divided | None = None) -> Layout:
+        """Take a pending sum: into slices of `like` or of the activations between regions, else whole."""
+        have = self.layout(node)
+        if not isinstance(have, Sum):
+            return have
+        shape = self.shape(node)
+        want: Layout = WHOLE
+        wish = like
+        if wish is None and self.division.between is not None and len(shape) > self.division.between + 1:
+            wish = Divided(self.division.between, zigzag=self.division.zigzag)
+        if have.op == "sum" and wish is not None and wish.dim < len(shape):
+            if divides(shape[wish.dim], wish, self.degree):
+                want = wish
+            elif like is None:
+                raise self.error(
+                    f"dimension {wish.dim} of size {shape[wish.dim]} does not divide by {self.degree}",
+                    f"choose another `between` or a size that divides: {list(shape)}",
+                )
+        local = self.to(node, want, varies=False)
+        self.local[node], self.layouts[node] = local, want
+        return want
+
+    def to(self, node: fx.Node, want: Layout, *, varies: bool) -> fx.Node:
+        """Return the local value of a node in a layout, through a collective where it has another."""
+        have, local = self.layout(node), self.local[node]
+        if have == want and not (isinstance(want, Whole) and varies and self._must_vary(node, local)):
+            return local
+        key = (node, want, varies if isinstance(want, Whole) else None, self._place(node, have))
+        if key not in self.moved:
+            with self._within(self._place(node, have)):
+                self.moved[key] = self._moved(node, have, want, varies)
+        return self.moved[key]
+
+    def _must_vary(self, node: fx.Node, local: fx.Node) -> bool:
+        """Return whether a whole value's gradient must be summed for divided work to read it."""
+        if not self.trains(local) or local in self.varying:
+            return False
+        origin = self.recording.origins.get(node)
+        if isinstance(origin, FromParameter) and origin.name not in self.marked:
+            self.summed.add(origin.name)
+            return False
+        return True
+
+    def _moved(self, node: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
+        local, shape = self.local[node], self.shape(node)
+        if isinstance(want, Divided):
+            if not divides(shape[want.dim], want, self.degree):
+                raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
+            if isinstance(have, Whole) and (not self.trains(local) or local in self.varying):
+                return self.take(local, want)
+        if isinstance(have, Divided) and isinstance(want, Whole) and (base := self._base(node)) is not None:
+            given = self.to(base, want, varies=varies)
+            return self.emit(node.target, map_arg(node.args, lambda _: given), node.kwargs)
+        if isinstance(have, Sum) and isinstance(want, Whole):
+            return self.collect(local, have, varies=varies)
+        return self._collect(local, have, want, varies)
+
+    def _base(self, node: fx.Node) -> fx.Node | None:
+        """Return what a divided reshape was made from: gathered there, all its reshapes share one collective."""
+        if node.target not in REPLAYED or self.home(node) != self.home(node.all_input_nodes[0]):
+            return None
+        base = node.all_input_nodes[0]
+        return base if isinstance(self.layouts[base], Divided) else None
+
+    def collect(self, local: fx.Node, have: Sum, *, varies: bool = False) -> fx.Node:
+        """Write the sum or maximum of the terms that the devices hold; `varies`: divided work reads it."""
+        whole = self._collect(local, have, WHOLE, varies=False)
+        return self._collect(whole, WHOLE, WHOLE, varies=True) if varies and self.trains(whole) else whole
+
+    def used_alike(self, node: fx.Node) -> None:
+        """Note that every device reads a parameter for the same work."""
+        origin = self.recording.origins.get(node)
+        if isinstance(origin, FromParameter) and self.trains(self.local[node]):
+            self.same.add(origin.name)
+
+    def _collect(self, local: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
+        how = change(self.division.axis, self.degree, have, want, varies)
+        made = self.emit(collective, (local, how))
+        self.varying.discard(made)
+        if varies and isinstance(want, Whole):
+            self.varying.add(made)
+        return made
+
+    def take(self, local: fx.Node, want: Divided) -> fx.Node:
+        """Write a device's own slice of a whole value, chosen by its place in the group."""
+        shape = [int(size) for size in local.meta["example_value"].shape]
+        size, dim, n = shape[want.dim], want.dim, self.degree
+        pieces = 2 * n if want.zigzag else n
+        apart = [*shape[:dim], want.blocks, pieces, size // (want.blocks * pieces), *shape[dim + 1 :]]
+        index = self.place()
+        if want.zigzag:
+            last = self.emit(aten.rsub.Scalar, (index, 2 * n - 1))
+            index = self.emit(aten.cat.default, ([index, last],))
+        cut = self.emit(aten.reshape.default, (local, apart))
+        own = self.emit(aten.index_select.default, (cut, dim + 1, index))
+        return self.emit(aten.reshape.default, (own, [*shape[:dim], size // n, *shape[dim + 1 :]]))
+
+    def place(self) -> fx.Node:
+        """Return the placeholder of a device's place in its group: a tensor of one number."""
+        if self.rank is None:
+            first = next(iter(self.graph.nodes), None)
+            with self.graph.inserting_before(first):
+                self.rank = self.graph.placeholder(f"place_in_{self.division.axis}")
+            with self.fakes:
+                device = next(iter(self.recording.origins)).meta["example_value"].device
+                self.rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
+        return self.rank
+
+    # -- where collectives run ----------------------------------------------------------------------------------
+
+    def _place(self, node: fx.Node, have: Layout) -> fx.Node:
+        """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
+        assert self.node is not None
+        if isinstance(have, Sum):
+            return node
+        here, there = self.home(self.node), self.home(node)
+        reads_slices = here is not None and self.inside(here) and (there is None or self.peers(there, here))
+        if isinstance(have, Divided) and not reads_slices:
+            return node
+        return self.leaders.setdefault(here, self.node)
+
+    @contextmanager
+    def _within(self, node: fx.Node) -> Iterator[None]:
+        """Write in the region of another node."""
+        before, self.node = self.node, node
+        try:
+            yield
+        finally:
+            self.node = before
+
+    # -- the pass -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Divide every operation in order."""
+        for node in self.recording.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op == "call_function":
+                self.node = node
+                self._operation(node)
+        for result in self.recording.results:
+            self.node = result
+            self.settle(result)
+            local = self.to(result, WHOLE, varies=False)
+            assert local not in self.varying, f"{result} has a different gradient on every device"
+            self.local[result], self.layouts[result] = local, WHOLE
+
+    def _placeholder(self, node: fx.Node) -> None:
+        origin = self.recording.origins[node]
+        given: Layout = WHOLE
+        if isinstance(origin, FromParameter):
+            given = self.division.weights.get(origin.name, WHOLE)
+        elif (name := getattr(origin, "field", None)) is not None:
+            given = self.division.batch.get(name, WHOLE)
+        local = self.graph.placeholder(node.name)
+        value = node.meta["example_value"]
+        shape = local_shape(tuple(value.shape), given, self.degree)
+        with self.fakes:
+            local.meta["example_value"] = torch.empty(shape, dtype=value.dtype, device=value.device).requires_grad_(
+                value.requires_grad
+            )
+        self.local[node], self.layouts[node] = local, given
+
+    def _attribute(self, node: fx.Node) -> None:
+        """Copy a tensor that the trace holds as an attribute."""
+        local = self.graph.node_copy(node)
+        held = getattr(self.recording.root, str(node.target))
+        with self.fakes:
+            local.meta["example_value"] = self.fakes.from_tensor(held) if isinstance(held, Tensor) else held
+        self.local[node], self.layouts[node] = local, WHOLE
+        self.modes[local], self.tags[local] = Mode(), ()
+
+    def _operation(self, node: fx.Node) -> None:
+        tags = self.home(node)
+        sources = node.all_input_nodes
+        outside = tags is not None and not self.inside(tags)
+        if outside or all(self.layouts[source] == WHOLE for source in sources):
+            for source in sources:
+                if isinstance(self.layouts[source], Sum):
+                    self.settle(source)
+            self._count_uses(node)
+            self.plain(node)
+            return
+        rule = self.rules.get(node.target) or self.fallback(node)
+        if rule is None:
+            raise self.error(f"{node.target} has no rule for how it divides", HINT)
+        try:
+            rule(self, node)
+        except NoRuleError as error:
+            raise self.error(f"{node.target} cannot be divided: {error}", HINT) from None
+
+    def _count_uses(self, node: fx.Node) -> None:
+        """Note the parameters that work which every device does alike reads."""
+        if self._varies(node.all_input_nodes):
+            return
+        for source in node.all_input_nodes:
+            self.used_alike(source)
+
+    def error(self, what: str, hint: str) -> CaptureError:
+        """Return the error of an operation that cannot be divided, with its layouts and its source line."""
+        assert self.node is not None
+        facts = {"operation": f"{self.node.target}{node_line(self.node)}"}
+        held = [f"{source.name} {list(self.shape(source))} {self.layouts[source]}" for source in self._operands()]
+        facts["operands"] = ", ".join(held)
+        return CaptureError(what, by=self.division.by, facts=facts, hint=hint)
+
+    def _operands(self) -> list[fx.Node]:
+        assert self.node is not None
+        return [
+            source
+            for source in self.node.all_input_nodes
+            if source in self.layouts and isinstance(source.meta.get("val", source.meta.get("example_value")), Tensor)
+        ]
+
+
+HINT = "do not divide that region, or register a rule for the operation with piper.sharding_rule"
+RESHAPES = frozenset(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.alias.default,
+    )
+)
+REPLAYED = RESHAPES | {aten.expand.default, aten.transpose.int}

@@ -1,0 +1,118 @@
+"""How the devices of a group hold one value between them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Every device holds the whole value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The i-th device holds the i-th slice along one dimension.
+
+    blocks: the dimension is `blocks` equal runs laid end to end, and each of them is divided by itself. A fused
+    query-key-value weight has three; flattening [batch, sequence] with a divided sequence gives one per sample.
+    zigzag: the i-th device holds the i-th and the i-th last of 2 * degree slices.
+    """
+
+    dim: int
+    blocks: int = 1
+    zigzag: bool = False
+
+    def at(self, dim: int) -> "Divided":
+        """Return the same division of another dimension."""
+        return replace(self, dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Every device holds a term; the value is their sum, or their maximum."""
+
+    op: Literal["sum", "max"] = "sum"
+
+
+Layout = Whole | Divided | Sum
+WHOLE = Whole()
+
+
+def divides(size: int, layout: Divided, degree: int) -> bool:
+    """Return whether a dimension of `size` divides evenly."""
+    return size % (layout.blocks * degree * (2 if layout.zigzag else 1)) == 0 and size > 0
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, degree: int) -> tuple[int, ...]:
+    """Return the shape of what one device holds."""
+    if not isinstance(layout, Divided):
+        return shape
+    return tuple(size // degree if i == layout.dim else size for i, size in enumerate(shape))
+
+
+def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Divided, degree: int) -> Divided | None:
+    """Return the layout of a reshaped value, or None where a device's part is not one slice of the result.
+
+    Dimensions are matched in groups of equal size: [4, 6] -> [2, 2, 6] has the groups 4 -> 2, 2 and 6 -> 6.
+    """
+    for olds, news in _groups(old, new):
+        if layout.dim not in olds:
+            continue
+        outer = layout.blocks
+        for dim in olds:
+            if dim < layout.dim:
+                outer *= old[dim]
+        prefix = 1
+        for dim in news:
+            size = new[dim]
+            if outer % prefix == 0 and outer < prefix * size:
+                found = Divided(dim, outer // prefix, layout.zigzag)
+                return found if divides(size, found, degree) else None
+            prefix *= size
+        return None
+    return None
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Match the dimensions of two shapes in the smallest groups that have equal products."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        olds: list[int] = []
+        news: list[int] = []
+        a = b = 1
+        if i < len(old):
+            olds.append(i)
+            a, i = old[i], i + 1
+        if j < len(new):
+            news.append(j)
+            b, j = new[j], j + 1
+        while a != b:
+            if a < b:
+                olds.append(i)
+                a, i = a * old[i], i + 1
+            else:
+                news.append(j)
+                b, j = b * new[j], j + 1
+        groups.append((olds, news))
+    return _joined(groups, old, new)
+
+
+def _joined(
+    groups: list[tuple[list[int], list[int]]], old: tuple[int, ...], new: tuple[int, ...]
+) -> list[tuple[list[int], list[int]]]:
+    """Join a group of ones on one side only, which holds nothing, to the group after it."""
+    found: list[tuple[list[int], list[int]]] = []
+    waiting: tuple[list[int], list[int]] = ([], [])
+    for olds, news in groups:
+        olds, news = [*waiting[0], *olds], [*waiting[1], *news]
+        waiting = ([], [])
+        ones = all(old[i] == 1 for i in olds) and all(new[j] == 1 for j in news)
+        if ones and (not olds or not news):
+            waiting = (olds, news)
+        else:
+            found.append((olds, news))
+    if any(waiting):
+        last = found.pop() if found else ([], [])
+        found.append(([*last[0], *waiting[0]], [*last[1], *waiting[1]]))
+    return found

@@ -1,0 +1,259 @@
+"""Rules for operations that move elements without computing: reshapes, transposes, slices, joins."""
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from piper.capture.divide.divider import RESHAPES, Divider, NoRuleError, Rule, aten
+from piper.capture.divide.layout import Divided, Sum, local_shape, reshaped
+
+
+def operand(d: Divider, node: fx.Node) -> fx.Node:
+    """Return the one tensor that an operation reads."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def number(value: Argument, default: int = 0) -> int:
+    """Return an argument that is a whole number."""
+    if value is None:
+        return default
+    assert isinstance(value, int)
+    return value
+
+
+def argument(node: fx.Node, position: int, name: str, default: Argument = None) -> Argument:
+    """Return an argument by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def linear_map(d: Divider, node: fx.Node) -> bool:
+    """Pass a pending sum through an operation that only moves elements."""
+    if not isinstance(d.layout(operand(d, node)), Sum):
+        return False
+    source = operand(d, node)
+    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+    made = local.meta["example_value"]
+    layout = d.layout(source)
+    d.done(node, local, layout if isinstance(made, torch.Tensor) else [layout for _ in made])
+    return True
+
+
+def reshape(d: Divider, node: fx.Node) -> None:
+    """Divide the dimension of the result that holds the divided one."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    have = d.layout(source)
+    assert isinstance(have, Divided)
+    new = d.shape(node)
+    found = reshaped(d.shape(source), new, have, d.degree)
+    if found is None:
+        raise NoRuleError(f"{list(d.shape(source))} divided along {have.dim} has no even division as {list(new)}")
+    local = d.emit(aten.reshape.default, (d.local[source], list(local_shape(new, found, d.degree))))
+    d.done(node, local, found)
+
+
+def _permuted(d: Divider, node: fx.Node, order: list[int]) -> None:
+    """Write a permutation; `order` holds the old dimension of each new one."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    have = d.layout(source)
+    assert isinstance(have, Divided)
+    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+    d.done(node, local, have.at(order.index(have.dim)))
+
+
+def transpose(d: Divider, node: fx.Node) -> None:
+    """Swap two dimensions."""
+    rank = len(d.shape(operand(d, node)))
+    order = list(range(rank))
+    a, b = (-2, -1) if node.target in (aten.t.default, aten.mT.default) else (number(node.args[1]), number(node.args[2]))
+    if rank > 1:
+        order[a], order[b] = order[b], order[a]
+    _permuted(d, node, order)
+
+
+def permute(d: Divider, node: fx.Node) -> None:
+    """Put dimensions into another order."""
+    dims = node.args[1]
+    assert isinstance(dims, list | tuple)
+    rank = len(d.shape(operand(d, node)))
+    _permuted(d, node, [number(dim) % rank for dim in dims])
+
+
+def same_shape(d: Divider, node: fx.Node) -> None:
+    """Copy or view a value: its layout stays."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+    d.done(node, local, d.layout(source))
+
+
+def expand(d: Divider, node: fx.Node) -> None:
+    """Repeat along dimensions of size one; the divided one is not among them."""
+    source = operand(d, node)
+    have = d.settle(source)
+    if not isinstance(have, Divided):
+        d.plain(node)
+        return
+    out = d.shape(node)
+    layout = have.at(have.dim + len(out) - len(d.shape(source)))
+    local = d.emit(node.target, (d.local[source], list(local_shape(out, layout, d.degree))), node.kwargs)
+    d.done(node, local, layout)
+
+
+def piece(d: Divider, size: int, have: Divided, start: int, length: int) -> tuple[Divided, int, int]:
+    """Return the layout of a run of a divided dimension, and its local start and length: whole blocks only."""
+    block = size // have.blocks
+    if start == 0 and length == size:
+        return have, 0, size // d.degree
+    if have.zigzag or start % block or length % block:
+        raise NoRuleError(f"elements {start} to {start + length} of a divided dimension of {size} are not one slice")
+    return Divided(have.dim, length // block), start // d.degree, length // d.degree
+
+
+def slice_(d: Divider, node: fx.Node) -> None:
+    """Take a run of elements of one dimension."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    have = d.layout(source)
+    assert isinstance(have, Divided)
+    shape = d.shape(source)
+    dim = number(argument(node, 1, "dim", 0)) % len(shape)
+    if dim != have.dim:
+        local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+        d.done(node, local, have)
+        return
+    size = shape[dim]
+    if number(argument(node, 4, "step", 1), 1) != 1:
+        raise NoRuleError("it takes every few elements of a divided dimension")
+    start = number(argument(node, 2, "start", 0))
+    start = max(0, start + size) if start < 0 else min(start, size)
+    layout, first, length = piece(d, size, have, start, d.shape(node)[dim])
+    local = d.emit(aten.slice.Tensor, (d.local[source], dim, first, first + length))
+    d.done(node, local, layout)
+
+
+def select(d: Divider, node: fx.Node) -> None:
+    """Take one index of a dimension that is not divided."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    have = d.layout(source)
+    assert isinstance(have, Divided)
+    dim = number(node.args[1]) % len(d.shape(source))
+    if dim == have.dim:
+        raise NoRuleError("it takes one element of a divided dimension")
+    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+    d.done(node, local, have.at(have.dim - (dim < have.dim)))
+
+
+def split(d: Divider, node: fx.Node) -> None:
+    """Split into several values: along another dimension, or into whole blocks of the divided one."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    have = d.layout(source)
+    assert isinstance(have, Divided)
+    shape = d.shape(source)
+    dim = number(argument(node, 2, "dim", 0)) % len(shape)
+    parts = node.meta["val"]
+    if dim != have.dim:
+        local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+        d.done(node, local, [have for _ in parts])
+        return
+    start, sizes, layouts = 0, [], []
+    for part in parts:
+        layout, _, length = piece(d, shape[dim], have, start, int(part.shape[dim]))
+        start += int(part.shape[dim])
+        sizes.append(length)
+        layouts.append(layout)
+    local = d.emit(aten.split_with_sizes.default, (d.local[source], sizes, dim))
+    d.done(node, local, list(layouts))
+
+
+def unbind(d: Divider, node: fx.Node) -> None:
+    """Split into the indices of a dimension that is not divided."""
+    if linear_map(d, node):
+        return
+    source = operand(d, node)
+    have = d.layout(source)
+    assert isinstance(have, Divided)
+    dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
+    if dim == have.dim:
+        raise NoRuleError("it takes a divided dimension apart")
+    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
+    d.done(node, local, [have.at(have.dim - (dim < have.dim)) for _ in node.meta["val"]])
+
+
+def getitem(d: Divider, node: fx.Node) -> None:
+    """Take one of several values."""
+    source, index = node.args
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    layouts = d.layouts[source]
+    assert isinstance(layouts, list)
+    local = d.emit(node.target, (d.local[source], index))
+    d.done(node, local, layouts[index])
+
+
+def cat(d: Divider, node: fx.Node) -> None:
+    """Join along a dimension that is not divided, or blocks of the divided one."""
+    sources = node.args[0]
+    assert isinstance(sources, list | tuple)
+    # torch lets an empty vector stand beside values of any shape: a cache that is still empty
+    parts = [s for s in sources if isinstance(s, fx.Node) and (d.shape(s) != (0,) or len(d.shape(node)) == 1)]
+    for part in parts:
+        d.settle(part)
+    rank = len(d.shape(parts[0]))
+    stacked = node.target is aten.stack.default
+    dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
+    have = next(layout for part in parts if isinstance(layout := d.layout(part), Divided))
+    out = have
+    if stacked:
+        out = have.at(have.dim + (dim <= have.dim))
+    elif dim == have.dim:
+        sizes = {(d.shape(part)[dim] // layout.blocks) for part in parts if isinstance(layout := d.layout(part), Divided)}
+        if len(sizes) > 1 or any(not isinstance(d.layout(part), Divided) for part in parts) or have.zigzag:
+            raise NoRuleError("it joins values along their divided dimension")
+        out = Divided(dim, sum(layout.blocks for part in parts if isinstance(layout := d.layout(part), Divided)))
+        local = d.emit(node.target, ([d.local[part] for part in parts], dim))
+        d.done(node, local, out)
+        return
+    local = d.emit(node.target, ([d.to(part, have, varies=True) for part in parts], dim))
+    d.done(node, local, out)
+
+
+RULES: dict[object, Rule] = {
+    **{target: reshape for target in RESHAPES},
+    aten.squeeze.default: reshape,
+    aten.squeeze.dims: reshape,
+    aten.transpose.int: transpose,
+    aten.t.default: transpose,
+    aten.mT.default: transpose,
+    aten.permute.default: permute,
+    aten.expand.default: expand,
+    aten.slice.Tensor: slice_,
+    aten.select.int: select,
+    aten.split.Tensor: split,
+    aten.chunk.default: split,
+    aten.split_with_sizes.default: split,
+    aten.unbind.int: unbind,
+    aten.cat.default: cat,
+    aten.stack.default: cat,
+    **{
+        target: same_shape
+        for target in (
+            aten.alias.default,
+            aten.clone.default,
+            aten.contiguous.default,
+            aten.detach.default,
+            aten.lift_fresh_copy.default,
+        )
+    },
+}
+
