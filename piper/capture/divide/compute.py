@@ -158,16 +158,11 @@ def _product(
             raise NoRuleError(
                 f"its input is divided along dimension {given.dim}, its weight along the inputs"
             )
-        term = _multiply(d, node, [d.to(x, want, varies=True), d.local[weight]])
-        d.done(node, term, Sum())
-        if bias is not None:
-            layout = d.settle(node)
-            rank = len(d.shape(node))
-            want_bias = aligned(d, bias, layout, rank) if isinstance(layout, Divided) else WHOLE
-            if layout == WHOLE:
-                d.used_alike(bias)
-            added = d.to(bias, want_bias, varies=layout != WHOLE)
-            d.done(node, d.emit(aten.add.Tensor, (d.local[node], added)), layout)
+        args = [d.to(x, want, varies=True), d.local[weight]]
+        if bias is not None:  # one device of the group adds it, so that the sum has it once
+            first = d.emit(aten.eq.Scalar, (d.place(), 0))
+            args.append(d.emit(aten.mul.Tensor, (d.to(bias, WHOLE, varies=True), first)))
+        d.done(node, _multiply(d, node, args), Sum())
 
 
 def _multiply(d: Divider, node: fx.Node, args: list[fx.Node]) -> fx.Node:
