@@ -6,6 +6,7 @@ from torch import Tensor, fx
 
 from piper.capture.blame import node_line
 from piper.capture.cut import Cut
+from piper.capture.divide.collective import how_of
 from piper.capture.effects import draws, marker
 from piper.capture.emit import emit
 from piper.capture.piece import Body, Experts, Made, Piece, Segment
@@ -29,7 +30,7 @@ class Assembler:
 
     def pieces(self) -> list[Piece]:
         """Every chunk's piece, in the order of the cuts."""
-        markers = ("route", "unroute")
+        markers = ("route", "unroute", "collective")
         pieces = [self._marker(cut) if cut.kind in markers else self._compute(cut) for cut in self.cuts]
         _check_buffers([piece.chunk for piece in pieces])
         return pieces
@@ -45,7 +46,7 @@ class Assembler:
 
     def _results(self, cut: Cut) -> list[fx.Node]:
         """The values of a chunk that others read."""
-        if cut.kind in ("route", "unroute"):
+        if cut.kind in ("route", "unroute", "collective"):
             return [node for node in cut.nodes if isinstance(value(node), Tensor)]
         inside = set(cut.nodes)
         return [
@@ -74,7 +75,7 @@ class Assembler:
         return self.sizes.spec(result)
 
     def _marker(self, cut: Cut) -> Piece:
-        """A `route` or `unroute`: inputs and outputs, no code."""
+        """Return a `route`, `unroute` or collective: inputs and outputs, no code."""
         node = next(node for node in cut.nodes if marker(node))
         reads = [source for source in node.args[:2] if isinstance(source, fx.Node)]
         made = value(node)
@@ -86,7 +87,8 @@ class Assembler:
             inputs=tuple(self._source(source) for source in reads),
             input_specs=tuple(self._spec(cut, source) for source in reads),
             outputs=tuple(self.sizes.spec(result) for result in results if isinstance(result, Tensor)),
-            experts=self.experts[cut.name],
+            experts=self.experts.get(cut.name, 0),
+            collective=how_of(node) if cut.kind == "collective" else None,
         )
         return Piece(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from piper.capture.blame import node_line
+from piper.capture.divide.collective import how_of
 from piper.capture.effects import marker
 from piper.capture.recording import Recording
 from piper.capture.regions import Regions
@@ -127,10 +128,18 @@ class _Groups:
 
 
 def _named(groups: list[Group]) -> list[Cut]:
-    """Name each chunk by its region: `PP=0`, its second piece `PP=0 #1`, a marker `PP=0 EP=0 route`."""
+    """Name each chunk by its region: `PP=0`, its second piece `PP=0 #1`, a marker `PP=0 EP=0 route`.
+
+    A collective is a region of its own, counted along its axis: `PP=0 TP=3`.
+    """
     taken: dict[str, int] = {}
+    collectives: dict[str, int] = {}
     cuts = []
     for group in groups:
+        if group.kind == "collective":
+            axis = how_of(group.nodes[0]).axis
+            collectives[axis] = collectives.get(axis, -1) + 1
+            group.tags = (*group.tags, (axis, collectives[axis]))
         name = " ".join(f"{tag}={index}" for tag, index in group.tags) or "all"
         if group.kind in ("route", "unroute"):
             name += f" {group.kind}"

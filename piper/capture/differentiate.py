@@ -130,8 +130,8 @@ class _Differentiator:
         return replace(chunk, input_specs=tuple(specs))
 
     def _marker(self, piece: Piece, chunk: Chunk) -> Chunk:
-        """A marker exchanges rows forward and their gradients back; it has no code."""
-        phases: dict[Phase, PhaseSpec] = {"F": PhaseSpec(inputs=(0, 1))}
+        """Give a marker its phases: it moves values forward and their gradients back, and has no code."""
+        phases: dict[Phase, PhaseSpec] = {"F": PhaseSpec(inputs=tuple(range(len(chunk.inputs))))}
         if 0 in self.wanted[chunk.name] and piece.inputs[0].requires_grad:
             phases["B"] = PhaseSpec(tangents=(0,), grad_inputs=(0,))
         return replace(chunk, phases=phases)

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-Marker = Literal["route", "unroute"]
+from piper.capture.divide.collective import is_collective
+
+Marker = Literal["route", "unroute", "collective"]
 
 _IN_PLACE = frozenset(
     (
@@ -48,7 +50,9 @@ def name_of(node: fx.Node) -> str:
 
 
 def marker(node: fx.Node) -> Marker | None:
-    """Whether a node is the beginning or the end of an expert region."""
+    """Return what a node that becomes a chunk of its own is: an end of an expert region, or a collective."""
+    if is_collective(node):
+        return "collective"
     if node.op == "call_function":
         name = str(node.target)  # by name: the operations live outside this package
         if name in ("piper.route.default", "piper.route"):

@@ -9,6 +9,7 @@ from piper.directives.place import Place, place
 from piper.directives.remat import Remat, remat
 from piper.directives.replicate import Replicate, replicate
 from piper.directives.shard import Shard, shard
+from piper.directives.shard_axis import ShardAxis
 from piper.directives.split import Split, split
 from piper.errors import ScheduleError
 from piper.ir.graph import Asked, Graph
@@ -20,6 +21,7 @@ __all__ = [
     "Remat",
     "Replicate",
     "Shard",
+    "ShardAxis",
     "Split",
     "apply",
     "order",

@@ -1,6 +1,6 @@
 """`shard`: experts divided over devices, rows sent to them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.base import (
@@ -14,6 +14,7 @@ from piper.directives.base import (
     selected,
     touched,
 )
+from piper.directives.shard_axis import ShardAxis, shard_axis
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.select import At
@@ -77,8 +78,40 @@ class Shard(Directive):
             )
 
 
-def shard(at: At, devices: Sequence[int], ways: int | None = None, stream: str | None = None) -> Shard:
-    """Divide the selected experts over each group of `ways` devices; their all-to-alls use `stream`."""
+def shard(
+    at: At,
+    devices: Sequence[int],
+    ways: int | None = None,
+    stream: str | None = None,
+    *,
+    axis: str | None = None,
+    weights: Mapping[str, int] | None = None,
+    batch: Mapping[str, int] | None = None,
+    between: int | None = None,
+    attention: str = "gather",
+    balance: str | None = None,
+) -> Shard | ShardAxis:
+    """Divide the selected regions over each group of `ways` devices; what they exchange uses `stream`.
+
+    Without `axis`: the experts. With it: tensor parallelism, where `weights` names parameters and the dimension
+    along which each is divided, and context parallelism, where `batch` names the fields that are divided along
+    the sequence. between: the dimension along which activations between divided work are divided too.
+    attention: how a divided sequence attends: gather, heads or ring. balance: "zigzag" gives each device an early
+    and a late piece of the sequence.
+    """
+    if axis is not None or weights or batch:
+        return shard_axis(
+            given_filter("shard", at),
+            given_devices("shard", devices),
+            ways,
+            given_stream("shard", "stream", stream),
+            axis=axis if axis is not None else ("TP" if weights else "CP"),
+            weights=weights,
+            batch=batch,
+            between=between,
+            attention=attention,
+            balance=balance,
+        )
     return Shard(
         at=given_filter("shard", at),
         devices=given_devices("shard", devices),

@@ -143,6 +143,18 @@ def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSlice:
+    """How the devices along one axis hold a tensor: each a slice of one dimension, or each all of it."""
+
+    axis: str
+    degree: int
+    dim: int | None = None  # None: every device holds all of it
+    blocks: int = 1  # as in `Slicing`
+    zigzag: bool = False
+    summed: bool = False  # its gradient is a sum over these devices; else it is the same on each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter of the model, once, whatever its aliases."""
 
@@ -151,6 +163,16 @@ class Parameter:
     dtype: str
     trainable: bool = True
     aliases: tuple[str, ...] = ()  # the other names of a tied parameter
+    slices: tuple[ParameterSlice, ...] = ()  # by axis, the innermost group first
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of what one device holds of it, before ZeRO."""
+        sizes = list(self.shape)
+        for held in self.slices:
+            if held.dim is not None:
+                sizes[held.dim] //= held.degree
+        return tuple(sizes)
 
     @property
     def numel(self) -> int:

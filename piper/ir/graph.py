@@ -4,6 +4,7 @@ Replicas are not expanded: a node carries its whole set of devices, so the graph
 of data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,16 @@ SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPolicy:
+    """How groups of devices divide a chunk's work along one axis."""
+
+    axis: str
+    degree: int
+    stream: str  # of its collectives
+    origin: int  # the directive that said so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How a chunk's parameters live on its devices."""
 
@@ -31,7 +42,13 @@ class Policy:
     gather_stream: str = "gather"
     ways: int = 1  # how many devices divide the experts among them
     exchange_stream: str = "exchange"
+    axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
     origin: int | None = None  # the directive that said so
+
+    @property
+    def degree(self) -> int:
+        """Return how many devices share the same samples."""
+        return math.prod(held.degree for held in self.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,194 @@
+"""What `shard` directives over an axis ask of a captured model: which parameters, which fields, which regions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from piper.capture.divide.aten import as_aten
+from piper.capture.divide.divide import divide
+from piper.capture.divide.divider import Division
+from piper.capture.divide.layout import Divided, divides
+from piper.capture.recording import FromParameter, Recording
+from piper.capture.regions import find_regions
+from piper.capture.rewrite import simplify
+from piper.errors import ScheduleError
+from piper.ir.chunk import Parameter, ParameterSlice, Tags, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One directive, and the regions that it divides."""
+
+    by: str
+    axis: str
+    degree: int
+    weights: Mapping[str, int]  # patterns of modules or parameters, and the dimension that is divided
+    batch: Mapping[str, int]
+    between: int | None
+    attention: str
+    zigzag: bool
+    regions: Mapping[Tags, int]  # each with the number of its devices
+
+    def alike(self, other: "Request") -> bool:
+        """Return whether two directives divide in the same way, so that slices may pass between their regions."""
+        return replace(self, by="", regions={}) == replace(other, by="", regions={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedModel:
+    """A model as one device of its groups computes it."""
+
+    recording: Recording
+    parameters: tuple[Parameter, ...]  # with how each is divided
+    batch: Mapping[str, tuple[ParameterSlice, ...]]  # the fields of the batch that are divided, along which axes
+
+
+def divide_model(
+    recording: Recording, requests: Sequence[Request], parameters: Sequence[Parameter], batch: Mapping[str, TensorSpec]
+) -> DividedModel:
+    """Divide a model by one axis after another; the first directive's groups are innermost."""
+    recording = as_aten(recording)
+    fields: dict[str, tuple[ParameterSlice, ...]] = {}
+    for merged in _merged(requests):
+        recording, parameters = _divided(recording, merged, parameters, batch)
+        first = merged[0]
+        for name, dim in first.batch.items():
+            cut = ParameterSlice(axis=first.axis, degree=first.degree, dim=dim, zigzag=first.zigzag)
+            fields[name] = (*fields.get(name, ()), cut)
+    return DividedModel(recording=recording, parameters=tuple(parameters), batch=fields)
+
+
+def _merged(requests: Sequence[Request]) -> list[list[Request]]:
+    """Put directives that divide alike together: one pass divides all their regions."""
+    groups: list[list[Request]] = []
+    for request in requests:
+        for group in groups:
+            if group[0].alike(request):
+                group.append(request)
+                break
+        else:
+            groups.append([request])
+    return groups
+
+
+def _divided(
+    recording: Recording, requests: Sequence[Request], parameters: Sequence[Parameter], batch: Mapping[str, TensorSpec]
+) -> tuple[Recording, tuple[Parameter, ...]]:
+    first = requests[0]
+    sizes = {tags: size for request in requests for tags, size in request.regions.items()}
+    used = _parameters_of(recording, sizes)
+    weights = _weights(first, parameters, used)
+    _check_fields(first, batch)
+    division = Division(
+        by=first.by,
+        axis=first.axis,
+        degree=first.degree,
+        weights=weights,
+        batch={name: Divided(dim, zigzag=first.zigzag) for name, dim in first.batch.items()},
+        between=first.between,
+        attention=first.attention,
+        zigzag=first.zigzag,
+    )
+
+    def peers(a: Tags, b: Tags) -> bool:
+        return a in sizes and b in sizes and sizes[a] == sizes[b]
+
+    made = divide(recording, division, sizes.__contains__, peers)
+    held = made.division.weights
+    divided = tuple(
+        replace(
+            parameter,
+            slices=(
+                *parameter.slices,
+                ParameterSlice(
+                    axis=first.axis,
+                    degree=first.degree,
+                    dim=held[parameter.name].dim if parameter.name in held else None,
+                    blocks=held[parameter.name].blocks if parameter.name in held else 1,
+                    summed=parameter.name in made.summed,
+                ),
+            ),
+        )
+        if parameter.name in used
+        else parameter
+        for parameter in parameters
+    )
+    return made.recording, divided
+
+
+def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
+    """Return the parameters that the operations of some regions read."""
+    inside = set(regions)
+    homes = find_regions(recording, simplify(recording)).homes
+    names = {node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)}
+
+    def reads(node: fx.Node) -> bool:
+        return any(homes.get(user) in inside or (user not in homes and reads(user)) for user in node.users)
+
+    return {name for node, name in names.items() if reads(node)}
+
+
+def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Divided]:
+    """Return which parameters are divided along which dimension. A module's name stands for its weight."""
+    found: dict[str, Divided] = {}
+    known = {name: parameter for parameter in parameters for name in (parameter.name, *parameter.aliases)}
+    for patterns, dim in request.weights.items():
+        for pattern in patterns.split("|"):
+            matched = [n for n in known if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.weight")]
+            if not matched:
+                close = get_close_matches(f"{pattern}.weight", known, n=1, cutoff=0.3)
+                raise ScheduleError(
+                    f"{pattern!r} names no module with a weight and no parameter",
+                    by=request.by,
+                    facts={"parameters": ", ".join(list(known)[:6]) + (" ..." if len(known) > 6 else "")},
+                    hint=f"did you mean {close[0].removesuffix('.weight')!r}?" if close else "check the pattern",
+                )
+            for name in matched:
+                parameter = known[name]
+                _check_weight(request, parameter, dim)
+                if parameter.name in used:
+                    found[parameter.name] = Divided(dim)
+    return found
+
+
+def _check_weight(request: Request, parameter: Parameter, dim: int) -> None:
+    shape = parameter.local_shape
+    if not 0 <= dim < len(shape):
+        raise ScheduleError(
+            f"{parameter.name} has no dimension {dim}",
+            by=request.by,
+            facts={"shape": str(list(shape))},
+            hint=f"choose a dimension from 0 to {len(shape) - 1}",
+        )
+    if not divides(shape[dim], Divided(dim), request.degree):
+        raise ScheduleError(
+            f"dimension {dim} of {parameter.name} does not divide by {request.degree}",
+            by=request.by,
+            facts={"shape": str(list(shape)), "asked": f"ways={request.degree}"},
+            hint="choose `ways` among the divisors of that size",
+        )
+
+
+def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
+    for name, dim in request.batch.items():
+        if name not in batch:
+            raise ScheduleError(
+                f"the batch has no field {name!r}",
+                by=request.by,
+                facts={"fields": ", ".join(batch)},
+                hint="name the fields that hold one entry for each position of the sequence",
+            )
+        shape = batch[name].shape
+        layout = Divided(dim, zigzag=request.zigzag)
+        if not 1 <= dim < len(shape) or not divides(shape[dim], layout, request.degree):
+            slices = request.degree * (2 if request.zigzag else 1)
+            raise ScheduleError(
+                f"the field {name!r} cannot be divided along dimension {dim}",
+                by=request.by,
+                facts={"shape": str(list(shape)), "slices": str(slices)},
+                hint="dimension 0 is the samples; choose a later one whose size divides by the slices",
+            )
+

@@ -1,0 +1,122 @@
+"""`shard` over an axis: tensor, sequence and context parallelism."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from piper.directives.base import Directive, checked_devices, is_whole, refused, selected, touched
+from piper.errors import ScheduleError
+from piper.ir.graph import AxisPolicy, Graph
+from piper.ir.select import At
+
+ATTENTION = ("gather", "heads", "ring")
+BALANCE = (None, "zigzag")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardAxis(Directive):
+    """Divide the work of the selected regions over each group of `ways` neighbouring devices.
+
+    F[PP=0] @0
+    -->
+    F[PP=0] @0,1, all-reduce, F[PP=0 #1] @0,1 ...      (each device holds a slice of the named parameters)
+    """
+
+    at: At
+    devices: tuple[int, ...]
+    axis: str
+    ways: int | None = None
+    weights: tuple[tuple[str, int], ...] = ()
+    batch: tuple[tuple[str, int], ...] = ()
+    between: int | None = None
+    attention: str = "gather"
+    balance: str | None = None
+    stream: str | None = None
+
+    @property
+    def verb(self) -> str:
+        return "shard"
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        devices = checked_devices(self.devices, by)
+        nodes = selected(graph, self.at, by)
+        if any(self.axis in dict(chunk.tags) for chunk in graph.outline.chunks if chunk.kind != "collective"):
+            raise ScheduleError(
+                f"{self.axis!r} is a tag of the model already",
+                by=by,
+                facts={"asked": f"axis={self.axis!r}"},
+                hint="collectives carry the axis as a tag: name an axis that no annotation uses",
+            )
+        ways = len(devices) if self.ways is None else self.ways
+        if not is_whole(ways) or ways < 1 or len(devices) % ways:
+            raise ScheduleError(
+                f"{len(devices)} devices cannot form groups of {ways!r}",
+                by=by,
+                facts={"asked": f"ways={ways!r}, devices={list(devices)}"},
+                hint="ways is the size of one group: a divisor of the number of devices",
+            )
+        policies = dict(graph.policies)
+        for name in dict.fromkeys(node.chunk for node in nodes):
+            policy = graph.policy(name)
+            others = tuple(held for held in policy.axes if held.axis != self.axis)
+            own = AxisPolicy(axis=self.axis, degree=ways, stream=self.stream or self.axis.lower(), origin=number)
+            policies[name] = replace(policy, axes=(*others, own))
+        graph = replace(graph, policies=policies)
+        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
+
+
+def checked_axis(axis: object) -> str:
+    """Return the name of an axis, a word that `at()` can take."""
+    if not isinstance(axis, str) or not axis.isidentifier() or axis == "PASS":
+        raise refused("shard", f"axis={axis!r} is not a name", 'name the axis in one word: axis="TP"')
+    return axis
+
+
+def checked_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
+    """Return names with a dimension each, from a dict."""
+    if not isinstance(given, Mapping):
+        raise refused("shard", f"{key}={given!r} is not a dict", f'write {key}={{"name": dimension}}')
+    for name, dim in given.items():
+        if not isinstance(name, str) or not is_whole(dim) or dim < 0:
+            raise refused("shard", f"{key} has {name!r}: {dim!r}", "give each name a dimension from 0")
+    return tuple(given.items())
+
+
+def shard_axis(
+    at: At,
+    devices: tuple[int, ...],
+    ways: int | None,
+    stream: str | None,
+    *,
+    axis: object,
+    weights: object,
+    batch: object,
+    between: object,
+    attention: object,
+    balance: object,
+) -> ShardAxis:
+    """Return the directive, its arguments checked."""
+    if between is not None and (not is_whole(between) or between < 1):  # type: ignore[operator]
+        raise refused("shard", f"between={between!r} is not a dimension", "between=1 divides the sequence; 0 is the samples")
+    if attention not in ATTENTION:
+        raise refused("shard", f"attention={attention!r} is not known", f"choose one of {', '.join(ATTENTION)}")
+    if balance not in BALANCE:
+        raise refused("shard", f"balance={balance!r} is not known", 'leave it out or write balance="zigzag"')
+    if not weights and not batch:
+        raise refused(
+            "shard",
+            f"axis={axis!r} divides nothing",
+            "name parameters with weights={...} (tensor parallelism) or fields with batch={...} (context parallelism)",
+        )
+    return ShardAxis(
+        at=at,
+        devices=devices,
+        axis=checked_axis(axis),
+        ways=ways,
+        weights=checked_dims("weights", weights or {}),
+        batch=checked_dims("batch", batch or {}),
+        between=between,  # type: ignore[arg-type]
+        attention=str(attention),
+        balance=balance,  # type: ignore[arg-type]
+        stream=stream,
+    )
