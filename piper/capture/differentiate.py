@@ -1,5 +1,6 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -156,7 +157,8 @@ class _Differentiator:
 
 def _spec(parameter: Parameter) -> TensorSpec:
     width = getattr(torch, parameter.dtype).itemsize
-    return TensorSpec(shape=parameter.shape, dtype=parameter.dtype, nbytes=parameter.numel * width)
+    shape = parameter.local_shape
+    return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
 def _ways_by_chunk(outline: Outline, ways: Mapping[str, int]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.assemble import Assembler
 from piper.capture.blame import quiet, refused
 from piper.capture.cut import cut
+from piper.capture.divide.request import Request, divide_model
 from piper.capture.library import Library
 from piper.capture.piece import Piece
 from piper.capture.record import LossFn, record
@@ -36,6 +37,7 @@ class Traced:
     pieces: tuple[Piece, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
     library: Library  # the code of its chunks, as far as it has been asked for
+    recording: Recording  # what it was cut from
 
 
 @no_collection()
@@ -85,7 +87,24 @@ def trace(
         pieces=tuple(pieces),
         constants=recording.constants,
         library=Library(device, compiled=compiled),
+        recording=recording,
     )
+
+
+def divided(traced: Traced, requests: Sequence[Request]) -> Traced:
+    """Return the model as one device of its groups computes it, cut into chunks and collectives."""
+    made = divide_model(traced.recording, requests, traced.outline.parameters, traced.outline.batch)
+    pieces, assembler = _cut(made.recording)
+    loss, *weight = (assembler.output(node) for node in assembler.recording.results)
+    outline = replace(
+        traced.outline,
+        chunks=tuple(piece.chunk for piece in pieces),
+        loss=loss,
+        weight=weight[0] if weight else None,
+        parameters=made.parameters,
+        fields=made.batch,
+    )
+    return replace(traced, outline=outline, pieces=tuple(pieces), recording=made.recording)
 
 
 def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:

@@ -204,3 +204,4 @@ class Outline:
     buffers: tuple[Buffer, ...] = ()
     batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured
     rows: int = 1  # samples in the captured slice
+    fields: Mapping[str, tuple[ParameterSlice, ...]] = field(default_factory=dict)  # batch fields that are divided
