@@ -1,0 +1,35 @@
+"""Which regions of a captured model its strategy divides along an axis, and how."""
+
+from collections.abc import Sequence
+
+from piper.capture.divide.request import Request
+from piper.directives import Directive, ShardAxis
+from piper.ir.chunk import Tags
+from piper.ir.graph import Graph
+
+
+def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
+    """Return what each `shard` over an axis asks, for the regions where no later directive took its place."""
+    sizes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
+    regions: dict[int, dict[Tags, int]] = {}
+    for chunk in graph.outline.chunks:
+        for held in graph.policy(chunk.name).axes:
+            regions.setdefault(held.origin, {})[chunk.tags] = sizes[chunk.name]
+    found = []
+    for number, directive in enumerate(strategy):
+        if isinstance(directive, ShardAxis) and number in regions:
+            degree = directive.ways if directive.ways is not None else len(directive.devices)
+            found.append(
+                Request(
+                    by=directive.title(number),
+                    axis=directive.axis,
+                    degree=degree,
+                    weights=dict(directive.weights),
+                    batch=dict(directive.batch),
+                    between=directive.between,
+                    attention=directive.attention,
+                    zigzag=directive.balance == "zigzag",
+                    regions=regions[number],
+                )
+            )
+    return found
