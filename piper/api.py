@@ -9,10 +9,11 @@ from torch import Tensor
 
 from piper.capture.cache import CACHE, Cache
 from piper.capture.differentiate import Captured, differentiate
-from piper.capture.trace import Traced, trace
+from piper.capture.trace import Traced, divided, trace
 from piper.devices import show
-from piper.directives import Directive, Place, Replicate, Shard, Split, apply
+from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
+from piper.divisions import requests_of
 from piper.errors import ConfigError, ScheduleError
 from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
@@ -87,11 +88,18 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         master_bytes=MASTER_BYTES[job.precision],
     )
 
-    def traced_at(rows: int) -> Traced:
+    def recorded_at(rows: int) -> Traced:
         return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
 
-    traced = traced_at(likely_rows(strategy, samples))
+    def traced_at(rows: int) -> Traced:
+        return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
+
+    traced = recorded_at(likely_rows(strategy, samples))
     graph = apply(start(traced.outline), strategy)
+    requests = requests_of(graph, strategy)
+    if requests:
+        traced = divided(traced, requests)
+        graph = apply(start(traced.outline), strategy)
     settled = settle(
         Work(graph=graph, settings=settings)
     ).graph  # what is wrong is said before the costly part
@@ -160,14 +168,16 @@ def describe(batch: Mapping[str, object]) -> str:
 
 def likely_rows(strategy: list[Directive], samples: int) -> int:
     """The samples of one slice, if all sets of devices are of one size; a wrong guess costs a trace."""
-    sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard)}
+    sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard | ShardAxis)}
+    shared = math.prod(d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values())
+    sizes = {max(1, size // shared) for size in sizes}
     parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
     return max(1, samples // max(1, max(sizes, default=1) * parts))
 
 
 def rows_of(graph: Graph, samples: int) -> dict[str, int]:
     """How many samples each chunk sees at a time."""
-    homes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
+    homes = {node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()}
     return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
 
 

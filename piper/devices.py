@@ -35,3 +35,11 @@ def groups_of(devices: Devices, ways: int) -> tuple[Devices, ...]:
 def columns(rows: Sequence[Devices]) -> tuple[Devices, ...]:
     """The i-th device of every set together: the copies of one part in sets of equal size."""
     return tuple(zip(*rows, strict=True))
+
+
+def strided_groups(devices: Devices, ways: int, stride: int) -> tuple[Devices, ...]:
+    """Return the groups of `ways` devices that lie `stride` apart in a set: those along one axis of a grid."""
+    block = ways * stride
+    return tuple(
+        devices[first + i : first + block : stride] for first in range(0, len(devices), block) for i in range(stride)
+    )

@@ -35,6 +35,7 @@ SlotKind = Literal[
     "batch",  # a field of the batch
     "buffer",
     "constant",
+    "place",  # of a device in its groups along an axis
     "loss",
     "weight",
     "norm",
@@ -42,7 +43,7 @@ SlotKind = Literal[
     "seed",  # the gradient that each microbatch's loss starts from
 ]
 OF_STEP: Final[Collection[SlotKind]] = ("loss", "weight", "norm", "total", "seed")  # these have no owner
-NAMED: Final[Collection[SlotKind]] = ("batch", "buffer", "constant")  # these are named after their kind
+NAMED: Final[Collection[SlotKind]] = ("batch", "buffer", "constant", "place")  # these are named after their kind
 INDEXED: Final[Mapping[SlotKind, str]] = {
     "output": "out",
     "input_gradient": "din",
@@ -63,7 +64,7 @@ OWNED = re.compile(
 )
 LISTED = re.compile(rf"(?P<word>{'|'.join(NAMED)})\.(?P<owner>{NAME}?){AT}{PART}")
 PASS = re.compile(rf"(?P<phase>BI|BW|F|B|R)\[(?P<chunk>{NAME}?)(?P<part>(?: \w+=\d+)*)\]")
-PLAIN = re.compile(r"(?!(?:batch|buffer|constant)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
+PLAIN = re.compile(r"(?!(?:batch|buffer|constant|place)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
 
 
 def show_part(part: Tags) -> str:

@@ -89,6 +89,10 @@ def draws(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+        if node.target is torch.ops.aten.dropout.default:
+            return bool(node.args[1]) and bool(node.args[2])
         return bool(torch.Tag.nondeterministic_seeded in node.target.tags)
     name = name_of(node)
     if _DROPS.fullmatch(name):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
+from piper.sharding import runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,16 @@ def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
 
 def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
     """What lies between two elements of a bucket, parameter by parameter; padding is nothing."""
-    part = bucket.devices.index(device) % bucket.ways  # which of the divided experts
+    position = bucket.devices.index(device)
     found = []
     for piece in bucket.pieces:
-        first, last = max(piece.offset, low), min(piece.offset + piece.numel, high)
-        if first < last:
-            start = part * piece.numel + first - piece.offset
-            found.append(Span(name=piece.name, start=start, at=first, length=last - first))
+        if piece.offset >= high or piece.offset + piece.numel <= low:
+            continue
+        for here, there, length in runs(piece.shape, piece.shardings, position):
+            at = piece.offset + here
+            first, last = max(at, low), min(at + length, high)
+            if first < last:
+                found.append(Span(name=piece.name, start=there + first - at, at=first, length=last - first))
     return found
 
 
@@ -51,8 +55,8 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     """
     found = []
     for bucket in held_buckets(plans, device):
-        group = next(group for group in bucket.groups if device in group)
-        first = bucket.zero > 0 or device == group[0]
+        group = next((group for group in bucket.distinct if device in group), None)
+        first = group is not None and (bucket.zero > 0 or device == group[0])
         if first and not written_elsewhere(plans.buckets.values(), bucket):
             found.append(bucket)
     return found

@@ -12,34 +12,11 @@ from piper.ids import PHASES as PHASES
 from piper.ids import Phase as Phase
 from piper.ids import SlotKind
 from piper.ids import Tags as Tags
+from piper.sharding import Collective as Collective
+from piper.sharding import CollectiveOp as CollectiveOp
+from piper.sharding import Slicing as Slicing
 
 ChunkKind = Literal["compute", "expert", "route", "unroute", "collective"]
-CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "max", "slice", "none"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
-    """Which dimension of a tensor a group of devices divides, and how.
-
-    blocks: the dimension is so many equal runs end to end, each divided by itself. zigzag: the i-th device of n
-    holds the i-th and the i-th last of 2 * n slices.
-    """
-
-    dim: int
-    blocks: int = 1
-    zigzag: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """What the devices of a group do with one value, forward and backward."""
-
-    axis: str  # of the directive that divides: TP, CP
-    degree: int  # devices in a group
-    op: CollectiveOp  # forward; "slice" keeps a device's own part, "none" passes the value on
-    back: CollectiveOp  # what is done with the gradient
-    joined: Slicing | None = None  # the dimension whose parts are put together
-    cut: Slicing | None = None  # the dimension of which each device gets its part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 from dataclasses import dataclass, field
 
 from piper.devices import Devices, show
+from piper.sharding import Collective, Sharding
 from piper.ids import Pass, Phase, SlotId, Tags, show_part
 
 COMPUTE_STREAM = "compute"
@@ -51,6 +52,8 @@ class Load:
     part: Tags
     devices: Devices
     writes: tuple[SlotId, ...]
+    degree: int = 1  # how many neighbours share their samples
+    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are divided
     stream: str = "load"
     reads: tuple[SlotId, ...] = ()
     origin: tuple[int, ...] = ()
@@ -71,6 +74,7 @@ class Transfer:
     writes: tuple[SlotId, ...]
     stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
     sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
+    degrees: tuple[int, int] = (1, 1)  # how many neighbours share their samples at the source, and at the target
     origin: tuple[int, ...] = ()
     name: str = field(init=False, compare=False)
 
@@ -110,6 +114,7 @@ class Counts:
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str
+    stride: int = 1  # between the devices of a group
     origin: tuple[int, ...] = ()
 
     @property
@@ -127,6 +132,27 @@ class Exchange:
     devices: Devices
     ways: int
     outward: bool  # to the experts; else back to the rows' owners
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
+    stream: str
+    stride: int = 1  # between the devices of a group
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return compute_name(self.chunk, self.phase, self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect:
+    """Bring a divided value into another layout within each group, or its gradient back."""
+
+    chunk: str
+    phase: Phase  # F, B or BI
+    part: Tags
+    devices: Devices
+    stride: int  # between the devices of a group, as they lie in `devices`
+    how: Collective  # of this phase
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str
@@ -259,6 +285,7 @@ Node = (
     | Add
     | Counts
     | Exchange
+    | Collect
     | Gather
     | Accumulate
     | Reduce

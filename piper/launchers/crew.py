@@ -42,7 +42,7 @@ def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
     """Which devices to ask for which buckets, so that together they have all of every bucket once."""
     asked: dict[int, list[str]] = {}
     for bucket in buckets:
-        for group in bucket.groups[: bucket.ways]:
+        for group in bucket.distinct:
             for device in group if bucket.zero else group[:1]:
                 asked.setdefault(device, []).append(bucket.name)
     return asked

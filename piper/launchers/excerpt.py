@@ -36,7 +36,7 @@ def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
     for ins in plans.of(device).instrs:
         if ins.op == "load":
             field = ins.loads
-            place, count = field.devices.index(device), len(field.devices)
+            place, count = field.devices.index(device) // field.degree, len(field.devices) // field.degree
             found.setdefault(field.name, []).extend(slices(plans, samples, place, count, field.part))
     return {field: joined(spans) for field, spans in found.items()}
 

@@ -1,19 +1,24 @@
 """Buckets: which parameters live, travel and are updated together, and among which devices."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from piper.devices import Devices, columns, groups_of, show
+from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Outline, Parameter
 from piper.ir.graph import Graph, Policy
 from piper.lower.work import Settings, Work
 from piper.plan.plan import Bucket, Piece, Slot
+from piper.sharding import Sharding, local_sizes
 
 MEGABYTE = 2**20
 BITS = re.compile(r"\d+")  # the first number in a type's name: float32, bfloat16, float8_e4m3fn
+
+
+Lanes = tuple[Devices, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +30,16 @@ class Home:
     policy: Policy
     origin: tuple[int, ...]
     by: str  # the directive that put it there
+
+    @property
+    def lanes(self) -> Lanes:
+        """Return the devices, and how many neighbours among them share their samples."""
+        return self.devices, self.policy.degree
+
+    @property
+    def slices(self) -> int:
+        """Return into how many slices its devices cut the samples."""
+        return len(self.devices) // self.policy.degree
 
 
 def make_buckets(work: Work) -> Work:
@@ -98,34 +113,67 @@ def trained(outline: Outline) -> Iterator[Parameter]:
         yield replace(param, trainable=param.trainable and param.name in reached)
 
 
-def local_shape(chunk: Chunk, param: Parameter, ways: int) -> tuple[int, ...]:
-    """What one device holds of a parameter: its own experts, where they are divided."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """How the devices of a region hold one parameter between them, before ZeRO."""
+
+    shape: tuple[int, ...]  # of what one device holds
+    shardings: tuple[Sharding, ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()  # (stride, degree): devices that differ there add nothing to each other
+    alike: int = 1  # how many devices hold the same slice and work out the same gradient
+
+
+def held_by(chunk: Chunk, param: Parameter, home: Home) -> Held:
+    """Return how the devices of a chunk hold a parameter: divided by expert, along an axis, or each all of it."""
+    found: list[Sharding] = []
+    apart: list[tuple[int, int]] = []
+    alike, stride = 1, 1
+    slices = {held.axis: held for held in param.slices}
+    for axis in home.policy.axes:
+        held = slices.get(axis.axis)
+        if held is not None and held.dim is not None:
+            found.append(Sharding(dim=held.dim, blocks=held.blocks, ways=axis.degree, stride=stride))
+        if held is None or not held.summed:
+            apart.append((stride, axis.degree))
+            alike *= axis.degree if held is None or held.dim is None else 1
+        stride *= axis.degree
+    ways = home.policy.ways
     if chunk.kind == "expert" and ways > 1 and param.shape and param.shape[0] == chunk.experts:
-        return (param.shape[0] // ways, *param.shape[1:])
-    return param.shape
+        found.append(Sharding(dim=0, ways=ways, stride=stride))
+        apart.append((stride, ways))
+    return Held(
+        shape=local_sizes(param.shape, found), shardings=tuple(found), apart=tuple(apart), alike=alike
+    )
+
+
+def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[Devices, ...]:
+    """Return the groups of devices that add up one gradient: those in the same place along every such axis."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for position, device in enumerate(devices):
+        found.setdefault(tuple(position // stride % degree for stride, degree in apart), []).append(device)
+    return tuple(tuple(members) for members in found.values())
 
 
 def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iterator[Bucket]:
     """A chunk's own parameters in buckets of at most `bucket_mb`, alike in type and in who holds what."""
-    kinds: dict[tuple[str, bool, int], list[Parameter]] = {}
+    kinds: dict[tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, Held]]] = {}
     for param in params:
-        divided = local_shape(chunk, param, home.policy.ways) != param.shape
-        key = (param.dtype, param.trainable, home.policy.ways if divided else 1)
-        kinds.setdefault(key, []).append(param)
+        held = held_by(chunk, param, home)
+        kinds.setdefault((param.dtype, param.trainable, held.apart, held.alike), []).append((param, held))
     limit = home.policy.bucket_mb
     number = 0
-    for (dtype, trainable, ways), members in kinds.items():
+    for (dtype, trainable, _, _), members in kinds.items():
         pieces: list[Piece] = []
         filled = 0
-        for param in members:
-            piece = Piece(name=param.name, shape=local_shape(chunk, param, ways), offset=filled)
+        for param, held in members:
+            piece = Piece(name=param.name, shape=held.shape, offset=filled, shardings=held.shardings)
             if pieces and limit is not None and (filled + piece.numel) * itemsize(dtype) > limit * MEGABYTE:
-                yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
+                yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, held)
                 number, pieces, filled = number + 1, [], 0
                 piece = replace(piece, offset=0)
             pieces.append(piece)
             filled += piece.numel
-        yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
+        yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, members[0][1])
         number += 1
 
 
@@ -136,11 +184,11 @@ def itemsize(dtype: str) -> int:
 
 
 def bucket_for(
-    name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool, ways: int
+    name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool, held: Held
 ) -> Bucket:
     """A bucket that lives on the homes' devices: the same set for each of them."""
     home = homes[0]
-    groups = columns(groups_of(home.devices, ways)) if ways > 1 else (home.devices,)
+    groups = groups_apart(home.devices, held.apart)
     zero = min(h.policy.zero for h in homes) if len(groups[0]) > 1 else 0
     return Bucket(
         name=name,
@@ -151,9 +199,8 @@ def bucket_for(
         dtype=dtype,
         itemsize=itemsize(dtype),
         zero=zero,
-        ways=ways,
         trainable=trainable,
-        copies=1 if zero else len(groups[0]),
+        copies=(1 if zero else len(groups[0])) * held.alike,
         reduce_stream=home.policy.reduce_stream,
         gather_stream=home.policy.gather_stream,
         origin=tuple(dict.fromkeys(n for h in homes for n in h.origin)),
@@ -165,20 +212,24 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)
-    shapes = {home.chunk: local_shape(graph.chunks[home.chunk], param, home.policy.ways) for home in homes}
-    divided = {home.chunk: home.policy.ways if shapes[home.chunk] != param.shape else 1 for home in homes}
-    if len(set(divided.values())) > 1 or (len(by_set) > 1 and divided[homes[0].chunk] > 1):
+    held = {home.chunk: held_by(graph.chunks[home.chunk], param, home) for home in homes}
+    first = held[homes[0].chunk]
+    by_expert = any(home.policy.ways > 1 and held[home.chunk].shardings for home in homes)
+    if len(set(held.values())) > 1 or (len(by_set) > 1 and by_expert):
+        divided = next(home for home in homes if held[home.chunk].apart)
+        what = "experts" if by_expert else "parameter"
         raise ScheduleError(
-            f"the tied experts {param.name} are not divided alike",
-            by=next(home.by for home in homes if divided[home.chunk] > 1),
-            facts={home.chunk: f"on {show(home.devices)}, ways {divided[home.chunk]}" for home in homes},
-            hint="shard the regions that share experts alike, on the same devices",
+            f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",
+            by=divided.by,
+            facts={home.chunk: f"on {show(home.devices)}, {shown_held(held[home.chunk])}" for home in homes},
+            hint="shard the regions that share it alike, on the same devices"
+            if by_expert
+            else "shard all regions that share it along the same axes",
         )
-    degree, shape = divided[homes[0].chunk], shapes[homes[0].chunk]
-    piece = Piece(name=param.name, shape=shape, offset=0)
+    piece = Piece(name=param.name, shape=first.shape, offset=0, shardings=first.shardings)
 
     def bucket(name: str, members: Iterable[Home]) -> Bucket:
-        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, degree)
+        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, first)
 
     if len(by_set) == 1:
         return [bucket(param.name, homes)], []
@@ -193,17 +244,29 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
             replace(
                 b,
                 zero=zero,
-                copies=len(made) * (1 if zero else b.group_size),
+                copies=len(made) * (1 if zero else b.group_size) * first.alike,
                 siblings=tuple(n for n in names if n != b.name),
             )
             for b in made
         ], []
+    if first.apart:
+        raise ScheduleError(
+            f"the tied parameter {param.name} is divided on sets of devices that differ in size or overlap",
+            by=homes[0].by,
+            facts={home.chunk: f"on {show(home.devices)}" for home in homes},
+            hint="place the regions that share it on sets of the same size that are apart, or on one set",
+        )
     union = [replace(home, devices=everyone, policy=replace(home.policy, zero=0)) for home in homes]
     reason = (
         f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
         f"({', '.join(show(devices) for devices in by_set)})"
     )
     return [bucket(param.name, union)], [reason] if any(h.policy.zero for h in homes) else []
+
+
+def shown_held(held: Held) -> str:
+    """Say how a parameter is divided."""
+    return f"ways {math.prod(sharding.ways for sharding in held.shardings)}"
 
 
 def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, Slot]:

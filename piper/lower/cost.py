@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk
-from piper.ir.node import Compute, Exchange, Node, Transfer
+from piper.ir.node import Collect, Compute, Exchange, Node, Transfer
 from piper.plan.plan import Slot
 
 FLOPS = 2e14  # a current accelerator's, about
@@ -18,6 +18,6 @@ def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slo
     if isinstance(node, Compute):
         spec = chunks[node.chunk].phases[node.phase]
         return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)
-    if isinstance(node, Transfer | Exchange):
+    if isinstance(node, Transfer | Exchange | Collect):
         return LATENCY + values[node.writes[0].base].nbytes / LINK
     return LATENCY

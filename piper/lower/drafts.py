@@ -4,14 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from piper.devices import Devices, columns, groups_of, show
+from piper.devices import Devices, columns, groups_of, show, strided_groups
 from piper.ids import Pass, SlotId
-from piper.ir.chunk import Chunk
+from piper.ir.chunk import Chunk, Collective
 from piper.ir.node import (
     COMPUTE_STREAM,
     Accumulate,
     Add,
     Broadcast,
+    Collect,
     Compute,
     Counts,
     Exchange,
@@ -28,10 +29,10 @@ from piper.lower.programs import Channel, channels
 from piper.lower.reductions import final_gradient
 from piper.lower.sync import Draft
 from piper.lower.work import Work
-from piper.plan.instr import Adding, Field, OfBucket, OfChunk, Routing, Rows
+from piper.plan.instr import Collecting, Adding, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.plan import Bucket, Comm
 
-Communication = Counts | Exchange | Gather | Reduce | Total | Broadcast
+Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +101,13 @@ def draft_for(emission: Emission, node: Node, number: int) -> Draft:
             draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
         case Load():
             draft.op = "load"
-            draft.payload = Field(name=node.batch_field, part=node.part, devices=node.devices)
+            draft.payload = Field(
+                name=node.batch_field,
+                part=node.part,
+                devices=node.devices,
+                degree=node.degree,
+                slices=node.slices,
+            )
             draft.nbytes = emission.size(node.writes[0])
         case Accumulate():
             draft.op, draft.payload = "accumulate", Adding(run=node.run)
@@ -123,6 +130,8 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
     match node:
         case Counts() | Exchange():
             draft_exchange(emission, node, draft)
+        case Collect():
+            draft_collective(emission, node, draft)
         case Gather():
             bucket = emission.work.buckets[node.bucket]
             draft.op, draft.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
@@ -146,11 +155,41 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             assert_never(node)
 
 
+def draft_collective(emission: Emission, node: Collect, draft: Draft) -> None:
+    """A collective on the devices of each group that differ only in their place along its axis."""
+    ways, stride = node.how.degree, node.stride
+    key = ("axis", show(node.devices), str(ways), str(stride), node.stream)
+    run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
+    if node.how.op == "slice":
+        draft.op, draft.stream = "slice", COMPUTE_STREAM
+        draft.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=stride)
+        return
+    draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, stride), node.stream)
+    draft.op, draft.payload = "collect", Collecting(run=run, how=node.how)
+    draft.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
+
+
+def moved(how: Collective, given: int, made: int) -> int:
+    """Return the bytes that a device sends for a collective."""
+    n = how.degree
+    match how.op:
+        case "all_gather":
+            return made * (n - 1) // n
+        case "reduce_scatter":
+            return given * (n - 1) // n
+        case "all_reduce" | "max":
+            return 2 * given * (n - 1) // n
+        case "all_to_all":
+            return given * (n - 1) // n
+        case "slice" | "none":
+            return 0
+
+
 def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) -> None:
     """An all-to-all within each expert group: of row counts, or of rows."""
     ways = node.ways
-    key = ("ways", show(node.devices), str(ways), node.stream)
-    draft.comm, _ = emission.comm(key, lambda: groups_of(node.devices, ways), node.stream)
+    key = ("axis", show(node.devices), str(ways), str(node.stride), node.stream)
+    draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, node.stride), node.stream)
     draft.nbytes = emission.size(node.writes[-1]) * (ways - 1) // ways
     if isinstance(node, Counts):
         draft.op, draft.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
@@ -198,7 +237,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
     joined: dict[int, dict[int, SlotId]] = {}
-    for channel in channels(node.source, node.target, node.stream, node.sliced):
+    for channel in channels(node.source, node.target, node.stream, node.sliced, node.degrees):
         start, stop, of = channel.rows
         nbytes = whole * (stop - start) // of
         rows = None if (start, stop) == (0, of) else Rows(start=start, stop=stop, of=of)

@@ -28,13 +28,15 @@ def emit(work: Work) -> Plans:
     for node in work.line:
         draft_node(emission, node)
     outline = work.graph.outline
-    slices = len(homes_of(work.graph)[outline.loss.chunk].devices) * parts_of(work.graph, outline.loss.chunk)
+    home = homes_of(work.graph)[outline.loss.chunk]
+    slices = home.slices * parts_of(work.graph, outline.loss.chunk)
     return Plans(
         plans=tuple(plan_of(work, *program) for program in zip(classes, emission.drafts, strict=True)),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},
         buckets=work.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,
         weighted=outline.weight is not None,
+        copies=home.policy.degree,
         cells=cells_per_device(work.graph),
         axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
         why=work.why,
@@ -50,7 +52,7 @@ def device_sets(work: Work) -> Iterator[Devices]:
                 seen.add(node.devices)
                 yield node.devices
             continue
-        key = (node.source, node.target, node.stream, node.sliced)
+        key = (node.source, node.target, node.stream, node.sliced, node.degrees)
         if key not in seen:
             seen.add(key)
             for channel in channels(*key):

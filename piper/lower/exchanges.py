@@ -6,6 +6,8 @@ from piper.ir.node import Counts, Exchange
 from piper.lower.values import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
+IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
+
 
 def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
     """Rows to their experts, after the counts; or back."""
@@ -18,6 +20,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
             part=(),
             devices=flow.homes[chunk.name].devices,
             ways=policy.ways,
+            stride=policy.degree,
             stream=policy.exchange_stream,
             reads=(inputs[1],),
             writes=(splits, output_slot(chunk.name, 1)),
@@ -30,11 +33,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
 
 def exchange_backward(flow: Flow, chunk: Chunk, tangent: SlotId) -> None:
     """Gradients travel the way of their rows, in reverse, by the forward's counts."""
-    phases: tuple[Phase, ...] = (
-        "B",
-        "BI",
-    )  # whichever the graph has: rows travel in the first half of a split one
-    for phase in phases:
+    for phase in IN_FRONT:
         reads = (tangent, splits_slot(chunk))
         exchange(flow, chunk, phase, chunk.kind == "unroute", reads, input_gradient(chunk.name, 0))
 
@@ -50,6 +49,7 @@ def exchange(
         part=(),
         devices=flow.homes[chunk.name].devices,
         ways=policy.ways,
+        stride=policy.degree,
         outward=outward,
         reads=reads,
         writes=(written,),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from piper.devices import Devices, show
 from piper.ids import SlotId
 from piper.ir.chunk import Output
+from piper.ir.graph import Graph
 from piper.ir.node import (
     Accumulate,
     Broadcast,
@@ -26,6 +27,7 @@ from piper.lower.reductions import final_gradient
 from piper.lower.values import buffer_slot, output_slot
 from piper.lower.work import Work
 from piper.plan.plan import Bucket, Slot
+from piper.sharding import Sharding
 
 LOSS = SlotId("loss")
 WEIGHT = SlotId("weight")
@@ -52,11 +54,25 @@ def add_loads(work: Work) -> Work:
                     batch_field=value.owner,
                     part=node.part,
                     devices=node.devices,
+                    degree=work.graph.policy(node.chunk).degree,
+                    slices=field_slices(work.graph, node.chunk, value.owner),
                     writes=(value,),
                     origin=node.origin,
                 )
                 before.setdefault(place, []).append(load)
     return replace(work, line=woven(work.line, before, {}))
+
+
+def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, ...]:
+    """Return how the devices of a chunk divide a field of the batch beyond its samples."""
+    divided = {held.axis: held for held in graph.outline.fields.get(batch_field, ())}
+    found, stride = [], 1
+    for axis in graph.policy(chunk).axes:
+        held = divided.get(axis.axis)
+        if held is not None and held.dim is not None:
+            found.append(Sharding(dim=held.dim, zigzag=held.zigzag, ways=axis.degree, stride=stride))
+        stride *= axis.degree
+    return tuple(found)
 
 
 def every_field_is_loaded(work: Work) -> Iterator[str]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from piper.devices import Devices, show
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
-from piper.ir.node import Add, Compute, Counts, Exchange, Node, Transfer, compute_name
+from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
 from piper.lower.buckets import homes_of, param_slot
-from piper.lower.exchanges import exchange_backward, exchange_forward
+from piper.lower.collectives import collect
+from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
 from piper.lower.transfers import incoming, outgoing
 from piper.lower.values import (
     SEED,
@@ -36,10 +37,10 @@ def bind_values(work: Work) -> Work:
     graph = work.graph
     flow = Flow(work=work, homes=homes_of(graph), chunks=graph.chunks, residents={SEED: Slot(nbytes=8)})
     for chunk in graph.outline.chunks:
-        if not flow.is_marker(chunk):
+        if not flow.passes_on(chunk):
             forward(flow, chunk)
     for chunk in reversed(graph.outline.chunks):
-        if not flow.is_marker(chunk) and "B" in chunk.phases:
+        if not flow.passes_on(chunk, backward=True) and "B" in chunk.phases:
             backward(flow, chunk)
     residents = {**work.residents, **flow.residents}
     return replace(work, nodes=tuple(instances(flow, residents)), values=flow.values, residents=residents)
@@ -67,6 +68,9 @@ def forward(flow: Flow, chunk: Chunk) -> None:
         flow.values[output_slot(chunk.name, index)] = slot_of(chunk, [output])
     if chunk.kind in ("route", "unroute"):
         exchange_forward(flow, chunk, inputs)
+        return
+    if chunk.collective is not None:
+        collect(flow, chunk, "F", chunk.collective, inputs[0], output_slot(chunk.name, 0))
         return
     spec = chunk.phases["F"]
     writes = [output_slot(chunk.name, index) for index in range(len(chunk.outputs))]
@@ -110,19 +114,21 @@ def backward(flow: Flow, chunk: Chunk) -> None:
     }
     if chunk.kind in ("route", "unroute"):
         exchange_backward(flow, chunk, tangents[0])
+    elif chunk.collective is not None:
+        for phase in IN_FRONT:
+            collect(flow, chunk, phase, chunk.collective.adjoint, tangents[0], input_gradient(chunk.name, 0))
     else:
         for phase in BACKWARD:
             if phase in chunk.phases:
                 compute_backward(flow, chunk, phase, tangents)
     for position in chunk.phases["B"].grad_inputs:
-        source = flow.resolve(chunk.inputs[position])
+        source = flow.resolve(chunk.inputs[position], backward=True)
         assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
         name = input_gradient(chunk.name, position)
         spec = chunk.input_specs[position]
         flow.specs[name] = spec
         flow.values[name] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
-        home = flow.homes[chunk.name].devices
-        flow.gradients.setdefault((source.chunk, source.index), []).append((home, name))
+        flow.gradients.setdefault((source.chunk, source.index), []).append((flow.homes[chunk.name], name))
 
 
 def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int, SlotId]) -> None:
@@ -201,7 +207,7 @@ def instances(flow: Flow, residents: dict[SlotId, Slot]) -> Iterator[Node]:
                 case Compute():
                     assert placed is not None
                     yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
-                case Exchange():
+                case Exchange() | Collect():
                     assert placed is not None
                     yield replace(node, part=part, origin=placed.origin, reads=reads, writes=writes)
                 case Counts():

@@ -9,7 +9,7 @@ from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, Ordering, Step
-from piper.ir.node import Compute, Exchange, Node, compute_name
+from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
 from piper.lower.programs import classes_of
 from piper.lower.work import Temporal, Work
 
@@ -85,16 +85,16 @@ def chain_groups(
         yield from chain_on_device(by, [members for members in here if members])
 
 
-def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute | Exchange]:
+def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
     """A group's nodes; a backward that was split later stands for its halves."""
     for step in group:
         for phase in HALVES[step.phase]:
             node = nodes.get(compute_name(step.chunk, phase, step.part))
-            if isinstance(node, Compute | Exchange):
+            if isinstance(node, Compute | Exchange | Collect):
                 yield node
 
 
-def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchange]]) -> None:
+def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchange | Collect]]) -> None:
     """Neighbouring groups must share a device: an order says nothing across devices."""
     seen: set[int] = set()
     for place, members in enumerate(groups):
@@ -114,7 +114,7 @@ def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchang
         seen = here
 
 
-def chain_on_device(by: int, groups: list[list[Compute | Exchange]]) -> Iterator[Temporal]:
+def chain_on_device(by: int, groups: list[list[Compute | Exchange | Collect]]) -> Iterator[Temporal]:
     """Edges between consecutive groups, from nodes that end one to nodes that start the next."""
     for before, after in itertools.pairwise(groups):
         for first in ends(before):
@@ -122,7 +122,7 @@ def chain_on_device(by: int, groups: list[list[Compute | Exchange]]) -> Iterator
                 yield (first.name, then.name, by)
 
 
-def ends(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
+def ends(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange | Collect]:
     """The members of a group whose results no other member reads."""
     if len(members) == 1:
         return members
@@ -134,7 +134,7 @@ def ends(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
     return [node for node in members if not any(readers.get(v, set()) - {node.name} for v in node.writes)]
 
 
-def starts(members: list[Compute | Exchange]) -> list[Compute | Exchange]:
+def starts(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange | Collect]:
     """The members of a group that read no other member's result."""
     if len(members) == 1:
         return members

@@ -33,28 +33,37 @@ class Channel:
 
 
 @lru_cache(maxsize=4096)
-def channels(source: Devices, target: Devices, stream: str, sliced: bool) -> tuple[Channel, ...]:
+def channels(
+    source: Devices, target: Devices, stream: str, sliced: bool, degrees: tuple[int, int] = (1, 1)
+) -> tuple[Channel, ...]:
     """How a value travels from one set of devices to another, each holding an equal slice of the samples.
 
     The samples are cut into as many cells as both sets divide; a device holds neighbouring cells. A value
-    that is the same for all samples comes to each receiver whole, from one sender.
+    that is the same for all samples comes to each receiver whole, from one sender. Where neighbours share their
+    samples, the i-th of them sends to the i-th; else all hold the same value, and the first sends it.
     """
-    n, m = len(source), len(target)
-    cells = lcm(n, m)
     found: dict[tuple[tuple[int, int, int], tuple[int, int], bool, int], list[tuple[int, int]]] = {}
     served: dict[tuple[object, ...], int] = {}
-    for j, receiver in enumerate(target):
-        low, high = j * cells // m, (j + 1) * cells // m
-        senders = range(low * n // cells, (high - 1) * n // cells + 1)
-        for place, i in enumerate(senders if sliced else senders[:1]):
-            first, last = i * cells // n, (i + 1) * cells // n
-            rows = (max(low, first) - first, min(high, last) - first, last - first)
-            if not sliced or rows == (0, last - first, last - first):
-                rows = (0, 1, 1)
-            alike = (rows, (place, len(senders) if sliced else 1), source[i] == receiver)
-            nth = served[alike, i] = served.get((alike, i), -1) + 1  # a sender stands once in a channel
-            found.setdefault((*alike, nth), []).append((source[i], receiver))
+    left, right = degrees
+    for lane in range(right):
+        givers, takers = source[lane if left == right else 0 :: left], target[lane::right]
+        n, m = len(givers), len(takers)
+        cells = lcm(n, m)
+        for j, receiver in enumerate(takers):
+            low, high = j * cells // m, (j + 1) * cells // m
+            senders = range(low * n // cells, (high - 1) * n // cells + 1)
+            for place, i in enumerate(senders if sliced else senders[:1]):
+                first, last = i * cells // n, (i + 1) * cells // n
+                rows = (max(low, first) - first, min(high, last) - first, last - first)
+                if not sliced or rows == (0, last - first, last - first):
+                    rows = (0, 1, 1)
+                sender = givers[i]
+                alike = (rows, (place, len(senders) if sliced else 1), sender == receiver)
+                nth = served[alike, sender] = served.get((alike, sender), -1) + 1  # once in a channel
+                found.setdefault((*alike, nth), []).append((sender, receiver))
     label = f"{show(source)}{'>' if sliced else '>>'}{show(target)}" + (f":{stream}" if stream else "")
+    if degrees != (1, 1):
+        label += f"/{left}:{right}"
     return tuple(
         Channel(
             name=f"{label}/{number}" if len(found) > 1 else label,

@@ -12,6 +12,9 @@ from piper.ir.node import Compute
 from piper.lower.work import Work
 
 
+ROUTED = ("route", "expert", "unroute")
+
+
 def settle(work: Work) -> Work:
     """Place a strategy without places on device 0, drop phases with nothing to do, and check the rest.
 
@@ -25,6 +28,7 @@ def settle(work: Work) -> Work:
     graph = drop_idle(graph)
     check_placed(graph)
     check_one_home(graph)
+    check_groups(graph)
     check_expert_regions(graph)
     check_buffers(graph)
     check_reruns(graph)
@@ -54,8 +58,8 @@ def is_idle(chunk: Chunk, node: Compute) -> bool:
         return False
     if "B" not in chunk.phases:
         return True
-    if chunk.kind in ("route", "unroute"):
-        return node.phase == "BW"  # rows travel in the first half
+    if chunk.kind in ("route", "unroute", "collective"):
+        return node.phase == "BW"  # values travel in the first half
     if node.phase == "BI":
         spec = chunk.phases["BI"]
         return not spec.grad_inputs and not chunk.carried
@@ -79,6 +83,20 @@ def check_placed(graph: Graph) -> None:
         )
 
 
+def check_groups(graph: Graph) -> None:
+    """The devices of a divided region form groups, whichever directive placed it last."""
+    for node in graph.nodes.values():
+        degree = graph.policy(node.chunk).degree
+        if len(node.devices) % degree:
+            asked = " x ".join(f"{held.axis}={held.degree}" for held in graph.policy(node.chunk).axes)
+            raise ScheduleError(
+                f"{len(node.devices)} devices cannot form groups of {degree}",
+                by=graph.placed_by(node),
+                facts={"region": node.chunk, "devices": show(node.devices), "groups": asked},
+                hint="place the region on a multiple of the devices that share its samples",
+            )
+
+
 def check_one_home(graph: Graph) -> None:
     """A chunk's parameters and saved values live where it runs, so all its nodes share one set of devices."""
     homes: dict[str, Compute] = {}
@@ -100,7 +118,7 @@ def check_expert_regions(graph: Graph) -> None:
     for chunk in graph.outline.chunks:
         ways = graph.policy(chunk.name).ways
         home = homes[chunk.name]
-        if chunk.kind != "compute" and len(home.devices) % ways:
+        if chunk.kind in ROUTED and len(home.devices) % ways:
             raise ScheduleError(
                 f"{len(home.devices)} devices cannot form groups of {ways}",
                 by=graph.placed_by(home),
@@ -164,7 +182,8 @@ def check_reruns(graph: Graph) -> None:
 
 def cells_per_device(graph: Graph) -> int:
     """How many slices the samples are cut into before parts: a number every set of devices divides."""
-    return math.lcm(*{len(node.devices) for node in graph.nodes.values()})
+    sizes = {(node.chunk, len(node.devices)) for node in graph.nodes.values()}
+    return math.lcm(*{size // graph.policy(chunk).degree for chunk, size in sizes})
 
 
 def parts_of(graph: Graph, chunk: str) -> int:

@@ -3,29 +3,36 @@
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
-from piper.ir.chunk import Batch, Chunk, Constant, TensorSpec
+from piper.ir.chunk import Batch, Chunk, Constant, Place, TensorSpec
 from piper.ir.node import Add, Transfer
+from piper.lower.buckets import Home, Lanes
 from piper.lower.values import Flow, Template, output_slot
 from piper.plan.plan import Slot
 
 
 def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     """The slot of a chunk's input where the chunk lives, once a transfer has brought it there."""
-    home = flow.homes[chunk.name].devices
+    here = flow.homes[chunk.name]
+    home = here.devices
     spec = chunk.input_specs[position]
     source = flow.resolve(chunk.inputs[position])
     match source:
         case Batch(field=batch_field):
-            loaded = SlotId("batch", batch_field, devices=(home,))
+            shared = here.policy.degree  # neighbours that load the same samples
+            loaded = SlotId("batch", batch_field, devices=(home, home[:shared]) if shared > 1 else (home,))
             flow.values[loaded] = Slot(nbytes=spec.nbytes)
             return loaded
         case Constant(name=constant):
             held = SlotId("constant", constant)
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
+        case Place(axis=axis):
+            held = SlotId("place", axis, devices=(home, group_along(here, axis)))
+            flow.residents[held] = Slot(nbytes=spec.nbytes)
+            return held
     value = output_slot(source.chunk, source.index)
-    there = flow.homes[source.chunk].devices
-    if there == home:
+    there = flow.homes[source.chunk]
+    if there.lanes == here.lanes:
         return value
     arrived = value.brought_to(home)
     if arrived not in flow.values:
@@ -36,25 +43,35 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     return arrived
 
 
+def group_along(home: Home, axis: str) -> Devices:
+    """Return the first group of a region's devices along an axis."""
+    stride = 1
+    for held in home.policy.axes:
+        if held.axis == axis:
+            return home.devices[: held.degree * stride : stride]
+        stride *= held.degree
+    raise AssertionError(f"{home.chunk} is not divided along {axis}")
+
+
 def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
     """The gradient of a chunk's output where it lives: summed over readers, each set's sum sent once."""
-    home = flow.homes[chunk.name].devices
+    home = flow.homes[chunk.name]
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
-    by_set: dict[Devices, list[SlotId]] = {}
-    for devices, gradient in given:
-        by_set.setdefault(devices, []).append(gradient)
+    by_set: dict[Lanes, tuple[Home, list[SlotId]]] = {}
+    for reader, gradient in given:
+        by_set.setdefault(reader.lanes, (reader, []))[1].append(gradient)
     spec = chunk.outputs[index]
     arrived: list[SlotId] = []
-    for devices, gradients in by_set.items():
-        total = summed(flow, chunk, index, devices, gradients)
-        if devices != home:
-            here = total.brought_to(home)
-            send(flow, total, here, chunk, devices, flow.specs[total], spec, gradient=True)
+    for lanes, (reader, gradients) in by_set.items():
+        total = summed(flow, chunk, index, reader.devices, gradients)
+        if lanes != home.lanes:
+            here = total.brought_to(home.devices)
+            send(flow, total, here, chunk, reader, flow.specs[total], spec, gradient=True)
             flow.specs[here] = spec
             total = here
         arrived.append(total)
-    return summed(flow, chunk, index, home, arrived)
+    return summed(flow, chunk, index, home.devices, arrived)
 
 
 def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, given: list[SlotId]) -> SlotId:
@@ -82,7 +99,7 @@ def send(
     value: SlotId,
     arrived: SlotId,
     chunk: Chunk,
-    there: Devices,
+    there: Home,
     left: TensorSpec,
     spec: TensorSpec,
     *,
@@ -92,8 +109,8 @@ def send(
     """A transfer of a value to a chunk's devices; between sets of different sizes it slices it anew."""
     home = flow.homes[chunk.name]
     sliced = True
-    if len(there) != len(home.devices):
-        sliced = is_sliced(left, spec, len(there), len(home.devices))
+    if there.slices != home.slices:
+        sliced = is_sliced(left, spec, there.slices, home.slices)
         # What has one shape on both sides, such as a mask, is taken to be the same for all samples. A lone
         # number is not: a count or a loss is that of its slice. Nor is a gradient, a sum over a slice.
         alike = left.shape == spec.shape != () and not gradient
@@ -102,7 +119,7 @@ def send(
                 f"{value} cannot be sliced anew by samples",
                 by=home.by,
                 facts={
-                    f"on {show(there)}": f"{left.shape}"
+                    f"on {show(there.devices)}": f"{left.shape}"
                     + (", rows in the order of their experts" if routed else ""),
                     f"on {show(home.devices)}": f"{spec.shape}, for {chunk.name}",
                 },
@@ -111,8 +128,9 @@ def send(
     flow.values[arrived] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
     node = Transfer(
         value=value,
-        source=there,
+        source=there.devices,
         target=home.devices,
+        degrees=(there.policy.degree, home.policy.degree),
         reads=(value,),
         writes=(arrived,),
         sliced=sliced,

@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from piper.devices import Devices
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
 from piper.ir.graph import Graph
-from piper.ir.node import Add, Compute, Counts, Exchange, Transfer
+from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
 from piper.lower.buckets import Home
 from piper.lower.work import Work
 from piper.plan.plan import Slot
@@ -19,7 +18,7 @@ SEED = SlotId("seed")  # the gradient that each part's loss starts from
 class Template:
     """A node of every microbatch, with its values still those of none."""
 
-    node: Compute | Counts | Exchange | Transfer | Add
+    node: Compute | Counts | Exchange | Collect | Transfer | Add
     chunk: str  # whose parts it follows
     phase: Phase | None = None  # it exists where the chunk has this phase; none: always
 
@@ -35,19 +34,21 @@ class Flow:
     values: dict[SlotId, Slot] = field(default_factory=dict)
     residents: dict[SlotId, Slot] = field(default_factory=dict)
     specs: dict[SlotId, TensorSpec] = field(default_factory=dict)  # of the gradients
-    gradients: dict[tuple[str, int], list[tuple[Devices, SlotId]]] = field(default_factory=dict)
+    gradients: dict[tuple[str, int], list[tuple[Home, SlotId]]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
         return self.work.graph
 
-    def is_marker(self, chunk: Chunk) -> bool:
-        """A route or unroute that moves nothing: its outputs are its inputs."""
+    def passes_on(self, chunk: Chunk, *, backward: bool = False) -> bool:
+        """Return whether a chunk moves nothing: its outputs are its inputs; backward, its gradients."""
+        if chunk.collective is not None:
+            return (chunk.collective.back if backward else chunk.collective.op) == "none"
         return chunk.kind in ("route", "unroute") and self.graph.policy(chunk.name).ways == 1
 
-    def resolve(self, source: Source) -> Source:
-        """Where a value really comes from, seen through markers."""
-        while isinstance(source, Output) and self.is_marker(self.chunks[source.chunk]):
+    def resolve(self, source: Source, *, backward: bool = False) -> Source:
+        """Return where a value really comes from, or where its gradient goes, seen through what passes it on."""
+        while isinstance(source, Output) and self.passes_on(self.chunks[source.chunk], backward=backward):
             source = self.chunks[source.chunk].inputs[source.index]
         return source
 

@@ -6,6 +6,7 @@ from typing import assert_never
 from piper.devices import Devices
 from piper.ids import Pass, SlotId, Tags
 from piper.plan.ops import Op
+from piper.sharding import Collective, Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,8 @@ class Field:
     name: str
     part: Tags
     devices: Devices
+    degree: int = 1  # how many neighbours share their samples
+    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,16 @@ class Routing:
 
     run: Pass
     outward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collecting:
+    """A collective inside a region: for which pass, and what the devices of a group do."""
+
+    run: Pass
+    how: Collective
+    devices: Devices = ()  # of a slice, which has no communicator: the set, and
+    stride: int = 1  # how far apart in it the devices of a group lie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +69,7 @@ class OfChunk:
     chunk: str
 
 
-Payload = Pass | Field | Rows | Routing | OfBucket | Adding | OfChunk | None
+Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +95,7 @@ class Instr:
         match self.payload:
             case Pass() as run:
                 return run
-            case Routing(run=run) | OfBucket(run=run) | Adding(run=run):
+            case Routing(run=run) | Collecting(run=run) | OfBucket(run=run) | Adding(run=run):
                 return run
             case Field() | Rows() | OfChunk() | None:
                 return None
@@ -93,7 +106,7 @@ class Instr:
     def part(self) -> Tags:
         """The microbatch of a load or a pass, or of rows on their way."""
         match self.payload:
-            case Pass(part=part) | Field(part=part) | Routing(run=Pass(part=part)):
+            case Pass(part=part) | Field(part=part) | Routing(run=Pass(part=part)) | Collecting(run=Pass(part=part)):
                 return part
         return ()
 
@@ -106,6 +119,12 @@ class Instr:
     def computes(self) -> Pass:
         """The pass that it is."""
         assert isinstance(self.payload, Pass), f"{self.node} computes nothing"
+        return self.payload
+
+    @property
+    def collects(self) -> Collecting:
+        """Return the collective that it is."""
+        assert isinstance(self.payload, Collecting), f"{self.node} is no collective"
         return self.payload
 
     @property

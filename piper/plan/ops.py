@@ -14,6 +14,8 @@ Op = Literal[
     "add",
     "counts",  # how many rows go where
     "exchange",  # an all-to-all of rows
+    "collect",  # a collective inside a divided region
+    "slice",  # a device's own part of a value that its group holds
     "gather",  # a bucket's shards into the whole
     "accumulate",
     "all_reduce",
@@ -86,6 +88,8 @@ _ALL = (
     Operation(op="add", label="add", mark="+", hands_on=True),
     _communication("counts", "counts", "c", "direct", hands_on=True),
     _communication("exchange", "all-to-all", "x", "direct", hands_on=True),
+    _communication("collect", "collective", "o", "ring", sized=True, hands_on=True),
+    Operation(op="slice", label="slice", mark="=", hands_on=True),
     _communication("gather", "gather", "g", "ring", sized=True, needs_nothing=True),
     Operation(op="accumulate", label="accumulate", mark="a", short="sum"),
     _communication("all_reduce", "all-reduce", "r", "ring twice", short="reduce", sized=True),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from piper.devices import Devices
 from piper.ids import SlotId
 from piper.plan.instr import Instr
+from piper.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     offset: int  # in elements, from the start of the bucket
+    shardings: tuple[Sharding, ...] = ()  # how the devices of the bucket divide it, before ZeRO
 
     @property
     def numel(self) -> int:
@@ -57,7 +59,6 @@ class Bucket:
     dtype: str
     itemsize: int
     zero: int = 0
-    ways: int = 1  # experts: device i of the set holds the (i mod ways)-th part of each piece
     trainable: bool = True
     copies: int = 1  # how many devices hold each element of the gradient that is clipped and applied
     siblings: tuple[str, ...] = ()  # the other buckets of a tied parameter
@@ -68,6 +69,21 @@ class Bucket:
     @property
     def group_size(self) -> int:
         return len(self.groups[0])
+
+    @property
+    def ways(self) -> int:
+        """Return how many groups of devices hold it: each its own slices, or the same as another."""
+        return len(self.groups)
+
+    @property
+    def distinct(self) -> tuple[Devices, ...]:
+        """Return one group of devices for every different slice: together they hold each element once."""
+        found: dict[tuple[int, ...], Devices] = {}
+        for group in self.groups:
+            position = self.devices.index(group[0])
+            held = tuple(s.index(position) for piece in self.pieces for s in piece.shardings)
+            found.setdefault(held, group)
+        return tuple(found.values())
 
     @property
     def travels(self) -> bool:
@@ -121,6 +137,7 @@ class Plans:
     seed: float  # what each part's loss gradient starts from
     weighted: bool  # gradients are divided by the total weight in the update
     cells: int = 1  # slices of the samples before parts; every set of devices divides it
+    copies: int = 1  # how many devices hold the loss of each slice
     axes: Mapping[str, int] = field(default_factory=dict)  # how many parts along each axis
     why: tuple[str, ...] = ()  # what the compiler decided against, and the reason
 

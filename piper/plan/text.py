@@ -1,7 +1,7 @@
 """The text form of plans: one line per instruction, readable, and parsed back to the very same plans."""
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast, get_args
 
 from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
@@ -24,9 +24,10 @@ from piper.fields import (
     shown,
 )
 from piper.ids import Pass, SlotId, read_pass, read_slot
-from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Bucket, Comm, Piece, Plan, Plans, Slot
+from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
 
 PAYLOADS: Mapping[Op, type] = {
     "load": Field,
@@ -35,6 +36,8 @@ PAYLOADS: Mapping[Op, type] = {
     "copy": Rows,
     "counts": Routing,
     "exchange": Routing,
+    "collect": Collecting,
+    "slice": Collecting,
     "gather": OfBucket,
     "accumulate": Adding,
     "all_reduce": OfBucket,
@@ -52,6 +55,7 @@ def lines_of(plans: Plans) -> Iterator[str]:
     """The lines of the text form, in the order `read_plans` expects."""
     axes = show_pairs(tuple(plans.axes.items()))
     shared = [f"weighted={int(plans.weighted)}", f"cells={plans.cells}", f"axes={axes}"]
+    shared += [f"copies={plans.copies}"] if plans.copies > 1 else []
     yield line("plans", f"seed={plans.seed!r}", shared)
     for reason in plans.why:
         yield line("why", shown(reason), [])
@@ -80,7 +84,8 @@ def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
 def show_bucket(bucket: Bucket) -> str:
     """One bucket: its parameters and how they live."""
     pieces = AND.join(
-        f"{shown(p.name)} {'x'.join(map(str, p.shape)) or '-'} {p.offset}" for p in bucket.pieces
+        f"{shown(p.name)} {'x'.join(map(str, p.shape)) or '-'} {p.offset} {show_shardings(p.shardings) or '-'}"
+        for p in bucket.pieces
     )
     said = [
         f"devices={show(bucket.devices)}",
@@ -89,7 +94,6 @@ def show_bucket(bucket: Bucket) -> str:
         f"dtype={bucket.dtype}",
         f"itemsize={bucket.itemsize}",
         f"zero={bucket.zero}",
-        f"ways={bucket.ways}",
         f"trainable={int(bucket.trainable)}",
         f"copies={bucket.copies}",
         f"siblings={show_names(bucket.siblings)}",
@@ -124,12 +128,24 @@ def show_payload(payload: Payload) -> dict[str, str]:
         case Pass():
             return {"run": str(payload)}
         case Field():
-            part = show_pairs(payload.part)
-            return {"field": shown(payload.name), "part": part, "devices": show(payload.devices)}
+            return {
+                "field": shown(payload.name),
+                "part": show_pairs(payload.part),
+                "devices": show(payload.devices),
+                "degree": str(payload.degree) if payload.degree > 1 else "",
+                "slices": show_shardings(payload.slices),
+            }
         case Rows():
             return {"rows": f"{payload.start}:{payload.stop}/{payload.of}"}
         case Routing():
             return {"run": str(payload.run), "outward": str(int(payload.outward))}
+        case Collecting():
+            return {
+                "run": str(payload.run),
+                "how": show_collective(payload.how),
+                "devices": show(payload.devices),
+                "stride": str(payload.stride) if payload.devices else "",
+            }
         case OfBucket():
             return {"bucket": shown(payload.bucket), "run": str(payload.run or "")}
         case Adding():
@@ -151,10 +167,72 @@ def read_pieces(text: str) -> tuple[Piece, ...]:
     """Read a bucket's parameters."""
     pieces = []
     for piece in text.split(AND) if text else ():
-        called, shape, offset = piece.rsplit(" ", 2)
+        called, shape, offset, cut = piece.rsplit(" ", 3)
         sizes = () if shape == "-" else tuple(int(size) for size in shape.split("x"))
-        pieces.append(Piece(name=name(called), shape=sizes, offset=int(offset)))
+        held = read_shardings("" if cut == "-" else cut)
+        pieces.append(Piece(name=name(called), shape=sizes, offset=int(offset), shardings=held))
     return tuple(pieces)
+
+
+def show_slicing(slicing: Slicing | None) -> str:
+    """Write which dimension is divided: `1`, `0/3` in three blocks, `1z` in a zigzag."""
+    if slicing is None:
+        return "-"
+    return f"{slicing.dim}" + (f"/{slicing.blocks}" if slicing.blocks > 1 else "") + "z" * slicing.zigzag
+
+
+def read_slicing(text: str) -> Slicing | None:
+    """Read a divided dimension."""
+    if text == "-":
+        return None
+    dim, _, blocks = text.removesuffix("z").partition("/")
+    return Slicing(dim=int(dim), blocks=int(blocks or 1), zigzag=text.endswith("z"))
+
+
+def show_shardings(shardings: Sequence[Sharding]) -> str:
+    """Write how a set of devices divides a tensor: `0:2` in two, `1:4*2` in four, two devices apart."""
+    return "+".join(
+        f"{show_slicing(held)}:{held.ways}" + (f"*{held.stride}" if held.stride > 1 else "") for held in shardings
+    )
+
+
+def read_shardings(text: str) -> tuple[Sharding, ...]:
+    """Read how a set of devices divides a tensor."""
+    found = []
+    for part in text.split("+") if text else ():
+        slicing, _, degree = part.partition(":")
+        ways, _, stride = degree.partition("*")
+        held = read_slicing(slicing)
+        if held is None:
+            raise BadLineError(f"{part!r} divides no dimension")
+        found.append(
+            Sharding(
+                dim=held.dim, blocks=held.blocks, zigzag=held.zigzag, ways=int(ways), stride=int(stride or 1)
+            )
+        )
+    return tuple(found)
+
+
+def show_collective(how: Collective) -> str:
+    """Write what a group does with a value."""
+    dims = f"{show_slicing(how.joined)}>{show_slicing(how.cut)}"
+    return f"{shown(how.axis)} {how.degree} {how.op} {how.back} {dims}"
+
+
+def read_collective(text: str) -> Collective:
+    """Read what a group does with a value."""
+    axis, degree, op, back, dims = text.rsplit(" ", 4)
+    joined, _, cut = dims.partition(">")
+    if op not in get_args(CollectiveOp) or back not in get_args(CollectiveOp):
+        raise BadLineError(f"there is no collective {op!r} with {back!r} as its backward")
+    return Collective(
+        axis=name(axis),
+        degree=int(degree),
+        op=cast(CollectiveOp, op),
+        back=cast(CollectiveOp, back),
+        joined=read_slicing(joined),
+        cut=read_slicing(cut),
+    )
 
 
 def read_groups(text: str) -> tuple[Devices, ...]:
@@ -174,6 +252,10 @@ INSTR: Readers = {
     "devices": parse,
     "rows": read_rows,
     "outward": flag,
+    "how": read_collective,
+    "degree": int,
+    "stride": int,
+    "slices": read_shardings,
     "bucket": name,
     "chunk": name,
 }
@@ -186,7 +268,6 @@ BUCKET: Readers = {
     "dtype": str,
     "itemsize": int,
     "zero": int,
-    "ways": int,
     "trainable": flag,
     "copies": int,
     "siblings": names,
@@ -195,7 +276,7 @@ BUCKET: Readers = {
     "origin": numbers,
     "pieces": read_pieces,
 }
-SHARED: Readers = {"seed": float, "weighted": flag, "cells": int, "axes": lambda text: dict(pairs(text))}
+SHARED: Readers = {"seed": float, "weighted": flag, "cells": int, "copies": int, "axes": lambda text: dict(pairs(text))}
 
 
 class Reading:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from piper.plan.divided import Share
+from piper.devices import Devices
 from piper.plan.plan import Bucket, Piece
+from piper.sharding import runs, whole_sizes
 
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
 
@@ -15,12 +17,25 @@ def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tenso
     """Every parameter in full, by name; of the copies of a tied one, the first."""
     found: dict[str, Tensor] = {}
     for bucket in buckets:
-        flats = [whole_flat(bucket, part, owned) for part in range(bucket.ways)]
+        flats = {group[0]: whole_flat(bucket, group, owned) for group in bucket.distinct}
         for piece in bucket.pieces:
             if piece.name not in found:
-                parts = [cut(flat, piece) for flat in flats]
-                found[piece.name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+                parts = {bucket.devices.index(device): cut(flat, piece) for device, flat in flats.items()}
+                found[piece.name] = joined(piece, parts)
     return found
+
+
+def joined(piece: Piece, parts: Mapping[int, Tensor]) -> Tensor:
+    """Return a parameter in full, from the slices at positions of its devices."""
+    first = next(iter(parts.values()))
+    if not piece.shardings:
+        return first
+    full = first.new_empty(whole_sizes(piece.shape, piece.shardings)).view(-1)
+    for position, part in parts.items():
+        flat = part.reshape(-1)
+        for here, there, length in runs(piece.shape, piece.shardings, position):
+            full[there : there + length] = flat[here : here + length]
+    return full.view(whole_sizes(piece.shape, piece.shardings))
 
 
 def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
@@ -40,9 +55,8 @@ def whole_buffers(answers: Iterable[Mapping[str, tuple[Share, Tensor]]]) -> dict
     return {name: whole_buffer(values) for name, values in held.items()}
 
 
-def whole_flat(bucket: Bucket, part: int, owned: Owned) -> Tensor:
-    """One part of a bucket's experts, or all of the bucket: its shards joined."""
-    group = bucket.groups[part]
+def whole_flat(bucket: Bucket, group: Devices, owned: Owned) -> Tensor:
+    """Return what one group of devices holds of a bucket: its shards joined."""
     if not bucket.zero:
         return owned(bucket.name, group[0])
     return torch.cat([owned(bucket.name, device) for device in group])

@@ -8,6 +8,7 @@ from piper.errors import ConfigError
 from piper.ir.chunk import Batch
 from piper.runtime.compute import home_of, parts_of
 from piper.runtime.setup import Setup
+from piper.sharding import whole_sizes
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -19,8 +20,15 @@ def wanted_shapes(setup: Setup) -> Shapes:
     for chunk in setup.outline.chunks:
         for source, spec in zip(chunk.inputs, chunk.input_specs, strict=True):
             if isinstance(source, Batch) and source.field not in found:
-                pieces = len(home_of(plans, chunk.name)) * len(parts_of(plans, chunk.name))
-                found[source.field] = (spec.shape[0] * pieces, *spec.shape[1:])
+                load = next(
+                    ins.loads
+                    for plan in plans
+                    for ins in plan.instrs
+                    if ins.op == "load" and ins.loads.name == source.field
+                )
+                pieces = len(home_of(plans, chunk.name)) // load.degree * len(parts_of(plans, chunk.name))
+                whole = whole_sizes(spec.shape, load.slices)
+                found[source.field] = (whole[0] * pieces, *whole[1:])
     return found
 
 

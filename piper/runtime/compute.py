@@ -11,6 +11,7 @@ from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
+from piper.runtime.flat import own_slice
 from piper.runtime.env import Bound, Env, draw_seed
 
 ITSELF = -1  # an argument that is a whole slot, not one of several values in it
@@ -145,6 +146,7 @@ def results(
 def load(env: Env, ins: Instr) -> Bound:
     """Bring this device's rows of a batch field, for one part, to the device."""
     slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
+    divided, place = ins.loads.slices, ins.loads.devices.index(env.device)
     dtype, device = env.setup.dtype, env.setup.device
     known: dict[int, list[tuple[int, int]]] = {}  # by the samples of a batch: always one length, as compiled
 
@@ -160,6 +162,8 @@ def load(env: Env, ins: Instr) -> Bound:
             part, ours = value[low:high], False  # the batch is not ours to keep
         else:
             part, ours = torch.cat([value[low:high] for low, high in spans]), True
+        for held in divided:
+            part, ours = own_slice(part, held, place).contiguous(), False
         if part.device.type == "cpu" and device.type == "cuda":
             # From pinned memory, so that the host need not wait until the stream gets to it.
             slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)
@@ -172,7 +176,8 @@ def load(env: Env, ins: Instr) -> Bound:
 def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
     """Which samples a device's part is: the same piece of each of the device's cells."""
     field = ins.loads
-    return slices(env.setup.plans, samples, field.devices.index(env.device), len(field.devices), field.part)
+    place, count = field.devices.index(env.device) // field.degree, len(field.devices) // field.degree
+    return slices(env.setup.plans, samples, place, count, field.part)
 
 
 def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) -> list[tuple[int, int]]:

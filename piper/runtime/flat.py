@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from piper.plan.plan import Bucket
+from piper.sharding import Sharding, spans_of_dim
 
 
 class Flat(list[Tensor]):
@@ -24,7 +25,6 @@ class Layout:
     def __init__(self, bucket: Bucket, device: int) -> None:
         self.bucket = bucket
         self.position = bucket.devices.index(device)
-        self.part = self.position % bucket.ways  # which of the divided experts
         group = next(group for group in bucket.groups if device in group)
         self.rank = group.index(device)
         self.sharded = bucket.zero > 0
@@ -78,8 +78,14 @@ class Layout:
         return dict(zip(self.index, owned, strict=True))
 
     def local(self, value: Tensor, index: int) -> Tensor:
-        """What this device holds of a full parameter: its own experts, where they are divided."""
-        if self.bucket.ways == 1:
-            return value
-        rows = self.shapes[index][0]
-        return value.narrow(0, self.part * rows, rows)
+        """Return what this device holds of a full parameter: its own slice, where it is divided."""
+        for held in self.bucket.pieces[index].shardings:
+            value = own_slice(value, held, self.position)
+        return value
+
+
+def own_slice(value: Tensor, held: Sharding, position: int) -> Tensor:
+    """Return the slice that the device at a position holds of a tensor."""
+    spans = spans_of_dim(value.shape[held.dim], held, held.ways, held.index(position))
+    parts = [value.narrow(held.dim, low, high - low) for low, high in spans]
+    return torch.cat(parts, held.dim) if len(parts) > 1 else parts[0]

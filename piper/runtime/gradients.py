@@ -139,7 +139,7 @@ def norm(env: Env, ins: Instr) -> Bound:
             result[0] += squares(parts_of(slots[slot])) / copies
         for i, extra in enumerate(extras, 1):
             if extra is not None:
-                result[i] = cast(Tensor, slots[extra])
+                result[i] = cast(Tensor, slots[extra]) / env.setup.plans.copies
         slots[target] = result
 
     return run

@@ -9,6 +9,7 @@ from torch import Tensor
 from piper.plan.instr import Instr, Routing, Rows
 from piper.plan.ops import Op
 from piper.runtime import experts
+from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.env import Bound, Env
@@ -131,6 +132,8 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "add": add,
     "counts": counts,
     "exchange": exchange,
+    "collect": collect,
+    "slice": collect,
     "gather": gather,
     "accumulate": accumulate,
     "all_reduce": all_reduce,

@@ -48,7 +48,7 @@ class State:
     """Everything a device keeps from step to step."""
 
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
-        self.setup = setup
+        self.setup, self.device = setup, device
         self.shares = buffer_shares(setup.plans, {b.name: b.nbytes for b in setup.outline.buffers}, device)
         self.holdings = {
             bucket.name: Holding(bucket, device, initial, setup)
@@ -98,6 +98,11 @@ class State:
                 value = value.chunk(share.ways)[share.part]
             dtype = self.setup.dtype if value.is_floating_point() else value.dtype
             return value.to(self.setup.device, dtype, copy=True)
+        if slot.kind == "place":
+            home, group = slot.devices
+            stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
+            place = home.index(self.device) // stride % len(group)
+            return torch.tensor([place], device=self.setup.device)
         if slot.kind == "constant":
             return self.setup.constants[slot.owner].to(self.setup.device)
         if slot.kind == "param":

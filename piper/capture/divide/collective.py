@@ -5,8 +5,6 @@ run on fakes alone: they give the shape, and autograd's view of what needs a gra
 is written in a `Collective`, forward and backward.
 """
 
-from dataclasses import replace
-
 from torch import Tensor, fx
 
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole
@@ -73,10 +71,4 @@ def change(axis: str, degree: int, have: Layout, want: Layout, varies: bool) -> 
         case Whole(), Whole():
             return made("none", "all_reduce")
     raise AssertionError(f"no collective leads from {have} to {want}")
-
-
-def adjoint(how: Collective) -> Collective:
-    """Return what the backward of a collective does."""
-    return replace(how, op=how.back, back=how.op, joined=how.cut, cut=how.joined)
-
 

@@ -17,6 +17,7 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.blame import node_line
 from piper.capture.divide.collective import change, collective
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, local_shape
+from piper.capture.effects import draws
 from piper.capture.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Tags
@@ -291,6 +292,8 @@ class Divider:
             self.settle(result)
             local = self.to(result, WHOLE, varies=False)
             assert local not in self.varying, f"{result} has a different gradient on every device"
+            if local.target is collective:  # what the loss returns is computed, as its chunk is one that computes
+                local = self.emit(aten.clone.default, (local,))
             self.local[result], self.layouts[result] = local, WHOLE
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -329,6 +332,11 @@ class Divider:
             self._count_uses(node)
             self.plain(node)
             return
+        if draws(node):
+            raise self.error(
+                f"{node.target} draws random numbers in a divided region",
+                "leave dropout out of the regions that are divided",
+            )
         rule = self.rules.get(node.target) or self.fallback(node)
         if rule is None:
             raise self.error(f"{node.target} has no rule for how it divides", HINT)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from piper.capture.divide.collective import adjoint, how_of, is_collective
+from piper.capture.divide.collective import how_of, is_collective
 from piper.capture.recording import FromBuffer, FromParameter, Place, Recording
 from piper.ir.chunk import Batch, Collective, Constant, Slicing
 
@@ -68,7 +68,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (None, *perform(adjoint(ctx.how), [g.contiguous() for g in grads]))  # type: ignore[attr-defined]
+        return (None, *perform(ctx.how.adjoint, [g.contiguous() for g in grads]))  # type: ignore[attr-defined]
 
 
 def run(

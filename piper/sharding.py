@@ -1,0 +1,118 @@
+"""How a set of devices divides a tensor: which dimension, into how many slices, and which device has which."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "max", "slice", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """Which dimension of a tensor a group of devices divides.
+
+    blocks: the dimension is so many equal runs end to end, each divided by itself. zigzag: the i-th device of n
+    holds the i-th and the i-th last of 2 * n slices.
+    """
+
+    dim: int
+    blocks: int = 1
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What the devices of a group do with one value, forward and backward."""
+
+    axis: str  # of the directive that divides: TP, CP
+    degree: int  # devices in a group
+    op: CollectiveOp  # forward; "slice" keeps a device's own part, "none" passes the value on
+    back: CollectiveOp  # what is done with the gradient
+    joined: Slicing | None = None  # the dimension whose parts are put together
+    cut: Slicing | None = None  # the dimension of which each device gets its part
+
+    @property
+    def adjoint(self) -> "Collective":
+        """Return what is done with the gradient."""
+        return replace(self, op=self.back, back=self.op, joined=self.cut, cut=self.joined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding(Slicing):
+    """A division over all devices of a set: the device at position p holds slice p // stride % ways."""
+
+    ways: int
+    stride: int = 1
+
+    def index(self, position: int) -> int:
+        """Return which slice the device at a position of the set holds."""
+        return position // self.stride % self.ways
+
+
+def local_sizes(shape: Sequence[int], shardings: Sequence[Sharding]) -> tuple[int, ...]:
+    """Return the shape of one device's slice."""
+    sizes = list(shape)
+    for held in shardings:
+        sizes[held.dim] //= held.ways
+    return tuple(sizes)
+
+
+def whole_sizes(shape: Sequence[int], shardings: Sequence[Sharding]) -> tuple[int, ...]:
+    """Return the shape of the tensor of which each device has a slice of a shape."""
+    sizes = list(shape)
+    for held in shardings:
+        sizes[held.dim] *= held.ways
+    return tuple(sizes)
+
+
+def spans_of_dim(size: int, slicing: Slicing, ways: int, index: int) -> list[tuple[int, int]]:
+    """Return the ranges of a whole dimension that make up one slice, in the order they lie in it."""
+    pieces = 2 * ways if slicing.zigzag else ways
+    length = size // (slicing.blocks * pieces)
+    own = [index, pieces - 1 - index] if slicing.zigzag else [index]
+    starts = [(block * pieces + piece) * length for block in range(slicing.blocks) for piece in own]
+    return [(start, start + length) for start in starts]
+
+
+def indices_of_dim(dim: int, size: int, shardings: Sequence[Sharding], position: int) -> list[int]:
+    """Return which indices of a whole dimension the device at a position holds, in their local order."""
+    found = list(range(size))
+    for held in shardings:
+        if held.dim == dim:
+            spans = spans_of_dim(len(found), held, held.ways, held.index(position))
+            found = [found[i] for low, high in spans for i in range(low, high)]
+    return found
+
+
+def runs(shape: Sequence[int], shardings: Sequence[Sharding], position: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a slice without a gap: where it begins in the slice, where in the whole, its length.
+
+    shape: of the slice. Both tensors are flattened.
+    """
+    whole = whole_sizes(shape, shardings)
+    if not shardings:
+        yield 0, 0, math.prod(shape)
+        return
+    last = max(held.dim for held in shardings)
+    inner = math.prod(shape[last + 1 :])
+    indices = [indices_of_dim(dim, whole[dim], shardings, position) for dim in range(last + 1)]
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(last + 1)]
+    blocks = list(_blocks(indices[last]))
+    local = 0
+    for outer in itertools.product(*indices[:last]):
+        base = sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        for first, count in blocks:
+            yield local, base + first * strides[last], count * inner
+            local += count * inner
+
+
+def _blocks(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of neighbouring numbers: the first of each, and how many."""
+    start = 0
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1:
+            yield indices[start], i - start
+            start = i
