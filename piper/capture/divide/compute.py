@@ -247,6 +247,23 @@ def masked(d: Divider, found: fx.Node, outside: fx.Node) -> fx.Node:
     return d.emit(aten.masked_fill.Scalar, (found, outside, 0.0))
 
 
+def gather(d: Divider, node: fx.Node) -> None:
+    """Pick elements along a dimension: each device in its own rows, or among its own part of that dimension."""
+    x, index = node.args[0], node.args[2]
+    assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
+    dim = number(node.args[1]) % len(d.shape(x))
+    have = d.settle(x)
+    if isinstance(have, Divided) and have.dim == dim:
+        rows, outside = own_rows(d, d.to(index, WHOLE, varies=True), have, d.shape(x)[dim])
+        d.done(node, masked(d, d.emit(node.target, (d.local[x], dim, rows)), outside), Sum())
+        return
+    layout = have if isinstance(have, Divided) else d.layout(index)
+    if not isinstance(layout, Divided) or layout.dim == dim or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]:
+        raise NoRuleError("its index is divided in another way than its values")
+    made = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
+    d.done(node, made, layout)
+
+
 def norm(d: Divider, node: fx.Node) -> None:
     """Normalise over the last dimensions, which must be whole."""
     x = operand(d, node)
@@ -311,6 +328,7 @@ RULES: dict[object, Rule] = {
     aten.mm.default: matmul,
     aten.bmm.default: matmul,
     aten.embedding.default: embedding,
+    aten.gather.default: gather,
     aten.layer_norm.default: norm,
     aten.rms_norm.default: norm,
     aten.sum.default: reduction,

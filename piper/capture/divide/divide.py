@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from piper.capture.divide.compute import by_family
-from piper.capture.divide.divider import RESHAPES, Divider, Division, aten
+from piper.capture.divide.divider import RESHAPES, Divider, Division, aten, value_of
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.rules import RULES
 from piper.capture.recording import FromParameter, Origin, Place, Recording
@@ -85,13 +85,14 @@ def _blocks(node: fx.Node) -> int:
     while len(node.users) == 1:
         user = next(iter(node.users))
         if user.target in SPLITS:
-            parts = user.meta["val"]
+            parts = value_of(user)
+            assert isinstance(parts, tuple | list)
             last = parts[0].dim() - 1
             dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
             assert isinstance(dim, int)
             sizes = {int(part.shape[last]) for part in parts}
             return len(parts) if dim % (last + 1) == last and len(sizes) == 1 else 1
-        made, given = user.meta.get("val"), node.meta.get("val")
+        made, given = value_of(user), value_of(node)
         if user.target not in RESHAPES or not isinstance(made, Tensor) or not isinstance(given, Tensor):
             return 1
         if not made.dim() or made.shape[-1] != given.shape[-1]:

@@ -93,7 +93,7 @@ class Divider:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of the undivided value."""
-        value = node.meta.get("val", node.meta.get("example_value"))
+        value = value_of(node)
         assert isinstance(value, Tensor)
         return tuple(int(size) for size in value.shape)
 
@@ -365,8 +365,13 @@ class Divider:
         return [
             source
             for source in self.node.all_input_nodes
-            if source in self.layouts and isinstance(source.meta.get("val", source.meta.get("example_value")), Tensor)
+            if source in self.layouts and isinstance(value_of(source), Tensor)
         ]
+
+
+def value_of(node: fx.Node) -> object:
+    """Return what a node of an undivided forward computes, as fakes."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
 HINT = "do not divide that region, or register a rule for the operation with piper.sharding_rule"

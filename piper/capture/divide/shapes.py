@@ -4,7 +4,8 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from piper.capture.divide.divider import RESHAPES, Divider, NoRuleError, Rule, aten
+from piper.capture.divide.collective import collective, how_of
+from piper.capture.divide.divider import RESHAPES, Divider, NoRuleError, Rule, aten, value_of
 from piper.capture.divide.layout import Divided, Sum, local_shape, reshaped
 
 
@@ -162,7 +163,8 @@ def split(d: Divider, node: fx.Node) -> None:
     assert isinstance(have, Divided)
     shape = d.shape(source)
     dim = number(argument(node, 2, "dim", 0)) % len(shape)
-    parts = node.meta["val"]
+    parts = value_of(node)
+    assert isinstance(parts, tuple | list)
     if dim != have.dim:
         local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
         d.done(node, local, [have for _ in parts])
@@ -188,7 +190,9 @@ def unbind(d: Divider, node: fx.Node) -> None:
     if dim == have.dim:
         raise NoRuleError("it takes a divided dimension apart")
     local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-    d.done(node, local, [have.at(have.dim - (dim < have.dim)) for _ in node.meta["val"]])
+    parts = value_of(node)
+    assert isinstance(parts, tuple | list)
+    d.done(node, local, [have.at(have.dim - (dim < have.dim)) for _ in parts])
 
 
 def getitem(d: Divider, node: fx.Node) -> None:
@@ -228,7 +232,21 @@ def cat(d: Divider, node: fx.Node) -> None:
     d.done(node, local, out)
 
 
+def inner_collective(d: Divider, node: fx.Node) -> None:
+    """Let a collective along an inner axis work on each device's slice.
+
+    It may join and cut the very dimension that is divided here: what the devices of an inner group hold between
+    them is then this device's slice, and positions within it are only compared once they are joined.
+    """
+    source, how = operand(d, node), how_of(node)
+    have = d.layout(source)
+    if isinstance(have, Sum) and how.op == "max":
+        have = d.settle(source)
+    d.done(node, d.emit(collective, (d.local[source], how)), have)
+
+
 RULES: dict[object, Rule] = {
+    collective: inner_collective,
     **{target: reshape for target in RESHAPES},
     aten.squeeze.default: reshape,
     aten.squeeze.dims: reshape,
