@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.folder import settled
 from piper.checkpoint.plain import dtype_named
 from piper.checkpoint.record import read_record, unreadable
-from piper.checkpoint.storage import Part, Shelf, StorageError
+from piper.checkpoint.storage import Part, Shelf
 
 
 class Values(Mapping[str, Tensor]):
