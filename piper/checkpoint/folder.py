@@ -13,9 +13,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.record import FILE, DamagedError, Record, read_record, unreadable
+from piper.checkpoint.record import FILE, DamagedError, Record, read_record
 from piper.checkpoint.storage import Shelf, StorageError, sync
-from piper.checkpoint.target import check_taken, damaged, entries, remove, strangers, target_of, unwritten
+from piper.checkpoint.target import (
+    UndroppedError,
+    check_taken,
+    damaged,
+    entries,
+    remove,
+    strangers,
+    target_of,
+    unwritten,
+)
 from piper.errors import ConfigError
 
 STEP = re.compile(r"step-(\d+)")
@@ -130,7 +139,7 @@ def verify(path: Path) -> Record:
     try:
         Shelf(path, record).verify()
     except StorageError as error:
-        raise unreadable(path, str(error)) from error
+        raise DamagedError(path, str(error)) from error
     return record
 
 
@@ -148,23 +157,22 @@ def latest(folder: Path | str) -> Path | None:
     return next((path for path in reversed(complete(Path(folder))) if intact(path)), None)
 
 
-def candidates(folder: Path) -> tuple[list[Path], list[ConfigError]]:
-    """Return the checkpoints to go on from, the newest first, and the errors of those that are damaged.
+def candidates(folder: Path) -> list[Path | DamagedError]:
+    """Return the checkpoints of a folder, the newest first; for one that cannot be loaded, the reason.
 
-    Only records and sizes are looked at: whoever loads one verifies the tensors.
+    Only records and sizes are looked at: workers verify the tensors when they load them.
     """
-    found: list[Path] = []
-    errors: list[ConfigError] = []
+    found: list[Path | DamagedError] = []
     for path in reversed(by_step(folder)):
         try:
             read_record(path)
             found.append(path)
         except DamagedError as error:
-            errors.append(error)
+            found.append(error)
         except ConfigError:
             if path.is_dir() and entries(path):
-                errors.append(unreadable(path, f"{FILE} is missing"))
-    return found, errors
+                found.append(DamagedError(path, f"{FILE} is missing"))
+    return found
 
 
 def retain(folder: Path, keep: int, good: Callable[[Path], bool] = intact) -> None:
@@ -196,7 +204,7 @@ def drop(path: Path, newest: Path) -> None:
         path.rename(trash)
         remove(trash)
     except OSError as error:
-        raise ConfigError(
+        raise UndroppedError(
             "an old checkpoint could not be dropped",
             by="save",
             facts={"path": str(path), "why": str(error), "newest": str(newest)},

@@ -37,6 +37,15 @@ LARGEST = 2**63  # integers beyond it are no step and no size
 class DamagedError(ConfigError):
     """A checkpoint whose files are not as they were written."""
 
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            "this checkpoint is damaged",
+            by="load",
+            facts={"path": str(path), "why": why},
+            hint="load an earlier one; a save that is interrupted never leaves one like this",
+        )
+        self.path, self.why = path, why
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
@@ -136,28 +145,20 @@ def read_record(folder: Path) -> Record:
             hint="give the folder of one checkpoint, such as the newest that latest(folder) finds",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(folder, f"{FILE}: {error}") from error
+        raise DamagedError(folder, f"{FILE}: {error}") from error
     record = parse(folder, text)
     for name, file in record.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != file.size:
             had = "is missing" if found is None else f"has {found} bytes, not {file.size}"
-            raise unreadable(folder, f"{name} {had}")
+            raise DamagedError(folder, f"{name} {had}")
     for path in sorted(folder.iterdir()):
         if OURS.fullmatch(path.name) and path.name not in (FILE, *record.files):
-            raise unreadable(folder, f"{path.name} is not a file of this checkpoint: {FILE} does not list it")
+            raise DamagedError(
+                folder, f"{path.name} is not a file of this checkpoint: {FILE} does not list it"
+            )
     return record
-
-
-def unreadable(folder: Path, why: str) -> DamagedError:
-    """The error of a checkpoint that is damaged."""
-    return DamagedError(
-        "this checkpoint is damaged",
-        by="load",
-        facts={"path": str(folder), "why": why},
-        hint="load an earlier one; a save that is interrupted never leaves one like this",
-    )
 
 
 def parse(folder: Path, text: str) -> Record:
@@ -179,7 +180,7 @@ def parse(folder: Path, text: str) -> Record:
         check_sections(record)
         return record
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise unreadable(folder, f"{FILE}: {type(error).__name__}: {error}") from error
+        raise DamagedError(folder, f"{FILE}: {type(error).__name__}: {error}") from error
 
 
 def check_seal(text: str, digest: object) -> None:

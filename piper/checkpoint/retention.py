@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 from piper.checkpoint.folder import intact, retain
+from piper.checkpoint.target import UndroppedError
 from piper.errors import ConfigError
 
 Signature = tuple[tuple[str, int, int, int], ...]  # of each file: its name, number, bytes and time of change
@@ -39,7 +40,7 @@ class Retention:
             except ConfigError as error:
                 self.error = error
             except OSError as error:
-                self.error = ConfigError(
+                self.error = UndroppedError(
                     "old checkpoints could not be looked at",
                     by="save",
                     facts={"path": str(folder), "why": str(error)},

@@ -20,6 +20,10 @@ class UnwrittenError(ConfigError):
     """A checkpoint that was not written. Everything that was on the disk before still is."""
 
 
+class UndroppedError(ConfigError):
+    """An old checkpoint that was not dropped. The new one is complete."""
+
+
 def unwritten(path: Path, why: str) -> UnwrittenError:
     """The error of a save that came to nothing."""
     return UnwrittenError(

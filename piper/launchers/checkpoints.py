@@ -14,7 +14,7 @@ from piper.checkpoint.folder import begin, commit, discard, settled
 from piper.checkpoint.layout import buffers_of
 from piper.checkpoint.match import check_model, check_trainer, wanted_model
 from piper.checkpoint.plain import Plain, decode, dtype_named, encode
-from piper.checkpoint.record import Record, Spec, Trainer, kept_by, read_record, unreadable
+from piper.checkpoint.record import DamagedError, Record, Spec, Trainer, kept_by, read_record
 from piper.checkpoint.retention import Retention
 from piper.checkpoint.storage import Part, Shelf, Written, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
@@ -165,7 +165,7 @@ class Checkpoints:
             data = decode(record.data)
             unread = read_unread(self.program, Shelf(folder, record))
         except (StorageError, ValueError, TypeError, KeyError) as error:
-            raise unreadable(folder, str(error)) from error
+            raise DamagedError(folder, str(error)) from error
         self.ask("load", dict.fromkeys(self.devices, str(folder)))
         waiting, done = set(self.devices), list[Done]()
         while waiting:
@@ -178,7 +178,7 @@ class Checkpoints:
             raise (
                 failed.refused.told("load", folder)
                 if failed.refused
-                else unreadable(folder, str(failed.trouble))
+                else DamagedError(folder, str(failed.trouble))
             )
         try:
             self.ask("adopt", dict.fromkeys(self.devices, True))
