@@ -21,6 +21,7 @@ ROOMS = {
     "experts",
     "explain",
     "fields",
+    "files",
     "ir",
     "job",
     "launchers",
@@ -40,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collector": set(),
     "devices": set(),
     "fields": {"errors"},
+    "files": {"errors"},
     "words": set(),
     "experts": {"errors", "torch"},
     "ir": {"errors", "devices", "fields"},
@@ -47,8 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "directives": {"errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
     "lower": {"collector", "errors", "devices", "ir", "plan"},
-    "simulate": {"collector", "errors", "devices", "ir", "plan"},
-    "view": {"errors", "devices", "ir", "plan", "schedules", "simulate"},  # simulate: when things happen
+    "simulate": {"collector", "errors", "devices", "files", "ir", "plan"},
+    "view": {"errors", "devices", "files", "ir", "plan", "schedules", "simulate"},  # simulate: when things happen
     "capture": {
         "collector",
         "errors",
@@ -71,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
         "ray",
     },  # experts: code calls its operators; simulate: how long a network takes
-    "data": {"errors", "torch"},
+    "data": {"errors", "files", "torch"},
     "explain": {"errors", "devices", "ir", "lower", "plan"},
     "probe": {"torch"},
     "recipe": {"errors", "job"},

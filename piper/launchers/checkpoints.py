@@ -14,7 +14,7 @@ from piper.checkpoint.folder import begin, commit, discard, settled
 from piper.checkpoint.layout import buffers_of
 from piper.checkpoint.match import check_model, check_trainer, wanted_model
 from piper.checkpoint.plain import Plain, decode, dtype_named, encode
-from piper.checkpoint.record import DamagedError, Record, Spec, Trainer, kept_by, read_record
+from piper.checkpoint.record import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
 from piper.checkpoint.retention import Retention
 from piper.checkpoint.storage import Part, Shelf, Written, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
@@ -163,8 +163,11 @@ class Checkpoints:
         check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
         try:
             data = decode(record.data)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedError(folder, f"{FILE}: {error}") from error
+        try:
             unread = read_unread(self.program, Shelf(folder, record))
-        except (StorageError, ValueError, TypeError, KeyError) as error:
+        except StorageError as error:
             raise DamagedError(folder, str(error)) from error
         self.ask("load", dict.fromkeys(self.devices, str(folder)))
         waiting, done = set(self.devices), list[Done]()

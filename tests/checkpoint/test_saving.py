@@ -187,7 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         edit(tensors={"model.w": STORED}, files={"a": {"size": 1, "digests": ["0" * 64]}}),
         "checkpoint.json: ValueError: a tensor of 4 elements ends at 3",
     ),
-    "data": (edit(data={"call": []}), "there is no kind of value 'call'"),
+    "data": (edit(data={"call": []}), "checkpoint.json: there is no kind of value 'call'"),
 }
 
 
