@@ -16,6 +16,7 @@ from pathlib import Path
 from piper.checkpoint.record import FILE, DamagedError, Record, read_record
 from piper.checkpoint.storage import Shelf, StorageError, sync
 from piper.checkpoint.target import (
+    STEP,
     UndroppedError,
     check_taken,
     damaged,
@@ -27,7 +28,6 @@ from piper.checkpoint.target import (
 )
 from piper.errors import ConfigError
 
-STEP = re.compile(r"step-(\d+)")
 LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")
 
 

@@ -7,12 +7,14 @@ used. Everything else stays as it is, and the save is refused. Files are removed
 
 import json
 import os
+import re
 from pathlib import Path
 
 from piper.checkpoint.record import FILE, FORMAT, OURS, DamagedError, parse
 from piper.errors import ConfigError
 
 MARK, EXPORT = "piper-export.json", "piper export"
+STEP = re.compile(r"step-(\d+)")
 MOST = 3  # names that an error lists
 
 
@@ -132,17 +134,19 @@ def listed_in(path: Path) -> set[str] | None:
 
 
 def damaged(path: Path) -> bool:
-    """Whether a folder can only be a checkpoint of ours whose record was damaged: its names say so."""
+    """Whether a folder can only be a checkpoint of ours whose record was damaged or lost: its names say so."""
     names = entries(path)
-    if FILE not in names or not all(OURS.fullmatch(name) for name in names):
+    if not names or not all(OURS.fullmatch(name) for name in names):
         return False
+    if FILE not in names:
+        return STEP.fullmatch(path.name) is not None
     try:
         text = (path / FILE).read_bytes().decode("utf-8")
         parse(path, text)
     except UnicodeDecodeError:
         return True
     except DamagedError:
-        return not other_format(text)
+        return len(names) > 1 or not other_format(text)
     return False
 
 

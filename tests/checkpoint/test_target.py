@@ -189,6 +189,16 @@ def test_a_damaged_one_is_set_aside(here: Path) -> None:
         assert path.with_name(f"{path.name}.damaged-2").is_dir()
 
 
+def test_one_without_a_record_is_set_aside_by_its_name_only(here: Path) -> None:
+    for name in ("step-00000007", "other"):
+        save(here / name)
+        (here / name / "checkpoint.json").unlink()
+    save(here / "step-00000007", 2)
+    assert [p.name for p in (here / "step-00000007.damaged").iterdir()] == ["device-0.safetensors"]
+    with pytest.raises(UnwrittenError, match="is not a checkpoint: it holds device-0.safetensors"):
+        save(here / "other", 2)
+
+
 def test_a_folder_in_the_way_of_a_partial_one(here: Path) -> None:
     hidden = here / ".new.partial"
     hidden.mkdir()
