@@ -50,7 +50,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules": {"errors", "ir", "directives"},
     "lower": {"collector", "errors", "devices", "ir", "plan"},
     "simulate": {"collector", "errors", "devices", "files", "ir", "plan"},
-    "view": {"errors", "devices", "files", "ir", "plan", "schedules", "simulate"},  # simulate: when things happen
+    "view": {
+        "errors",
+        "devices",
+        "files",
+        "ir",
+        "plan",
+        "schedules",
+        "simulate",
+    },  # simulate: when things happen
     "capture": {
         "collector",
         "errors",

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.record import FILE, DamagedError, Record, read_record
-from piper.checkpoint.storage import Shelf, StorageError, sync
+from piper.checkpoint.storage import Shelf, sync
 from piper.checkpoint.target import (
     STEP,
     UndroppedError,

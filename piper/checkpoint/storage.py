@@ -135,7 +135,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a flat tensor of the host."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
 def sync(path: Path) -> None:
@@ -208,7 +208,7 @@ class Shelf:
         if end - begin != whole * dtype.itemsize:
             raise StorageError(f"{file}: it holds another {key} than the record says")
         raw = torch.empty(length * dtype.itemsize, dtype=torch.uint8)
-        self.blocks.read(file, begin + first * dtype.itemsize, memoryview(raw.numpy()))
+        self.blocks.read(file, begin + first * dtype.itemsize, raw.numpy().data)
         return raw.view(dtype)
 
     def places(self, file: str) -> dict[str, tuple[int, int]]:

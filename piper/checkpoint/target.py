@@ -134,7 +134,7 @@ def listed_in(path: Path) -> set[str] | None:
 
 
 def damaged(path: Path) -> bool:
-    """Whether a folder can only be a checkpoint of ours whose record was damaged or lost: its names say so."""
+    """Whether a folder can only be a checkpoint of ours with a damaged or lost record: its names say so."""
     names = entries(path)
     if not names or not all(OURS.fullmatch(name) for name in names):
         return False

@@ -121,8 +121,8 @@ def go_on(
         except DamagedError as error:
             damaged.append(error)
             continue
-        for error in damaged:
-            say(f"{error.path} is damaged ({error.why}): using {one} instead")
+        for bad in damaged:
+            say(f"{bad.path} is damaged ({bad.why}): using {one} instead")
         feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
         return one, found.step
     raise none_left(damaged[0].path.parent, damaged)

@@ -195,7 +195,7 @@ def test_one_without_a_record_is_set_aside_by_its_name_only(here: Path) -> None:
         (here / name / "checkpoint.json").unlink()
     save(here / "step-00000007", 2)
     assert [p.name for p in (here / "step-00000007.damaged").iterdir()] == ["device-0.safetensors"]
-    with pytest.raises(UnwrittenError, match="is not a checkpoint: it holds device-0.safetensors"):
+    with pytest.raises(UnwrittenError, match=r"is not a checkpoint: it holds device-0\.safetensors"):
         save(here / "other", 2)
 
 

@@ -130,7 +130,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flip": (lambda path: flip(path / "device-00000.safetensors"), "device-00000.safetensors: bytes 0 to "),
     "short": (
         lambda path: (path / "device-00000.safetensors").write_bytes(b"x"),
