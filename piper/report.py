@@ -9,6 +9,7 @@ from rich.table import Table
 from piper.api import Program
 from piper.devices import show
 from piper.errors import ConfigError
+from piper.files import write_output
 from piper.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.memory import timeline
@@ -141,7 +142,7 @@ def instruction_line(place: int, ins: Instr, live: int) -> str:
 def write_text(program: Program, path: Path) -> None:
     """Write the plans in their text form."""
     try:
-        path.write_text(show_plans(program.plans), encoding="utf-8")
+        write_output(path, show_plans(program.plans), "plans  seed=")
     except OSError as error:
         raise ConfigError(
             "the plans cannot be written",

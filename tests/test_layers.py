@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
+    "files",
     "capture",
     "collector",
     "checkpoint",
@@ -37,6 +38,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "files": {"errors"},
     "errors": set(),
     "collector": set(),
     "devices": set(),
@@ -49,8 +51,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "directives": {"ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
     "lower": {"ids", "collector", "errors", "devices", "ir", "plan"},
-    "simulate": {"ids", "collector", "errors", "devices", "ir", "plan"},
+    "simulate": {"files", "ids", "collector", "errors", "devices", "ir", "plan"},
     "view": {
+        "files",
         "ids",
         "errors",
         "devices",
@@ -82,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
         "ray",
     },  # experts: code calls its operators; simulate: how long a network takes
-    "data": {"errors", "torch"},
+    "data": {"files", "errors", "torch"},
     "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},
     "probe": {"torch"},
     "recipe": {"errors", "job"},

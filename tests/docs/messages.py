@@ -7,6 +7,8 @@ from pathlib import Path
 RAISING = {  # the call, and which of its arguments may say what is wrong
     "CaptureError": (0,),
     "ConfigError": (0,),
+    "UndroppedError": (0,),
+    "UnwrittenError": (0,),
     "LaunchError": (0,),
     "RefusedError": (0,),
     "ScheduleError": (0,),
