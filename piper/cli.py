@@ -103,6 +103,7 @@ def check(
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.api import compile
+    from piper.data.taking import batches_of
     from piper.launchers.start import launcher
     from piper.recipe import load_recipe
     from piper.report import check_text
@@ -110,7 +111,7 @@ def check(
 
     job = replace(load_recipe(recipe), precision="fp64")
     program = compile(job, device=device, compile=compiled)
-    batches = list(islice(job.data(), steps))
+    batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     if as_json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")

@@ -32,6 +32,7 @@ ROOMS = {
     "runtime",
     "schedules",
     "simulate",
+    "usercode",
     "view",
     "words",
 }
@@ -41,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": set(),
     "fields": {"errors"},
     "words": set(),
+    "usercode": {"errors"},
     "experts": {"errors", "torch"},
     "ir": {"errors", "devices", "fields"},
     "plan": {"errors", "devices", "fields"},
@@ -57,9 +59,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # experts: the markers at which a region is cut
     "models": {"errors", "experts", "capture", "torch"},
-    "job": {"errors", "ir", "directives", "torch"},
+    "job": {"errors", "ir", "directives", "usercode", "torch"},
     "checkpoint": {"errors", "devices", "ir", "plan", "torch"},
-    "runtime": {"errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
+    "runtime": {
+        "errors",
+        "ir",
+        "plan",
+        "usercode",
+        "torch",
+    },  # ir: what each phase of a chunk reads and writes
     "launchers": {
         "checkpoint",
         "errors",
@@ -71,10 +79,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
         "ray",
     },  # experts: code calls its operators; simulate: how long a network takes
-    "data": {"errors", "torch"},
+    "data": {"errors", "usercode", "torch"},
     "explain": {"errors", "devices", "ir", "lower", "plan"},
-    "probe": {"torch"},
-    "recipe": {"errors", "job"},
+    "probe": {"errors", "devices", "ir", "plan", "runtime", "usercode", "torch"},
+    "recipe": {"errors", "job", "usercode"},
     "api": ROOMS | {"torch"},
     "report": ROOMS | {"api"},
     "train": ROOMS | {"api", "checkpoint", "report", "torch"},  # the loop around everything else

@@ -56,6 +56,8 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
     A step is told of before it is saved: a run that ends between the two repeats the step, and says so again.
     """
     for step in range(course.done + 1, course.steps + 1):
+        lr = rate.now
+        rate.advance(step)  # first: a schedule that is too short is named here, not by a worker
         began = perf_counter()
         batch = next(batches)
         result = run.step(batch)
@@ -67,12 +69,11 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
                 step=step,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                lr=rate.now,
+                lr=lr,
                 tokens_per_s=counted(batch) / seconds,
                 step_s=seconds,
             )
         )
-        rate.advance()
         last = step == course.steps or course.stopping()
         if course.saves is not None and (last or step % course.saves.every == 0):
             course.saves.save(step, last)

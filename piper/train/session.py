@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from piper.api import Program, compile
+from piper.checkpoint.record import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
@@ -97,6 +98,7 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
     with launcher(program, asked.on, options) as run:
         feed = Feed(job.data, job.seed)
         done = 0 if begin is None else go_on(run, begin, feed)
+        trainer = None if begin is None else read_record(begin).trainer
         if begin is not None:
             console.print(f"Going on from {begin}, after step {done}")
             check_profile(asked.profile, job.steps - done)
@@ -117,7 +119,7 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
                 stopping=stopping,
                 culprit=culprit if asked.detect_nan else None,
             )
-            begun, done = done, train(run, feed, Rate(job, done), course)
+            begun, done = done, train(run, feed, Rate(job, program.plans.buckets.values(), trainer), course)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
