@@ -1,7 +1,8 @@
 """From a job to a proven program: capture, directives, lowering, proof."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from piper.capture.trace import Traced, trace
 from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, Split, apply
 from piper.directives.json import load_strategy
-from piper.errors import ConfigError
+from piper.errors import CaptureError, ConfigError, ScheduleError
 from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
@@ -28,7 +29,7 @@ from piper.plan.plan import Bucket, Piece, Plans
 from piper.probe import Probe, probe_optimizer
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
-from piper.usercode import named
+from piper.usercode import defined_at, named
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
@@ -93,11 +94,11 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     def traced_at(rows: int) -> Traced:
         return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
 
-    traced = traced_at(likely_rows(strategy, samples))
-    graph = apply(start(traced.outline), strategy)
-    settled = settle(
-        Work(graph=graph, settings=settings)
-    ).graph  # what is wrong is said before the costly part
+    with placing(job, strategy, batch):
+        traced = traced_at(likely_rows(strategy, samples))
+        graph = apply(start(traced.outline), strategy)
+        # What is wrong is said before the costly part.
+        settled = settle(Work(graph=graph, settings=settings)).graph
     probe = probed(job, settled, settings)
     kept = Cache(folder=Path(cache)) if compile else None
     codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at, kept)
@@ -116,6 +117,23 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         codes=codes,
         device=kind,
     )
+
+
+@contextmanager
+def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
+    """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
+    try:
+        yield
+    except CaptureError as error:
+        blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
+        where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
+        fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+        facts = {"batch": fields} if "cannot be captured" in error.what else {}
+        raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
+    except ScheduleError as error:
+        if error.by != "strategy" or not strategy:
+            raise
+        raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
 
 
 def strategy_of(job: Job) -> list[Directive]:

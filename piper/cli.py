@@ -104,11 +104,12 @@ def check(
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.api import compile
     from piper.data.taking import batches_of
-    from piper.launchers.start import launcher
+    from piper.launchers.start import check_launcher, launcher
     from piper.recipe import load_recipe
     from piper.report import check_text
     from piper.runtime.check import check as compare
 
+    check_launcher(on, "piper check")
     job = replace(load_recipe(recipe), precision="fp64")
     program = compile(job, device=device, compile=compiled)
     batches = list(islice(batches_of(job.data), steps))

@@ -1,6 +1,5 @@
 """A job: what to train, on what data, how, and with which strategy. A recipe returns one."""
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,9 +139,7 @@ def positive(value: object) -> bool:
     """Return whether a value is a number above 0, or None."""
     if value is None:
         return True
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and not math.isnan(value)
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def need(holds: bool, by: str, what: str, hint: str) -> None:

@@ -1,8 +1,8 @@
-"""What an optimizer is like, found out by running it on small parameters, held as the job's devices hold them.
+"""Tries an optimizer on small parameters, held as the job's devices hold them.
 
-An optimizer may look at as much as it likes where it sees every parameter whole, as in plain PyTorch. A device
-of a pipeline sees some of the parameters, and under ZeRO flat runs of them. The probe steps the optimizer on
-the whole model in miniature, then on what each device holds of it, and compares.
+An optimizer may look at as much as it likes where it sees every parameter whole, as in plain PyTorch. A
+device of a pipeline sees some of the parameters, and under ZeRO flat runs of them. The probe steps the
+optimizer on the whole model in miniature, then on what each device holds of it, and compares.
 """
 
 import math

@@ -13,6 +13,8 @@ from piper.errors import ConfigError, PiperError
 from piper.job import Job
 from piper.usercode import defined_at, said, users_frames
 
+MOST = 16  # functions of a file that are listed
+
 
 def load_recipe(spec: str) -> Job:
     """Import a recipe's file and call its function."""
@@ -61,7 +63,7 @@ def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], ob
             if there
             else f"there is no function {name!r}",
             by=file,
-            facts={"has": ", ".join(known) or "no functions"},
+            facts={"has": listed(known) or "no functions"},
             hint=f"did you mean {close[0]!r}?" if close else "name a function that returns a piper.Job",
         )
     needed = required(found)
@@ -73,6 +75,12 @@ def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], ob
             hint="give each argument a default value",
         )
     return cast(Callable[[], object], found)
+
+
+def listed(names: list[str]) -> str:
+    """Return names in one line: the first ones, and how many more there are."""
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
 
 
 def required(function: Callable[..., object]) -> list[str]:
@@ -106,7 +114,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def user_error(error: BaseException, path: Path, what: str) -> ConfigError:
-    """Return the error of a recipe's file that raises: the file's own line, and the user's part of the way."""
+    """Return the error of a recipe's file that raises: its line, and the user's part of the traceback."""
     frames = users_frames(error)
     own = [place for place, _ in frames if place.startswith(f"{path.name}:")]
     line = own[-1].partition(" in ")[0].rpartition(":")[2] if own else None

@@ -1,4 +1,4 @@
-"""Errors about the user's own code: which of its lines, what it raised, and the user's part of the traceback."""
+"""Names the user's own code in errors: its line, what it raised, and its part of the traceback."""
 
 import inspect
 import re

@@ -104,15 +104,10 @@ def check_fields(batch: object, step: int, make: Make) -> None:
 
 
 def describe(batch: Mapping[str, object]) -> str:
-    """Return what a batch holds, field by field."""
-    return ", ".join(
-        f"{name}: a number in a tensor"
-        if isinstance(value, Tensor) and not value.dim()
-        else kind(name, value)
-        for name, value in batch.items()
-    )
+    """Return the fields of a batch with the types of their values."""
+    return ", ".join(f"{name}: {kind(value)}" for name, value in batch.items())
 
 
-def kind(name: str, value: object) -> str:
-    """Return a field with the type of its value."""
-    return f"{name}: {type(value).__name__}"
+def kind(value: object) -> str:
+    """Return what a field's value is, in words."""
+    return "a tensor without axes" if isinstance(value, Tensor) and not value.dim() else type(value).__name__

@@ -40,31 +40,34 @@ def type_of(dtype: str) -> str:
     return FLOATING if "float" in dtype else dtype
 
 
-def check_batch(batch: Mapping[str, Tensor], wanted: Wanted) -> None:
-    """Refuse a batch that has other fields, shapes or types than the program was compiled for."""
+def check_batch(batch: Mapping[str, Tensor], wanted: Wanted, by: str = "step") -> None:
+    """Refuse a batch that has other fields, shapes or types than the program was compiled for.
+
+    by: who gave the batch.
+    """
     if not isinstance(batch, Mapping):
-        raise unlike("a dict of tensors", type(batch).__name__)
+        raise unlike(by, "a dict of tensors", type(batch).__name__)
     for name, shape in wanted.shapes.items():
         if name not in batch:
-            raise unlike(f"{name} {shape}", "no such field")
+            raise unlike(by, f"{name} {shape}", "no such field")
     for name, value in batch.items():
         if name not in wanted.types:
-            raise unlike(", ".join(wanted.types), f"also {name}")
+            raise unlike(by, ", ".join(wanted.types), f"also {name}")
         if not isinstance(value, Tensor):
-            raise unlike(f"{name} as a tensor", f"{name} as {type(value).__name__}")
+            raise unlike(by, f"{name} as a tensor", f"{name} as {type(value).__name__}")
         got = tuple(value.shape)
         if got != wanted.shapes.get(name, got):
-            raise unlike(f"{name} {wanted.shapes[name]}", f"{name} {got}")
+            raise unlike(by, f"{name} {wanted.shapes[name]}", f"{name} {got}")
         dtype = str(value.dtype).removeprefix("torch.")
         if type_of(dtype) != wanted.types[name]:
-            raise unlike(f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
+            raise unlike(by, f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
 
 
-def unlike(wanted: str, got: str) -> ConfigError:
+def unlike(by: str, wanted: str, got: str) -> ConfigError:
     """Return the error of a batch that differs from the one that was compiled."""
     return ConfigError(
         "the batch is not like the one that was compiled",
-        by="step",
+        by=by,
         facts={"wanted": wanted, "got": got},
-        hint="give every step a batch of the same fields, shapes and types: drop a smaller last one, or pad it",
+        hint="give every step a batch of the same fields, shapes and types: drop or pad a smaller last one",
     )

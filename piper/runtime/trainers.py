@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as the user's functions make them, or one message that says why they cannot be used."""
+"""Makes optimizers and schedulers with the user's functions, and refuses those that a run cannot step."""
 
 import inspect
 import warnings
@@ -99,7 +99,7 @@ def advance(scheduler: LRScheduler, make: MakeScheduler, step: int) -> None:
             role="scheduler",
             thing=make,
             facts={"at": f"step {step}"},
-            hint="let the schedule be as long as the job's steps",
+            hint="mend the scheduler at that line, or let its schedule be as long as the job's steps",
         ) from error
 
 

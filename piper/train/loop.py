@@ -8,9 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Batch
+from piper.runtime.batch import Wanted, check_batch
 from piper.train.measure import Measure, Rate, counted
+from piper.usercode import named
 
 Told = Callable[[Measure], None]
 
@@ -80,6 +83,13 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
         if last:
             return step
     return course.done
+
+
+def checked(feed: Feed, wanted: Wanted) -> Iterator[Batch]:
+    """Yield the batches of a job's data; one unlike the compiled batch is refused with the data's line."""
+    for batch in feed:
+        check_batch(batch, wanted, by=f"{named('data', feed.make)}, step {feed.step}")
+        yield batch
 
 
 def not_a_number(step: int, result: Result, course: Course) -> ConfigError:

@@ -12,15 +12,17 @@ from piper.checkpoint.record import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.start import launcher
+from piper.launchers.start import check_launcher, launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
+from piper.runtime.batch import wanted_batch
+from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
 from piper.train.folder import Metrics, choose, prepare, record
 from piper.train.interrupt import interrupts
-from piper.train.loop import Course, Told, train
+from piper.train.loop import Course, Told, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
@@ -77,6 +79,7 @@ class Memory:
 
 def train_recipe(asked: Asked, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
+    check_launcher(asked.on, "piper train")
     job = asked_job(asked)
     check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
@@ -119,7 +122,9 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
                 stopping=stopping,
                 culprit=culprit if asked.detect_nan else None,
             )
-            begun, done = done, train(run, feed, Rate(job, program.plans.buckets.values(), trainer), course)
+            rate = Rate(job, program.plans.buckets.values(), trainer)
+            batches = checked(feed, wanted_batch(setup_of(program)))
+            begun, done = done, train(run, batches, rate, course)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
