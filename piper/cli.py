@@ -77,11 +77,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
-    from piper.api import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
+
+    job = load_recipe(recipe)
+    from piper.api import compile  # torch is paid for only where it is used
     from piper.report import plan_report, print_plan, write_text
 
-    program = compile(load_recipe(recipe), compile=compiled)
+    program = compile(job, compile=compiled)
     if text is not None:
         write_text(program, text)
     if as_json:

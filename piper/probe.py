@@ -6,7 +6,7 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ CLOSE = 1e-5  # of how far an element moved
 ROUNDING = 1e-9  # of how far its tensor moved
 RATE = 1e-2  # in place of a rate of 0, under which nothing moves
 FEW = 2**22  # elements: so many can be tried in their true sizes
+MOST = 8  # devices that hold the same parameters, where they are tried in their true sizes
 Options = Mapping[str, object]  # of a group of parameters
 Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
@@ -94,11 +95,19 @@ def probe_optimizer(
                 raise UnlikeError("it draws random numbers, and each device would draw its own")
             for device in dict.fromkeys((devices[0], devices[-1])):
                 check_groups(make, view_of(device, mine, sizes), sizes, groups)
-            for view in small_views(devices[0], mine, small):
-                check_steps(trial, view, groups, expected)
+            for view in tried(devices, mine, sizes, small):
+                if view.parts:  # a device that holds padding only has no optimizer
+                    check_steps(trial, view, groups, expected)
         except UnlikeError as error:
             raise refused_optimizer(make, probe.name, error, (devices, mine), made_by or {}) from error
     return probe
+
+
+def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small: Sizes) -> Iterable[View]:
+    """Return what devices hold of parameters of the sizes at which they are tried."""
+    if small is sizes:
+        return [view_of(device, buckets, sizes) for device in devices[:MOST]]
+    return small_views(devices[0], buckets, small)
 
 
 def true_groups(make: MakeOptimizer, view: View, sizes: Sizes) -> Groups | None:
@@ -234,7 +243,7 @@ def unlike(view: View, moved: Sequence[Tensor], expected: Sequence[Tensor]) -> P
 
 def check_groups(make: MakeOptimizer, view: View, sizes: Sizes, groups: Groups | None) -> None:
     """Refuse a device whose parameters get other options than in the whole model."""
-    if groups is None:
+    if groups is None or not view.parts:
         return
     try:
         here = true_groups(make, view, sizes)
@@ -276,8 +285,8 @@ def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Seque
     part = moved_apart(trial, view, groups, wanted)
     if part is None:
         return
-    together = whole_view(dict.fromkeys(part.name for part in view.parts))
-    if (part.run or part.rows) and moved_apart(trial, together, groups, wanted) is None:
+    alone = whole_view([part.name])
+    if (part.run or part.rows) and moved_apart(trial, alone, groups, wanted) is None:
         share = "a flat shard" if part.run else "some of the experts"
         raise UnlikeError(f"{share} of {part.name} is updated in another way than the whole parameter", part)
     why = f"{part.name} is updated in another way where only some parameters are held"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,7 +68,10 @@ def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
 
 
 def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterator[View]:
-    """Yield what devices like this one are given in miniature: one view for each rank among few shards."""
+    """Yield what devices like this one are given in miniature: one view for each rank among few shards.
+
+    Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
+    """
 
     def cuts(bucket: Bucket) -> tuple[int, int]:
         return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, min(bucket.ways, MOST_WAYS)
@@ -77,7 +80,9 @@ def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterato
         parts: list[Part] = []
         for bucket in buckets:
             shards, ways = cuts(bucket)
-            parts += cut(bucket, sizes, (number // ways % shards, shards), (number % ways, ways))
+            for piece in bucket.pieces:
+                alone = replace(bucket, pieces=(piece,))
+                parts += cut(alone, sizes, (number // ways % shards, shards), (number % ways, ways))
         yield View(device=device, parts=tuple(parts))
 
 
