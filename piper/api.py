@@ -1,6 +1,10 @@
 """From a job to a proven program: capture, directives, lowering, proof."""
 
+import atexit
 import math
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -100,7 +104,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         # What is wrong is said before the costly part.
         settled = settle(Work(graph=graph, settings=settings)).graph
     probe = probed(job, settled, settings)
-    kept = Cache(folder=Path(cache)) if compile else None
+    kept = usable_cache(Path(cache)) if compile else None
     codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at, kept)
     outline = outline_by_slice(settled, samples, codes)
     check_expert_buffers(settled, outline)
@@ -117,6 +121,24 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         codes=codes,
         device=kind,
     )
+
+
+def usable_cache(folder: Path) -> Cache:
+    """Return the cache in a folder. One that cannot be written is replaced by one for this process alone."""
+    try:
+        there = folder.expanduser()
+        there.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=there):
+            return Cache(folder=folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        warnings.warn(
+            f"the cache {folder} cannot be written ({error}), so compiled code is not kept for the next run; "
+            "name another folder with compile(job, compile=True, cache=...)",
+            stacklevel=3,
+        )
+        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        return Cache(folder=made)
 
 
 @contextmanager

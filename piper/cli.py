@@ -2,10 +2,11 @@
 
 import json
 import sys
+import warnings
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -40,10 +41,24 @@ app.command()(view)
 
 def main() -> None:
     """Run the command line: 0 on success, 1 when the answer is no, 2 on a user error with one message."""
-    try:
-        app()
-    except PiperError as error:
-        fail(str(error))
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        try:
+            app()
+        except PiperError as error:
+            fail(str(error))
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one line for the user, without the line of code that gave it."""
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"warning: {message}")
 
 
 def fail(message: str) -> NoReturn:
