@@ -22,7 +22,9 @@ class PiperError(ValueError):
 
     def located(self, by: str, facts: Mapping[str, str] | None = None) -> Self:
         """Return the same error with a better place, and with more facts."""
-        return type(self)(self.what, by=by, facts={**self.facts, **(facts or {})}, hint=self.hint)
+        made = self.__class__.__new__(self.__class__)  # a class of ours may be made in another way
+        PiperError.__init__(made, self.what, by=by, facts={**self.facts, **(facts or {})}, hint=self.hint)
+        return made
 
 
 class ScheduleError(PiperError):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 import piper
+import piper.data
 
 class Net(nn.Module):
     def __init__(self):
@@ -126,6 +127,15 @@ class Broken(nn.Module):
 def model_raises():
     return piper.Job(**good(model=Broken))
 
+def model_raises_later():
+    built = []
+    def model():
+        built.append(Net())
+        if len(built) > 1:
+            raise OSError("the weights are gone")  # model_raises_later
+        return built[0]
+    return piper.Job(**good(model=model))
+
 def model_is_none():
     return piper.Job(**good(model=lambda: None))  # model_is_none
 
@@ -223,6 +233,12 @@ class Once:
 
 def iter_raises():
     return piper.Job(**good(data=Once))
+
+def samples_of_tuples():
+    return piper.Job(**good(data=lambda: piper.data.Samples([(1, 2)] * 8, batch=4)))  # samples_of_tuples
+
+def no_token_file():
+    return piper.Job(**good(data=lambda: piper.data.TokenFile("missing.bin", 8, batch=4)))  # no_token_file
 
 def data_ends():
     spent = iter(batches())
@@ -468,6 +484,20 @@ error: Checkpoint (net.py:<checkpoint_often>): every='2'
 error: capture (net.py:<model_raises>): the model cannot be built
   why:  AttributeError: 'Broken' object has no attribute 'width'
   hint: the model is built without memory: its constructor may not read a tensor's values
+""",
+    "net.py:model_raises_later": """
+error: model (net.py:<model_raises_later>): the model cannot be built
+  why:  OSError: the weights are gone
+  hint: it was built once without memory, and now with values: mend the model at that line
+""",
+    "net.py:samples_of_tuples": """
+error: Samples (net.py:<samples_of_tuples>): a sample is tuple, not a dict
+  hint: give samples such as {"tokens": ..., "labels": ...}
+""",
+    "net.py:no_token_file": """
+error: missing.bin (net.py:<no_token_file>): the token file cannot be read
+  why:  [Errno 2] No such file or directory: 'missing.bin'
+  hint: write one with piper.data.write_tokens, or mend the path
 """,
     "net.py:model_is_none": """
 error: model (net.py:<model_is_none>): the model is not a module
@@ -743,12 +773,12 @@ error: key.json[0]: place has no key 'device'
 """,
     "net.py:not_a_function": """
 error: net.py: not_a_function is Job, not a function
-  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 72 more
+  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 75 more
   hint: name a function that returns a piper.Job
 """,
     "net.py:fnie": """
 error: net.py: there is no function 'fnie'
-  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 72 more
+  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 75 more
   hint: did you mean 'fine'?
 """,
     "net.py": """

@@ -56,7 +56,8 @@ class Largest(Plain):
 class Lars(Plain):
     def direction(self, p: Tensor) -> Tensor:
         assert p.grad is not None
-        return p.grad * (p.norm() / (p.grad.norm() + 1e-8))
+        moved: Tensor = p.grad * (p.norm() / (p.grad.norm() + 1e-8))
+        return moved
 
 
 class Lion(Plain):
@@ -65,7 +66,8 @@ class Lion(Plain):
         kept = self.state[p].setdefault("momentum", torch.zeros_like(p))
         moved = (kept * 0.9 + p.grad * 0.1).sign()
         kept.mul_(0.99).add_(p.grad, alpha=0.01)
-        return moved + 0.1 * p
+        decayed: Tensor = moved + 0.1 * p
+        return decayed
 
 
 class Noisy(Plain):
@@ -76,7 +78,8 @@ class Noisy(Plain):
 
 def by_position(params: Iterable[Tensor]) -> Optimizer:
     first, *rest = params
-    return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.1)
+    groups: list[dict[str, object]] = [{"params": [first], "lr": 0.5}, {"params": rest}]
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 def by_axes(params: Iterable[Tensor]) -> Optimizer:

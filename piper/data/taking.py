@@ -6,7 +6,7 @@ from itertools import count
 from torch import Tensor
 
 from piper.errors import ConfigError, PiperError
-from piper.usercode import named, raised
+from piper.usercode import defined_at, named, raised, users_frames
 
 Given = Mapping[str, Tensor]
 Make = Callable[[], Iterable[Given]]
@@ -16,8 +16,8 @@ def call_data(make: Make) -> Iterable[Given]:
     """Call the user's `data`, and return the batches it gives."""
     try:
         data = make()
-    except PiperError:
-        raise
+    except PiperError as error:
+        raise placed(error, make) from error.__cause__
     except Exception as error:
         raise failed(error, make, "the call of data()") from error
     if isinstance(data, Mapping | Tensor | str):
@@ -39,8 +39,8 @@ def begin(data: Iterable[Given], make: Make) -> Iterator[Given]:
     """Return an iterator over the batches."""
     try:
         return iter(data)
-    except PiperError:
-        raise
+    except PiperError as error:
+        raise placed(error, make) from error.__cause__
     except Exception as error:
         raise failed(error, make, "the beginning of an epoch") from error
 
@@ -49,8 +49,8 @@ def take(batches: Iterator[Given], step: int, make: Make) -> Given | None:
     """Return the next batch, which is for step `step`, counted from 1. None: there are no more."""
     try:
         batch = next(batches, None)
-    except PiperError:
-        raise
+    except PiperError as error:
+        raise placed(error, make) from error.__cause__
     except Exception as error:
         raise failed(error, make, f"the batch of step {step}") from error
     if batch is not None:
@@ -73,6 +73,13 @@ def failed(error: Exception, make: Make, at: str) -> ConfigError:
     return raised(
         "data() failed", error, role="data", thing=make, facts={"at": at}, hint="mend the data at that line"
     )
+
+
+def placed(error: PiperError, make: Make) -> PiperError:
+    """Return an error of our own data classes with the user's line that made or called them."""
+    frames = users_frames(error)
+    where = frames[-1][0].partition(" in ")[0] if frames else defined_at(make)
+    return error.located(f"{error.by} ({where})") if where else error
 
 
 def check_fields(batch: object, step: int, make: Make) -> None:
