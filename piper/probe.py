@@ -84,15 +84,21 @@ def probe_optimizer(
         for devices, mine in classes_of(trained)
         if view_of(devices[0], mine, sizes).parts != whole.parts
     ]
-    if not apart:
+    everyone = tuple(sorted({device for bucket in trained for device in bucket.devices}))
+    if not apart and len(everyone) == 1:
         return probe
     trial = trial_of(make, small, trained)
     expected = stepped(trial, whole, groups, seed=0)
-    drawn = unlike(whole, stepped(trial, whole, groups, seed=1), expected)
+    drawn = unlike(whole, stepped(trial, whole, groups, seed=1), expected) if len(everyone) > 1 else None
+    if drawn is not None:
+        raise ConfigError(
+            f"{probe.name} draws random numbers, and each device would draw its own",
+            by=named("optimizer", make),
+            facts={"devices": show(everyone), "but": f"{drawn.name} is updated in another way each time"},
+            hint="use an optimizer whose step depends on gradients and its own state only",
+        )
     for devices, mine in apart:
         try:
-            if drawn is not None:
-                raise UnlikeError("it draws random numbers, and each device would draw its own")
             for device in dict.fromkeys((devices[0], devices[-1])):
                 check_groups(make, view_of(device, mine, sizes), sizes, groups)
             for view in tried(devices, mine, sizes, small):
@@ -116,7 +122,7 @@ def true_groups(make: MakeOptimizer, view: View, sizes: Sizes) -> Groups | None:
     try:
         return groups_of(make_optimizer(make, tensors), view, tensors)
     except ConfigError as error:
-        if isinstance(error.__cause__, RuntimeError):
+        if isinstance(error.__cause__, RuntimeError | TypeError):
             return None  # stand-ins have no values; if it is another error, the small ones show it again
         raise
 

@@ -120,7 +120,7 @@ def empty_optimizer(make: MakeOptimizer, buckets: Iterable[Bucket]) -> Optimizer
     try:
         return make_optimizer(make, hollow(view_of(devices[0], mine, sizes), sizes))
     except ConfigError as error:
-        if not isinstance(error.__cause__, RuntimeError):  # of a factory that looks at values: there are none
+        if not isinstance(error.__cause__, RuntimeError | TypeError):  # of one that looks at values
             raise
     small = small_sizes(sizes, trained)
     view = next(small_views(devices[0], mine, small))
