@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
+    "usercode",
     "files",
     "capture",
     "collector",
@@ -38,6 +39,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "usercode": {"errors"},
     "files": {"errors"},
     "errors": set(),
     "collector": set(),
@@ -70,9 +72,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # experts: the markers at which a region is cut
     "models": {"errors", "experts", "capture", "torch"},
-    "job": {"errors", "ir", "directives", "torch"},
+    "job": {"usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"ids", "errors", "devices", "ir", "plan", "torch"},
-    "runtime": {"ids", "errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
+    "runtime": {
+        "usercode",
+        "ids",
+        "errors",
+        "ir",
+        "plan",
+        "torch",
+    },  # ir: what each phase of a chunk reads and writes
     "launchers": {
         "ids",
         "checkpoint",
@@ -85,10 +94,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
         "ray",
     },  # experts: code calls its operators; simulate: how long a network takes
-    "data": {"files", "errors", "torch"},
+    "data": {"usercode", "files", "errors", "torch"},
     "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},
-    "probe": {"torch"},
-    "recipe": {"errors", "job"},
+    "probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
+    "recipe": {"usercode", "errors", "job"},
     "api": ROOMS | {"torch"},
     "report": ROOMS | {"api"},
     "train": ROOMS | {"api", "checkpoint", "report", "torch"},  # the loop around everything else

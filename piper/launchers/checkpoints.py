@@ -24,6 +24,7 @@ from piper.launchers.copying import Copied, name_of
 from piper.launchers.member import Call
 from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
+from piper.runtime.trainers import empty_optimizer
 
 T = TypeVar("T")
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
@@ -230,9 +231,9 @@ def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
 def trainer_names(program: ProgramLike) -> Trainer:
     """Which optimizer and scheduler a program's workers have."""
     job: JobLike = program.job
-    if not any(bucket.trainable for bucket in program.plans.buckets.values()):
+    optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values())
+    if optimizer is None:
         return Trainer()
-    optimizer = job.optimizer([torch.zeros(1, requires_grad=True)])
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
 

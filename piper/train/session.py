@@ -11,19 +11,22 @@ from pathlib import Path
 from rich.console import Console
 
 from piper.api import Program, compile
+from piper.checkpoint.record import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.start import launcher
+from piper.launchers.start import check_launcher, launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
+from piper.runtime.batch import wanted_batch
+from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
 from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
-from piper.train.loop import Course, Told, train
+from piper.train.loop import Course, Told, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
@@ -80,6 +83,7 @@ class Memory:
 
 def train_recipe(asked: Asked, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
+    check_launcher(asked.on, "piper train")
     job = asked_job(asked)
     check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
@@ -112,9 +116,10 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
     )
     with launcher(program, asked.on, options) as run:
         feed = Feed(job.data, job.seed)
-        done = 0
+        done, trainer = 0, None
         if past:
             begin, done = go_on(run, past, feed, console.print)
+            trainer = read_record(begin).trainer
             console.print(f"Going on from {begin}, after step {done}")
             check_profile(asked.profile, job.steps - done)
         memory = Memory()
@@ -134,7 +139,9 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
                 stopping=stopping,
                 culprit=culprit if asked.detect_nan else None,
             )
-            begun, done = done, train(run, feed, Rate(job, done), course)
+            rate = Rate(job, program.plans.buckets.values(), trainer)
+            batches = checked(feed, wanted_batch(setup_of(program)))
+            begun, done = done, train(run, batches, rate, course)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(

@@ -14,6 +14,7 @@ RAISING = {  # the call, and which of its arguments may say what is wrong
     "ScheduleError": (0,),
     "WorkerError": (0,),
     "need": (2,),
+    "raised": (0,),
     "refused": (0, 1),
     "user_error": (2,),
 }

@@ -12,16 +12,27 @@ from torch import Tensor
 from piper.checkpoint import storage
 from piper.checkpoint.blocks import FileRecord
 from piper.checkpoint.storage import write_file
-from tests.train.conftest import Piper
 
 ABOUT = {"recipe": "net.py:job", "seed": 0, "versions": {}}  # what makes a folder that of a run
+from tests.train.conftest import RECIPE, Piper
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(RECIPE.splitlines(), 1) if text in line)
+
+
+LINES = {
+    "uneven": line_of("piper.split(piper.at(), parts=3)"),
+    "changed": line_of("    def data():"),
+    "short": line_of("data=lambda: iter_once"),
+}
 EVERYTHING_IS_WRITABLE = os.geteuid() == 0
 
 
 def refused(piper: Piper, recipe: Path, name: str, message: str, *words: str) -> None:
     done = piper(f"{recipe}:{name}", *words)
     assert done.returncode == 2
-    assert done.stderr.strip() == cleandoc(message).format(recipe=recipe)
+    assert done.stderr.strip() == cleandoc(message).format(recipe=recipe, **LINES)
 
 
 def test_fewer_steps_than_one(piper: Piper, recipe: Path) -> None:
@@ -43,7 +54,7 @@ def test_a_recipe_that_is_not_there(piper: Piper, tmp_path: Path) -> None:
 
 def test_a_batch_that_does_not_divide(piper: Piper, recipe: Path) -> None:
     message = """
-        error: strategy: 8 samples do not divide into 3 equal pieces
+        error: strategy (net.py:{uneven}): 8 samples do not divide into 3 equal pieces
           devices: 1 slices of the samples
           parts:   3 in each slice (MB=3)
           hint:    use a batch that is a multiple of 3, fewer parts or fewer devices
@@ -53,10 +64,10 @@ def test_a_batch_that_does_not_divide(piper: Piper, recipe: Path) -> None:
 
 def test_a_later_batch_of_another_size(piper: Piper, recipe: Path) -> None:
     message = """
-        error: step: the batch is not like the one that was compiled
+        error: data (net.py:{changed}), step 3: the batch is not like the one that was compiled
           wanted: x (8, 8)
           got:    x (4, 8)
-          hint:   give every step a batch of the same shape: drop a smaller last one, or pad it
+          hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
     """
     refused(piper, recipe, "smaller", message)
 
@@ -64,9 +75,9 @@ def test_a_later_batch_of_another_size(piper: Piper, recipe: Path) -> None:
 def test_data_that_ends(piper: Piper, recipe: Path) -> None:
     """The first of its two batches was looked at when the job was compiled."""
     message = """
-        error: Job: data() ended after 1 batches
+        error: data (net.py:{short}): data() ended after 1 batches
           epoch: 1, and it holds no batch
-          hint:  let data() make its batches anew each time it is called, or train fewer steps
+          hint:  let data() make new batches each time it is called, or train fewer steps
     """
     refused(piper, recipe, "short", message)
 
