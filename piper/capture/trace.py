@@ -1,6 +1,6 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.assemble import Assembler
 from piper.capture.blame import quiet, refused
 from piper.capture.cut import cut
+from piper.capture.hooks import check_hooks
 from piper.capture.library import Library
 from piper.capture.piece import Piece
 from piper.capture.record import LossFn, record
@@ -58,6 +59,7 @@ def trace(
     dtype, device = DTYPES[precision], torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(model_fn, mode, dtype, device)
+    check_hooks(model, loss_fn)
     with mode:
         fakes = {
             name: torch.empty(
@@ -78,6 +80,7 @@ def trace(
         buffers=buffers_of(model),
         batch={name: Sizes().spec(fake) for name, fake in fakes.items()},
         rows=rows,
+        empty=_empty(recording, pieces),
     )
     return Traced(
         outline=outline,
@@ -94,6 +97,12 @@ def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:
     recording, regions = _own_results(recording, regions)
     assembler = Assembler(recording, regions, cut(recording, regions, entangled))
     return assembler.pieces(), assembler
+
+
+def _empty(recording: Recording, pieces: Sequence[Piece]) -> dict[tuple[str, int], str]:
+    """Return the regions that hold no operation, each with its line or modules."""
+    held = {pair for piece in pieces for pair in piece.chunk.tags}
+    return {pair: place for pair, place in recording.places.items() if pair not in held}
 
 
 def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Regions]:
