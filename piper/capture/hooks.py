@@ -32,7 +32,7 @@ def check_hooks(model: nn.Module, loss: object) -> None:
         ("register_module_full_backward_pre_hook", modules._global_backward_pre_hooks),
     ):
         for hook in hooks.values():
-            raise _refused("all modules", kind, hook)
+            raise _refused("every module", kind, hook)
     for what, root in (("model", model), ("loss", loss)):
         if isinstance(root, nn.Module):
             _check_modules(what, root)

@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from piper.capture.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.blame import node_line, quiet, refused
@@ -47,6 +48,7 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
         automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
+        allow_rnn=True,
     )
     with quiet() as warned, settings, entered_regions() as entered:
         try:
@@ -59,7 +61,7 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
             if "backend_input" in str(error) or isinstance(error, SyntaxError):
                 raise _not_a_loss("it returns no tensor") from error
             raise refused("the model and its loss cannot be captured", error) from error
-        _check_side_effects(str(warning.message) for warning in warned)
+        _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
@@ -67,11 +69,13 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
     return _Reader(captured, tensors, _sources(model, batch), regions).read(returned)
 
 
-def _check_side_effects(warnings: Iterable[str]) -> None:
+def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
     for text in warnings:
         if found := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
             path = re.findall(r"'([^']+)'", found.group(1))[1:]
+            if isinstance(model.get_submodule(".".join(path)), _SpectralNorm):
+                continue  # it writes into its buffers through `out=`, and assigns each to itself
             raise CaptureError(
                 "the forward replaces a buffer or parameter",
                 by="model",
@@ -176,7 +180,7 @@ class _Reader:
         return self.copies[node]
 
     def _constant(self, node: fx.Node, tensor: object) -> Constant:
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
                 by="model",

@@ -131,7 +131,13 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    persistent: bool = True
+    persistent: bool = True  # a state_dict has it, under at least one name
+    names: tuple[str, ...] = ()  # of a tied one: every name that a state_dict has
+
+    @property
+    def saved_as(self) -> tuple[str, ...]:
+        """Every name under which a model's own state_dict has it."""
+        return self.names or ((self.name,) if self.persistent else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
