@@ -33,13 +33,13 @@ def train(
     batches: Sequence[Batch],
     *,
     seed: int = 0,
-    slices: int = 1,
+    microbatches: Sequence[Sequence[int]] = (),
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
 ) -> Trained:
     """Train in fp64 on whole batches.
 
-    slices: for a forward that changes buffers, the equal slices of the batch that run one after another;
-    the loss is then the mean of their losses.
+    microbatches: for a forward that changes buffers, the samples that run together, one microbatch after
+    another; the loss is then the mean of their losses.
     """
     torch.manual_seed(seed)
     model = model_fn().double()
@@ -48,12 +48,13 @@ def train(
     gradients: dict[str, Tensor] = {}
     for batch in batches:
         stepper.zero_grad()
-        double = {name: field.double() if field.is_floating_point() else field for name, field in batch.items()}
-        parts = [{name: field.chunk(slices)[i] for name, field in double.items()} for i in range(slices)]
+        double = {k: field.double() if field.is_floating_point() else field for k, field in batch.items()}
+        rows = microbatches or [range(len(next(iter(double.values()))))]
+        parts = [{name: field[list(some)] for name, field in double.items()} for some in rows]
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
             result = loss_fn(model, part)
-            total = total + (result[0] / result[1] if isinstance(result, tuple) else result) / slices
+            total = total + (result[0] / result[1] if isinstance(result, tuple) else result) / len(parts)
         total.backward()
         losses.append(float(total.detach()))
         if not gradients:
