@@ -1,9 +1,11 @@
 """Lines of named fields: the shape that the text forms of graphs and plans share.
 
-A line is `kind  name  key=value  key=value`, two blanks between fields; names hold single blanks only.
+A line is `kind  name  key=value  key=value`, two blanks between fields. A name may hold any character: those
+that would end it, a field or a line are written as `%7C`, the way addresses on the web do.
 """
 
 import re
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TypeVar
@@ -12,6 +14,8 @@ from piper.errors import ConfigError
 
 GAP = "  "  # between fields
 AND = " | "  # between the members of a list
+CLASHES = re.compile(r"%(?=[0-9A-F]{2})|[|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]|^ | $| (?= )")
+ESCAPED = re.compile("(?:%[0-9A-F]{2})+")
 FIELD = re.compile(r"([a-z_]+)=(.*)", re.DOTALL)
 Reader = Callable[[str], object]
 Readers = Mapping[str, Reader]
@@ -23,9 +27,24 @@ class BadLineError(Exception):
     """A line that is not of the text form; `each_line` says which."""
 
 
+def quote(name: str) -> str:
+    """Write a name so that it holds no end of a name, a field or a line."""
+    return CLASHES.sub(lambda found: urllib.parse.quote(found[0], safe="", errors="surrogatepass"), name)
+
+
+def unquote(text: str) -> str:
+    """Read a name that `quote` wrote."""
+    return ESCAPED.sub(lambda found: urllib.parse.unquote(found[0], errors="surrogatepass"), text)
+
+
+def join(members: Iterable[str]) -> str:
+    """Write a list of names."""
+    return AND.join(map(quote, members))
+
+
 def names(text: str) -> tuple[str, ...]:
     """Read a list of names."""
-    return tuple(text.split(AND)) if text else ()
+    return tuple(map(unquote, text.split(AND))) if text else ()
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -78,7 +97,7 @@ def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source:
     for number, line in enumerate(text.splitlines(), 1):
         kind, *rest = line.split(GAP)
         try:
-            take(kind, rest[0] if rest else "", rest[1:])
+            take(kind, unquote(rest[0]) if rest else "", rest[1:])
         except (BadLineError, ValueError) as error:
             raise ConfigError(
                 "this line cannot be read",
@@ -90,4 +109,4 @@ def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source:
 
 def line(kind: str, name: str, shown: Iterator[str] | Iterable[str]) -> str:
     """Write a line."""
-    return GAP.join([kind, name, *shown])
+    return GAP.join([kind, quote(name), *shown])

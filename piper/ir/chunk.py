@@ -85,6 +85,7 @@ class Chunk:
     params: tuple[str, ...] = ()  # what F reads, in call order
     buffers: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()  # buffers F writes back
+    fixed: tuple[int, ...] = ()  # outputs that are the same for all samples
     outputs: tuple[TensorSpec, ...] = ()
     saved: tuple[
         TensorSpec, ...

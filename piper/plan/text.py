@@ -13,12 +13,15 @@ from piper.fields import (
     build,
     each_line,
     flag,
+    join,
     line,
     names,
     numbers,
     pairs,
+    quote,
     read_fields,
     show_pairs,
+    unquote,
 )
 from piper.plan.instr import Instr, Op
 from piper.plan.plan import Bucket, Comm, Piece, Plan, Plans, Slot
@@ -55,24 +58,24 @@ def show_slot(kind: str, name: str, slot: Slot) -> str:
     """One slot: its name and what it holds."""
     shown = [f"nbytes={slot.nbytes}"]
     if slot.shares:
-        shown.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
+        shown.append(f"shares={join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
     return line(kind, name, [*shown, *(["dynamic=1"] if slot.dynamic else [])])
 
 
 def show_bucket(bucket: Bucket) -> str:
     """One bucket: its parameters and how they live."""
-    pieces = AND.join(f"{p.name} {'x'.join(map(str, p.shape)) or '-'} {p.offset}" for p in bucket.pieces)
+    pieces = join(f"{p.name} {'x'.join(map(str, p.shape)) or '-'} {p.offset}" for p in bucket.pieces)
     shown = [
         f"devices={show(bucket.devices)}",
         f"groups={AND.join(map(show, bucket.groups))}",
-        f"chunks={AND.join(bucket.chunks)}",
+        f"chunks={join(bucket.chunks)}",
         f"dtype={bucket.dtype}",
         f"itemsize={bucket.itemsize}",
         f"zero={bucket.zero}",
         f"ways={bucket.ways}",
         f"trainable={int(bucket.trainable)}",
         f"copies={bucket.copies}",
-        f"siblings={AND.join(bucket.siblings)}",
+        f"siblings={join(bucket.siblings)}",
         f"reduce_stream={bucket.reduce_stream}",
         f"gather_stream={bucket.gather_stream}",
         f"origin={' '.join(map(str, bucket.origin))}",
@@ -85,13 +88,13 @@ def show_instr(ins: Instr) -> str:
     """One instruction: what it is, then only what it has."""
     fields = {
         "stream": ins.stream,
-        "reads": AND.join(ins.reads),
-        "writes": AND.join(ins.writes),
-        "frees": AND.join(ins.frees),
+        "reads": join(ins.reads),
+        "writes": join(ins.writes),
+        "frees": join(ins.frees),
         "waits": " ".join(map(str, ins.waits)),
         "signals": "" if ins.signals is None else str(ins.signals),
-        "comm": ins.comm or "",
-        "arg": ins.arg,
+        "comm": quote(ins.comm or ""),
+        "arg": quote(ins.arg),
         "part": show_pairs(ins.part),
         "devices": show(ins.devices),
         "nbytes": str(ins.nbytes or ""),
@@ -130,8 +133,8 @@ INSTR: Readers = {
     "frees": names,
     "waits": numbers,
     "signals": int,
-    "comm": str,
-    "arg": str,
+    "comm": unquote,
+    "arg": unquote,
     "part": pairs,
     "devices": parse,
     "nbytes": int,

@@ -105,13 +105,24 @@ def test_shapes_that_do_not_fit() -> None:
 
 def test_a_constructor_that_fails() -> None:
     def model() -> nn.Module:
-        return nn.Linear(int(torch.randn(3).sum()), 4)
+        return nn.Linear(16 // int(torch.zeros(())), 4)
 
-    message = refusal(model=model)
-    assert message.startswith(f"capture ({HERE}:N): the model cannot be built\n  why:  ")
-    assert message.endswith(
-        "\n  hint: the model is built without memory: its constructor may not read a tensor's values"
+    assert refusal(model=model) == lines(
+        f"capture ({HERE}:N): the model cannot be built",
+        "  why:  ZeroDivisionError: integer division or modulo by zero",
+        "  hint: build the model alone, without Piper, to see the whole traceback",
     )
+
+
+def test_a_constructor_may_read_values() -> None:
+    def model() -> nn.Module:
+        return nn.Linear(int(torch.full((), 16.0)), 4)
+
+    traced = trace(model, zoo.regression, zoo.vectors(2, 0), 2, "fp64")
+    assert [(p.name, p.shape, p.dtype) for p in traced.outline.parameters] == [
+        ("weight", (4, 16), "float64"),
+        ("bias", (4,), "float64"),
+    ]
 
 
 def test_a_model_that_is_no_module() -> None:
