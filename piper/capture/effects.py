@@ -102,7 +102,9 @@ def _drops_between_layers(node: fx.Node) -> bool:
 
     Its arguments end with num_layers, dropout, training, bidirectional and, for unpacked input, batch_first.
     """
-    packed = isinstance(node.args[3], tuple | list)  # data, batch sizes, state, weights; else input, state, weights
+    packed = isinstance(
+        node.args[3], tuple | list
+    )  # data, batch sizes, state, weights; else input, state, weights
     dropout, training = node.args[6:8] if packed else node.args[5:7]
     return bool(training) and dropout != 0.0
 

@@ -1,8 +1,8 @@
-"""Refuses hooks on gradients: a capture would drop them, and a distributed run has no gradient they could see.
+"""Refuses hooks on gradients, which a capture would drop or run on other numbers.
 
-Forward hooks and forward pre-hooks of modules are part of the traced forward and stay. A hook on the gradient of
-a parameter, of a value inside the forward or of a module would run on the gradient of one slice of the samples,
-before the sum over slices, replicas and shards, which is another number than in plain PyTorch.
+Forward hooks and forward pre-hooks of modules are part of the traced forward and stay. A hook on the gradient
+of a parameter, of a value inside the forward or of a module would run on the gradient of one slice of the
+samples, before the sum over slices, replicas and shards, which is another number than in plain PyTorch.
 """
 
 import re
@@ -20,8 +20,8 @@ from piper.errors import CaptureError
 
 _INTERCEPTED = ("method_register_hook", "method_register_post_accumulate_grad_hook")
 _ELSEWHERE = (
-    "put the change of the gradient into the optimizer's step, use clip_norm of Job for clipping, or scale the "
-    "value in the forward"
+    "put the change into the optimizer's step, clip with clip_norm of Job, or write a "
+    "torch.autograd.Function whose backward changes the gradient"
 )
 
 
@@ -96,8 +96,8 @@ def no_tensor_hooks() -> Iterator[None]:
     """Refuse hooks on gradients that a traced forward or loss registers.
 
     Dynamo drops a hook on a parameter without a word, and applies one on another value to a part of its
-    gradient where other regions read that value too. Its methods that handle both are replaced for the time of
-    one trace, because it offers no other way to learn of them.
+    gradient where other regions read that value too. Its methods that handle both are replaced for the time
+    of one trace, because it offers no other way to learn of them.
     """
     seen: list[CaptureError] = []
 

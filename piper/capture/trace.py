@@ -1,7 +1,7 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -159,7 +159,7 @@ def _kind_of(batch: object) -> str:
 
 def build_fake(
     model_fn: Callable[[], nn.Module],
-    mode: FakeTensorMode | nullcontext[None],
+    mode: FakeTensorMode,
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
@@ -168,13 +168,17 @@ def build_fake(
     A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
     """
     with quiet():
+        shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
+        fakes: AbstractContextManager[object] = mode
         try:
             with mode, device:
                 model = model_fn()
         except DataDependentOutputException:
-            mode, model = nullcontext(), _build_real(model_fn)
+            fakes, model = nullcontext(), _build_real(model_fn)
         except Exception as error:
             raise _not_built(error) from error
+        finally:
+            mode.shape_env = shapes
         if not isinstance(model, nn.Module):
             raise CaptureError(
                 "the model is not a module",
@@ -183,7 +187,7 @@ def build_fake(
                 hint="model is a function that returns an nn.Module: model=lambda: Decoder(config)",
             )
         _check_types(model)
-        with mode:
+        with fakes:
             _cast(model, dtype, device)
     return model
 
@@ -209,7 +213,10 @@ def _check_types(model: nn.Module) -> None:
             raise CaptureError(
                 f"the parameter {name} is complex",
                 by="model",
-                facts={"type": dtype_name(parameter.dtype), "but": "complex parameters cannot be trained here"},
+                facts={
+                    "type": dtype_name(parameter.dtype),
+                    "but": "complex parameters cannot be trained here",
+                },
                 hint="hold it as real numbers: nn.Parameter(torch.view_as_real(w)), and use "
                 "torch.view_as_complex(self.w) in the forward; a complex buffer may stay",
             )

@@ -152,4 +152,6 @@ class Outline:
     buffers: tuple[Buffer, ...] = ()
     batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured
     rows: int = 1  # samples in the captured slice
-    empty: Mapping[tuple[str, int], str] = field(default_factory=dict)  # regions without operations: their lines
+    empty: Mapping[tuple[str, int], str] = field(
+        default_factory=dict
+    )  # regions without operations: their lines

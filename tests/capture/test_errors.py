@@ -152,6 +152,33 @@ def test_a_loss_that_is_no_loss(result: Callable[[Tensor], object], got: str) ->
     assert refusal(loss=loss) == lines("loss: the loss is not a loss", f"  got:  {got}", f"  hint: {A_LOSS}")
 
 
+@pytest.mark.parametrize("weight", ["parameter", "output"])
+def test_a_weight_that_has_a_gradient(weight: str) -> None:
+    """Gradients are those of the sum alone, so the weight's own would be lost."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> object:
+        out = model(batch["x"])
+        return (out**2).sum(), (next(model.parameters()) if weight == "parameter" else out).abs().sum()
+
+    assert refusal(loss=loss) == lines(
+        f"loss ({HERE}:N): the weight of the loss depends on parameters",
+        "  but:  gradients are those of the sum, divided by the total weight of the batch",
+        "  hint: detach it: return loss, weight.detach(); or return a mean, whose gradient is that of both",
+    )
+
+
+@pytest.mark.parametrize(
+    "weigh", [lambda out: out.detach().abs().sum(), lambda out: (out > 0).sum(), lambda out: out.new_ones(())]
+)
+def test_a_weight_without_a_gradient(weigh: Callable[[Tensor], Tensor]) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> object:
+        out = model(batch["x"])
+        return (out**2).sum(), weigh(out)
+
+    outline = trace(Small, loss, zoo.vectors(2, 0), 2).outline
+    assert outline.weight is not None
+
+
 def test_a_loss_that_trains_nothing() -> None:
     def forward(self: Small, x: Tensor) -> Tensor:
         return self.b(x).detach()

@@ -18,8 +18,8 @@ from tests.runtime.against_plain import refusal as compile_refusal
 
 BUT = "it would see the gradient of one slice of the samples, not the sum over the batch"
 HINT = (
-    "put the change of the gradient into the optimizer's step, use clip_norm of Job for clipping, or scale the "
-    "value in the forward"
+    "put the change into the optimizer's step, clip with clip_norm of Job, or write a torch.autograd.Function "
+    "whose backward changes the gradient"
 )
 
 
