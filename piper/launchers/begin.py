@@ -62,6 +62,7 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
 def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, str]:
     """The name of each given value, by the first name that it has in the model."""
     first = {alias: p.name for p in program.outline.parameters for alias in p.aliases}
+    first |= {alias: b.name for b in program.outline.buffers for alias in b.saved_as}
     return {first.get(name, name): name for name in values}
 
 

@@ -69,17 +69,20 @@ def forward(flow: Flow, chunk: Chunk) -> None:
         exchange_forward(flow, chunk, inputs)
         return
     spec = chunk.phases["F"]
+    reads = (*(inputs[i] for i in spec.inputs), *state_reads(flow, chunk, spec))
     writes = [output_slot(chunk.name, index) for index in range(len(chunk.outputs))]
     for kind, members in bundles(chunk).items():
         bundle = SlotId(kind, chunk.name)
         flow.values[bundle] = slot_of(chunk, [chunk.saved[i] for i in members])
         writes.append(bundle)
-    writes += [buffer_slot(name) for name in chunk.mutated]
+    for name in chunk.mutated:
+        add_buffer(flow, chunk, name)  # a forward may overwrite a buffer that no phase reads
+        writes.append(buffer_slot(name))
     node = Compute(
         chunk=chunk.name,
         phase="F",
         devices=flow.homes[chunk.name].devices,
-        reads=(*(inputs[i] for i in spec.inputs), *state_reads(flow, chunk, spec)),
+        reads=reads,
         writes=tuple(writes),
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase="F"))
@@ -92,13 +95,16 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
         bucket = flow.work.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
             yield param_slot(bucket)
-    sizes = {buffer.name: buffer.nbytes for buffer in flow.graph.outline.buffers}
-    ways = (
-        flow.homes[chunk.name].policy.ways if chunk.kind == "expert" else 1
-    )  # each device has its experts' part
     for name in spec.buffers:
-        flow.residents[buffer_slot(name)] = Slot(nbytes=sizes[name] // ways)
+        add_buffer(flow, chunk, name)
         yield buffer_slot(name)
+
+
+def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
+    """Let a buffer live on the chunk's devices; where experts are divided, each holds its experts' part."""
+    ways = flow.homes[chunk.name].policy.ways if chunk.kind == "expert" else 1
+    size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
+    flow.residents[buffer_slot(name)] = Slot(nbytes=size // ways)
 
 
 def backward(flow: Flow, chunk: Chunk) -> None:

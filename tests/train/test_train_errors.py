@@ -12,9 +12,9 @@ from torch import Tensor
 from piper.checkpoint import storage
 from piper.checkpoint.blocks import FileRecord
 from piper.checkpoint.storage import write_file
+from tests.train.conftest import RECIPE, Piper
 
 ABOUT = {"recipe": "net.py:job", "seed": 0, "versions": {}}  # what makes a folder that of a run
-from tests.train.conftest import RECIPE, Piper
 
 
 def line_of(text: str) -> int:
