@@ -13,6 +13,7 @@ from piper.ir.select import at
 from piper.job import Checkpoint, Job
 
 if TYPE_CHECKING:
+    from piper import losses
     from piper.api import compile
     from piper.capture.annotate import annotate, annotate_modules
     from piper.experts import grouped_mm, route, unroute
@@ -36,6 +37,7 @@ __all__ = [
     "compile",
     "grouped_mm",
     "launch",
+    "losses",
     "order",
     "place",
     "remat",
@@ -60,6 +62,8 @@ NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "losses":
+        return import_module("piper.losses")
     if name in NEEDS_TORCH:
         return getattr(import_module(NEEDS_TORCH[name]), name)
     raise AttributeError(f"module 'piper' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -105,7 +105,7 @@ def check(
     from piper.api import compile
     from piper.launchers.start import launcher
     from piper.recipe import load_recipe
-    from piper.report import check_text
+    from piper.report import check_report, check_text
     from piper.runtime.check import check as compare
 
     job = replace(load_recipe(recipe), precision="fp64")
@@ -113,7 +113,7 @@ def check(
     batches = list(islice(job.data(), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        sys.stdout.write(json.dumps(check_report(report)) + "\n")
     else:
         sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
     sys.exit(SUCCESS if report.ok else NO)

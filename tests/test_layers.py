@@ -24,6 +24,7 @@ ROOMS = {
     "ir",
     "job",
     "launchers",
+    "losses",
     "lower",
     "models",
     "plan",
@@ -56,7 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "experts",
         "torch",
     },  # experts: the markers at which a region is cut
-    "models": {"errors", "experts", "capture", "torch"},
+    "losses": {"errors", "torch"},
+    "models": {"errors", "experts", "capture", "losses", "torch"},  # losses: those of tokens
     "job": {"errors", "ir", "directives", "torch"},
     "checkpoint": {"errors", "devices", "ir", "plan", "torch"},
     "runtime": {"errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes

@@ -19,6 +19,7 @@ from piper.runtime.replay import ReplayError
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
+SHOWN = 3  # operations in a note
 LOSSES = "return (sum, weight), as piper.losses.cross_entropy and piper.losses.huggingface do"
 
 
@@ -183,6 +184,14 @@ class _Check:
             return f"the loss is a sum over the samples, and slices count as means; {LOSSES}"
         if self.whole.bad is None:
             return None  # random numbers of slices: noted
+        apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
+        if not found.mixing and found.narrow and apart <= found.rounding:
+            listed = "; ".join(found.narrow[:SHOWN]) + ("; ..." if len(found.narrow) > SHOWN else "")
+            self.notes.append(
+                f"these operations compute in {found.type}: {listed}. Their rounding depends on the size of "
+                f"a slice. The whole batch agrees to {apart:.2g}, the same slices to {self.tol:g}"
+            )
+            return None
         if not found.mixing:
             return (
                 f"{self.whole.bad}, because the loss of the batch is not the mean of the losses of its "
@@ -195,10 +204,9 @@ class _Check:
         return None
 
     def _answer(self, judge: Worst, bad: str | None) -> Report:
-        largest = {
-            kind: max(diff, self.whole.largest[kind]) if bad is not None else diff
-            for kind, diff in judge.largest.items()
-        }
+        if bad is not None and self.whole.bad is not None:
+            judge = self.whole
+        largest = judge.largest
         return Report(
             ok=bad is None,
             max_loss_diff=largest["loss"],

@@ -21,11 +21,16 @@ from torch.utils._pytree import tree_leaves
 from piper.runtime.callers import calling_line
 from piper.runtime.distance import distance
 from piper.runtime.reference import Reference, samples_in
-from piper.runtime.replay import ReplayError, draws_random
+from piper.runtime.replay import ReplayError
 from piper.runtime.slicing import Slice, take
 
 aten = torch.ops.aten
 CLOSE = 1e-9
+NARROW = {
+    name: torch.finfo(dtype).eps
+    for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16))
+}
+MANY, LARGEST = 100.0, 1e-2  # how far the rounding of one operation may grow on its way to a gradient
 SHOWN = 4  # divisors in a message
 NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor)
@@ -41,6 +46,9 @@ class Reasons:
     uneven: Sequence[str] = ()  # means whose slices count unevenly
     mixing: Sequence[str] = ()  # operations that mix samples
     summed: bool = False  # the loss is the sum of the losses of the slices, not their mean
+    narrow: Sequence[str] = ()  # operations that compute in a narrower type than the job
+    type: str = ""  # the narrowest of these types
+    rounding: float = 0.0  # how far rounding in that type may carry
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +60,6 @@ class Call:
     sources: list["Value | None"]  # of each tensor argument; None: nothing that ran made it
     scalars: list[float]  # arguments that are numbers
     reduction: int  # of a loss: torch's number
-    random: bool
     results: list["Value"] = field(default_factory=list)
 
 
@@ -92,7 +99,6 @@ class _Record(TorchDispatchMode):
             sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,
-            random=draws_random(op, args, kwargs),
         )
         out = op(*args, **kwargs)
         for result in tree_leaves(out):
@@ -134,11 +140,11 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
         whole, loss = _record(reference, given, None)
     except ReplayError:  # the draws differ, so only what does not depend on them is compared
         whole, loss = _record(reference, given, None, replay=False)
-    parts, losses = [], []
-    for part in slices:
-        calls, value = _record(reference, take(given, part.samples), part)
-        parts.append(calls)
-        losses.append(value)
+    recorded = [_record(reference, take(given, part.samples), part) for part in slices]
+    parts, losses = [calls for calls, _ in recorded], [value for _, value in recorded]
+    narrow = {call.where: eps for call in whole.values() if (eps := rounds(call, reference.dtype))}
+    rounding = min(MANY * max(narrow.values(), default=0.0), LARGEST)
+    near = max(CLOSE, rounding)
     uneven, mixing = dict[str, None](), dict[str, None]()
     for key, call in whole.items():
         others = [calls.get(key) for calls in parts]
@@ -146,17 +152,31 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
             continue  # control flow that depends on the data: not comparable
         known = [other for other in others if other is not None]
         for index, value in enumerate(call.results):
-            value.kind = kind_of(value.tensor, [other.results[index].tensor for other in known], slices)
+            each = [other.results[index].tensor for other in known]
+            value.kind = kind_of(value.tensor, each, slices, near)
         if (divisors := uneven_divisors(call, known)) is not None:
             listed = ", ".join(f"{number:g}" for number in divisors[:SHOWN])
             uneven[f"{call.where} divides by {listed}{', ...' if len(divisors) > SHOWN else ''}"] = None
         elif mixes(call):
             mixing[call.where] = None
+    weighted = reference.program.outline.weight is not None
+    total = torch.stack(losses).sum(0)
     return Reasons(
         uneven=[*uneven],
         mixing=[*mixing],
-        summed=bool(losses) and distance(sum(losses[1:], losses[0]), loss) < CLOSE and len(losses) > 1,
+        summed=not weighted and len(losses) > 1 and distance(total, loss) <= near,
+        narrow=[*narrow],
+        type=next((name for name, eps in NARROW.items() if eps == max(narrow.values(), default=0.0)), ""),
+        rounding=rounding,
     )
+
+
+def rounds(call: Call, dtype: torch.dtype) -> float:
+    """Return the rounding of an operation that computes in a narrower type than the job; else 0."""
+    found = (v.tensor.dtype for v in call.results if v.tensor.is_floating_point())
+    eps = max((torch.finfo(found_type).eps for found_type in found), default=0.0)
+    moves = call.op in REORDERS or call.op.is_view
+    return eps if eps > torch.finfo(dtype).eps and not moves else 0.0
 
 
 def _record(
@@ -175,37 +195,37 @@ def _record(
     return record.calls, result[0] if isinstance(result, tuple) else result
 
 
-def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice]) -> Kind:
+def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice], near: float = CLOSE) -> Kind:
     """Return how the result on a whole batch comes from those on its slices."""
     if any(part.dim() != whole.dim() for part in parts):
         return "other"
     if all(part.shape == whole.shape for part in parts):
-        return kind_by_value(whole, parts)
+        return kind_by_value(whole, parts, near)
     samples = sum(len(part.samples) for part in slices)
     for axis in range(whole.dim()):
         if all(part.shape[axis] == whole.shape[axis] for part in parts):
             continue
         if whole.shape[axis] % samples == 0 and all(
             part.shape[axis] * samples == whole.shape[axis] * len(slice_.samples)
-            and close(part, whole.index_select(axis, rows(slice_, whole.shape[axis] // samples, whole)))
+            and close(part, whole.index_select(axis, rows(slice_, whole.shape[axis] // samples, whole)), near)
             for part, slice_ in zip(parts, slices, strict=True)
         ):
             return "rows"
         if sum(part.shape[axis] for part in parts) == whole.shape[axis]:
-            return "ragged" if close(torch.cat([*parts], axis), whole) else "other"
+            return "ragged" if close(torch.cat([*parts], axis), whole, near) else "other"
     return "other"
 
 
-def kind_by_value(whole: Tensor, parts: Sequence[Tensor]) -> Kind:
+def kind_by_value(whole: Tensor, parts: Sequence[Tensor], near: float) -> Kind:
     """Return how a result comes from results of its shape."""
-    if all(close(part, whole) for part in parts):
+    if all(close(part, whole, near) for part in parts):
         return "same"
     if whole.is_complex() or whole.dtype is torch.bool:
         return "other"
     total = torch.stack([part.double() for part in parts]).sum(0)
-    if close(total / len(parts), whole):
+    if close(total / len(parts), whole, near):
         return "mean"
-    return "sum" if close(total, whole) else "other"
+    return "sum" if close(total, whole, near) else "other"
 
 
 def rows(part: Slice, each: int, like: Tensor) -> Tensor:
@@ -213,13 +233,13 @@ def rows(part: Slice, each: int, like: Tensor) -> Tensor:
     return torch.tensor([s * each + i for s in part.samples for i in range(each)], device=like.device)
 
 
-def close(got: Tensor, wanted: Tensor) -> bool:
+def close(got: Tensor, wanted: Tensor, near: float) -> bool:
     """Return whether two tensors are equal up to rounding."""
     if got.shape != wanted.shape:
         return False
     if not (got.is_floating_point() or wanted.is_floating_point()):
         return torch.equal(got, wanted)
-    return distance(got, wanted) < CLOSE
+    return distance(got, wanted) <= near
 
 
 def mixes(call: Call) -> bool:
