@@ -48,6 +48,7 @@ class Program:
     work: Work
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
+    warnings: tuple[str, ...] = ()  # what may not be meant, for people
 
     @property
     def outline(self) -> Outline:
@@ -120,6 +121,18 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         work=work,
         codes=codes,
         device=kind,
+        warnings=uneven_slices(traced, settled, samples),
+    )
+
+
+def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
+    """Say that the loss is a mean whose slices may count unevenly, where a batch is sliced."""
+    if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
+        return ()
+    return (
+        f"the loss is a mean that divides by a number of the data: {', '.join(traced.means)}. Replicas and "
+        "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
+        "see piper.losses",
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, NoReturn, TextIO
@@ -123,7 +123,7 @@ def check(
     from piper.data.taking import batches_of
     from piper.launchers.start import check_launcher, launcher
     from piper.recipe import load_recipe
-    from piper.report import check_text
+    from piper.report import check_report, check_text
     from piper.runtime.check import check as compare
 
     check_launcher(on, "piper check")
@@ -132,7 +132,7 @@ def check(
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        sys.stdout.write(json.dumps(check_report(report)) + "\n")
     else:
         sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
     sys.exit(SUCCESS if report.ok else NO)

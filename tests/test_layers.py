@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
+    "losses",
     "usercode",
     "files",
     "capture",
@@ -39,6 +40,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "losses": {"errors", "torch"},
     "usercode": {"errors"},
     "files": {"errors"},
     "errors": set(),
@@ -71,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "experts",
         "torch",
     },  # experts: the markers at which a region is cut
-    "models": {"errors", "experts", "capture", "torch"},
+    "models": {"losses", "errors", "experts", "capture", "torch"},
     "job": {"usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"ids", "errors", "devices", "ir", "plan", "torch"},
     "runtime": {

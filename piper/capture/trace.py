@@ -15,6 +15,7 @@ from piper.capture.blame import quiet, refused
 from piper.capture.cut import cut
 from piper.capture.hooks import check_hooks
 from piper.capture.library import Library
+from piper.capture.means import uneven_means
 from piper.capture.piece import Piece
 from piper.capture.record import LossFn, record
 from piper.capture.recording import Recording
@@ -38,6 +39,7 @@ class Traced:
     pieces: tuple[Piece, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
     library: Library  # the code of its chunks, as far as it has been asked for
+    means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
 
 
 @no_collection()
@@ -71,6 +73,7 @@ def trace(
             for name, field in batch.items()
         }
     recording = record(model, loss_fn, fakes)
+    means = uneven_means(recording, rows)
     pieces, assembler = _cut(recording)
     loss, *weight = (assembler.output(node) for node in assembler.recording.results)
     outline = Outline(
@@ -89,6 +92,7 @@ def trace(
         pieces=tuple(pieces),
         constants=recording.constants,
         library=Library(device, compiled=compiled),
+        means=means,
     )
 
 

@@ -1,4 +1,4 @@
-"""The captured chunks one after another on one device, under autograd: no directives, no plan."""
+"""Runs the captured chunks one after another on one device, under autograd: no directives, no plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

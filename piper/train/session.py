@@ -105,6 +105,8 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         console.print(f"{folder} has no complete checkpoint yet: starting at the first step")
     console.print(f"Compiling {asked.recipe}")
     program = compile(job, device=asked.device, compile=asked.compile)
+    for warning in program.warnings:
+        console.print(f"Warning: {warning}")
     record(folder, program, asked.recipe, asked.on, job.steps)
     devices = sum(len(plan.devices) for plan in program.plans)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
