@@ -25,6 +25,7 @@ from piper.lower.work import Settings, Work
 from piper.plan.check import prove
 from piper.plan.plan import Plans
 from piper.probe import Probe, probe_optimizer
+from piper.proof.values import prove_values
 from piper.runtime.setup import device_kind, device_of
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
@@ -104,6 +105,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     settings = replace(settings, state_bytes=probe.state_bytes)
     plans, work = lower(graph, settings, outline)
     prove(plans)
+    prove_values(plans, replace(settled, outline=outline), clip=settings.clip)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,

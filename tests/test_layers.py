@@ -28,6 +28,7 @@ ROOMS = {
     "models",
     "plan",
     "probe",
+    "proof",
     "recipe",
     "runtime",
     "schedules",
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "directives": {"errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
     "lower": {"collector", "errors", "devices", "ir", "plan"},
+    "proof": {"collector", "devices", "ir", "plan"},  # never lower: it must not trust what it proves
     "simulate": {"collector", "errors", "devices", "ir", "plan"},
     "view": {"errors", "devices", "ir", "plan", "schedules", "simulate"},  # simulate: when things happen
     "capture": {
@@ -89,6 +91,7 @@ PURE = (
     "directives",
     "schedules",
     "lower",
+    "proof",
     "simulate",
     "view",
 )  # readable anywhere, in milliseconds

@@ -39,6 +39,7 @@ class Covers:
         self._sums: dict[tuple[str, tuple[Contributor, ...]], dict[int, Cover]] = {}
         self._received: dict[tuple[str, int, tuple[Contributor, ...]], Cover] = {}
         self._groups: dict[str, dict[int, int]] = {}
+        self._sending: dict[tuple[str, int], tuple[int, ...]] = {}
         self._senders: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}
 
     def held(self, cover: Cover) -> tuple[Held, ...]:
@@ -103,6 +104,13 @@ class Covers:
             devices = self.plans.plans[program].devices
             self._senders[key] = tuple(self.where[sender[device]] for device in devices)
         return self._senders[key]
+
+    def sending_programs(self, comm: Comm, program: int) -> tuple[int, ...]:
+        """Return the programs that a program receives from."""
+        key = (comm.name, program)
+        if key not in self._sending:
+            self._sending[key] = tuple(dict.fromkeys(sender for sender, _ in self.senders(comm, program)))
+        return self._sending[key]
 
     def received(self, comm: Comm, program: int, sent: tuple[Contributor, ...]) -> Cover:
         """Return the cover of what a program receives, given the cover of what each sender sends."""

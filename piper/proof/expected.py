@@ -1,5 +1,6 @@
-"""What each phase of each chunk must read and gives, for each program: worked out once for all microbatches."""
+"""What each phase of each chunk must read and gives on each program, once for all microbatches."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, Tags, bundles
@@ -45,6 +46,7 @@ class Expectations:
         self._phases: dict[tuple[int, str, str], Expected | None] = {}
         self._finals: dict[tuple[int, str], Terms] = {}
         self._sums: dict[tuple[str, str], Amount] = {}
+        self._weights: dict[str, int] = {}  # by bucket
         self._buckets: dict[str, list[Bucket]] = {name: [] for name in spec.chunks}
         for bucket in plans.buckets.values():
             for name in bucket.chunks:
@@ -70,36 +72,44 @@ class Expectations:
             if any(piece.name in spec.params for piece in bucket.pieces):
                 reads.append((self._number(Thing("param", bucket.name)), "old", NOTHING))
         buffers = [len(reads) + i for i, name in enumerate(spec.buffers) if name in self.spec.mutated]
-        reads += [(self._number(Thing("buffer", name)), "own", 0) for name in spec.buffers]
-        for bundle, members in bundles(chunk).items():
-            if set(members) & set(spec.saved):
-                reads.append(self._of_chunk("saved", f"{chunk.name}.{bundle}", 0, cover))
-        if spec.carried:
-            reads.append(self._of_chunk("carried", chunk.name, 0, cover))
+        reads += [(self._number(Thing("buffer", name)), "own", NOTHING) for name in spec.buffers]
+        used = [name for name, members in bundles(chunk).items() if set(members) & set(spec.saved)]
+        reads += [self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in used]
+        reads += [self._of_chunk("carried", chunk.name, 0, cover)] if spec.carried else []
         reads += [self._tangent(chunk.name, index, cover) for index in spec.tangents]
-        writes: list[Entry] = []
-        weights: list[Weights] = []
-        if phase == "F":
-            writes += [self._of_chunk("output", chunk.name, i, cover) for i in range(len(chunk.outputs))]
-            writes += [self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in bundles(chunk)]
-        else:
-            writes += [self._given(program, chunk, position) for position in spec.grad_inputs]
-            if phase == "BI" and chunk.carried:
-                writes.append(self._of_chunk("carried", chunk.name, 0, cover))
-            for bucket in self._buckets[chunk.name]:
-                names = given_names(bucket, spec.grad_params)
-                if names:
-                    suffix = partial(bucket, names)
-                    weights.append(Weights(thing=self.weights(bucket), cover=cover, suffix=suffix))
+        forward = phase == "F"
         return Expected(
             chunk=chunk.name,
             reads=tuple(reads),
-            writes=tuple(writes),
+            writes=tuple(
+                self._forward(chunk, cover) if forward else self._backward(program, chunk, phase, cover)
+            ),
             alike=frozenset(alike),
             buffers=frozenset(buffers),
-            weights=tuple(weights),
-            mutated=chunk.mutated if phase == "F" else (),
+            weights=() if forward else tuple(self._given_weights(chunk, phase, cover)),
+            mutated=chunk.mutated if forward else (),
         )
+
+    def _forward(self, chunk: Chunk, cover: Cover) -> Iterator[Entry]:
+        """Yield what a forward gives, but for the buffers it writes."""
+        for index in range(len(chunk.outputs)):
+            yield self._of_chunk("output", chunk.name, index, cover)
+        for name in bundles(chunk):
+            yield self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover)
+
+    def _backward(self, program: int, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Entry]:
+        """Yield what a backward gives, but for the gradients of parameters."""
+        for position in chunk.phases[phase].grad_inputs:
+            yield self._given(program, chunk, position)
+        if phase == "BI" and chunk.carried:
+            yield self._of_chunk("carried", chunk.name, 0, cover)
+
+    def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Weights]:
+        """Yield the gradients of parameters that a backward gives, bucket by bucket."""
+        for bucket in self._buckets[chunk.name]:
+            names = given_names(bucket, chunk.phases[phase].grad_params)
+            if names:
+                yield Weights(thing=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
 
     def of_exchange(self, program: int, chunk: str, outward: bool) -> Expected | None:
         """Return what an exchange of rows must read and gives, None where there must be none."""
@@ -150,10 +160,14 @@ class Expectations:
 
     def weights(self, bucket: Bucket) -> int:
         """Return the thing that gradients of a bucket are."""
-        return self._number(Thing("weights", names=tuple(piece.name for piece in bucket.pieces)))
+        found = self._weights.get(bucket.name)
+        if found is None:
+            thing = Thing("weights", names=tuple(piece.name for piece in bucket.pieces))
+            found = self._weights[bucket.name] = self._number(thing)
+        return found
 
     def final_gradient(self, program: int, bucket: Bucket) -> Terms:
-        """Return the gradient that an update must apply: every microbatch of every chunk on every sample, once."""
+        """Return the gradient that an update must apply: every chunk, microbatch and sample, once."""
         key = (program, bucket.name)
         if key not in self._finals:
             found: dict[Cover, Amount] = {}

@@ -230,7 +230,7 @@ class Local:
         self._write(program, place, ins, (state.value(Thing("norm")),))
 
     def check_final(self, program: int, place: int, slot: str, bucket: Bucket) -> None:
-        """Complain unless a slot holds the complete gradient of a bucket: of its shard, where it is sharded."""
+        """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
         terms = self.state.expected.final_gradient(program, bucket)
         about = "shard" if bucket.zero else "whole"
         self._check_sum(program, place, slot, (self.state.expected.weights(bucket), about, terms))

@@ -30,7 +30,6 @@ class Specification:
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
         self.contributors = self._contributors()
         self.readers = self._readers()
-        self.in_order = self._in_order()
 
     @property
     def seed(self) -> float:
@@ -76,19 +75,20 @@ class Specification:
         """Return whether some backward gives a parameter a gradient."""
         return param in self.contributors
 
-    def _in_order(self) -> bool:
-        """Return whether forwards must run in the order of the microbatches.
+    def in_order(self, chunk: str) -> bool:
+        """Return whether the forwards of a chunk must run in the order of their microbatches.
 
-        That is so unless an `order` directive names the forwards of a chunk in another order.
+        That is so without any `order` directive, and where one puts all of them in that order.
         """
+        wanted = list(self.microbatches[chunk])
         for ordering in self.graph.orderings:
-            last: dict[str, tuple[int, ...]] = {}
-            for step in (step for group in ordering.groups for step in group if step.phase == "F"):
-                number = tuple(index for _, index in step.part)
-                if number < last.get(step.chunk, number):
-                    return False
-                last[step.chunk] = number
-        return True
+            groups = [
+                [step.part for step in group if (step.chunk, step.phase) == (chunk, "F")]
+                for group in ordering.groups
+            ]
+            if [found for found in groups if found] == [[microbatch] for microbatch in wanted]:
+                return True
+        return not self.graph.orderings
 
     def _contributors(self) -> dict[str, list[str]]:
         """Find the chunks whose backward gives each trainable parameter a gradient."""

@@ -1,6 +1,7 @@
 """The symbolic state of all programs: what each slot holds, and what was found to be wrong."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from piper.devices import Devices, show
 from piper.ir.chunk import Constant
@@ -107,7 +108,7 @@ class State:
         found = [(*segment, amount) for cover, amount in terms for segment in self.covers.held(cover)[place]]
         edges = sorted({edge for low, high, _, _ in found for edge in (low, high)})
         steps: list[tuple[int, int, Amount]] = []
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in pairwise(edges):
             total = NOTHING
             for first, last, count, amount in found:
                 if first <= low and high <= last:

@@ -10,22 +10,8 @@ from piper.proof.specification import Specification
 
 def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     """Yield what is wrong with the tables of plans; the instructions mean nothing before these hold."""
-    devices = sorted(device for plan in plans for device in plan.devices)
-    if devices != list(spec.devices):
-        yield f"the plans are for devices {show(tuple(devices))}; they should be for {show(spec.devices)}"
-    for name, found, wanted in (
-        ("seed", plans.seed, spec.seed),
-        ("weighted", plans.weighted, spec.outline.weight is not None),
-        ("cells", plans.cells, spec.cells),
-        ("axes", dict(plans.axes), spec.axes),
-    ):
-        if found != wanted:
-            yield f"the plans say {name}={found}; it should be {wanted}"
-    for comm in plans.comms.values():
-        if comm.kind == "pairs":
-            ends = [[pair[0] for pair in comm.groups], [pair[-1] for pair in comm.groups]]
-            if any(len(pair) != 2 for pair in comm.groups) or any(len(set(e)) < len(e) for e in ends):
-                yield f"{comm.name} does not join each sender to one receiver"
+    yield from header_problems(plans, spec)
+    yield from pair_problems(plans)
     holders: dict[str, list[Bucket]] = {}  # by parameter
     for bucket in plans.buckets.values():
         for piece in bucket.pieces:
@@ -40,6 +26,30 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
             count = sum(name in bucket.chunks for bucket in holders.get(param, ()))
             if count != 1:
                 yield f"{name} finds {param} in {count} of its buckets"
+
+
+def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
+    """Yield what is wrong with the devices of plans and with how they cut the samples."""
+    devices = sorted(device for plan in plans for device in plan.devices)
+    if devices != list(spec.devices):
+        yield f"the plans are for devices {show(tuple(devices))}; they should be for {show(spec.devices)}"
+    for name, found, wanted in (
+        ("seed", plans.seed, spec.seed),
+        ("weighted", plans.weighted, spec.outline.weight is not None),
+        ("cells", plans.cells, spec.cells),
+        ("axes", dict(plans.axes), spec.axes),
+    ):
+        if found != wanted:
+            yield f"the plans say {name}={found}; it should be {wanted}"
+
+
+def pair_problems(plans: Plans) -> Iterator[str]:
+    """Yield the communicators of pairs in which a device sends or receives twice."""
+    for comm in plans.comms.values():
+        if comm.kind == "pairs":
+            ends = [[pair[0] for pair in comm.groups], [pair[-1] for pair in comm.groups]]
+            if any(len(pair) != 2 for pair in comm.groups) or any(len(set(e)) < len(e) for e in ends):
+                yield f"{comm.name} does not join each sender to one receiver"
 
 
 def bucket_problems(spec: Specification, bucket: Bucket, family: list[Bucket]) -> Iterator[str]:
@@ -59,8 +69,8 @@ def bucket_problems(spec: Specification, bucket: Bucket, family: list[Bucket]) -
         return
     groups = columns(groups_of(bucket.devices, bucket.ways)) if bucket.ways > 1 else (bucket.devices,)
     if bucket.groups != groups:
-        wanted = " and ".join(map(show, groups[:4]))
-        yield f"{bucket.name} reduces within {' and '.join(map(show, bucket.groups[:4]))}; it should be {wanted}"
+        found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
+        yield f"{bucket.name} reduces within {found}; it should be {wanted}"
     if {b.name for b in family} != {bucket.name, *bucket.siblings}:
         yield f"{bucket.name} has siblings {', '.join(bucket.siblings)}; there are others of its parameters"
     copies = len(family) * (1 if bucket.zero else bucket.group_size)

@@ -77,43 +77,27 @@ class Things:
             return "nothing"
         thing, about = self._things[value[0]], value[1]
         microbatch = "" if isinstance(about, str) else f" on{show_part(about)}" if about else ""
-        match thing.kind:
-            case "output":
-                return f"output {thing.index} of {thing.name}{microbatch}"
-            case "batch":
-                return f"field {thing.name}{microbatch}"
-            case "saved":
-                return f"{thing.name}{microbatch}"
-            case "carried":
-                return f"what BI of {thing.name} carries{microbatch}"
-            case "splits":
-                return f"the row counts of {thing.name}{microbatch}"
-            case "gradient":
-                assert isinstance(value[2], int)
-                givers = [
-                    label if count == 1 else f"{count} x {label}"
-                    for label, count in sorted(self.amounts.contributions(value[2]).items())
-                ]
-                of = f"output {thing.index} of {thing.name}{microbatch}"
-                return f"the gradient of {of} from {' + '.join(givers)}"
-            case "weights":
-                whole = "a shard of " if about == "shard" else ""
-                return f"{whole}gradients of {', '.join(thing.names[:3])}{' ...' if thing.names[3:] else ''}"
-            case "sum":
-                return f"the sum of the {thing.name}"
-            case "param":
-                return f"the {about} parameters of {thing.name}"
-            case "buffer":
-                return f"the buffer {thing.name}"
-            case "constant":
-                return f"the constant {thing.name}"
-            case "seed":
-                return "the gradient of the loss"
-            case "norm":
-                return "the norm and the loss of this device"
-            case "total":
-                return f"the {about} sums over all devices"
-            case "spent":
-                return "a gradient that an update has used up"
-            case "resident":
-                return f"the resident {thing.name}"
+        if thing.kind == "gradient":
+            assert isinstance(value[2], int)
+            given = sorted(self.amounts.contributions(value[2]).items())
+            givers = " + ".join(label if count == 1 else f"{count} x {label}" for label, count in given)
+            return f"the gradient of output {thing.index} of {thing.name}{microbatch} from {givers}"
+        shown = ", ".join(thing.names[:3]) + (" ..." if thing.names[3:] else "")
+        words: dict[Kind, str] = {
+            "output": f"output {thing.index} of {thing.name}",
+            "batch": f"field {thing.name}",
+            "saved": thing.name,
+            "carried": f"what BI of {thing.name} carries",
+            "splits": f"the row counts of {thing.name}",
+            "weights": f"{'a shard of ' if about == 'shard' else ''}gradients of {shown}",
+            "sum": f"the sum of the {thing.name}",
+            "param": f"the {about} parameters of {thing.name}",
+            "buffer": f"the buffer {thing.name}",
+            "constant": f"the constant {thing.name}",
+            "seed": "the gradient of the loss",
+            "norm": "the norm and the loss of this device",
+            "total": f"the {about} sums over all devices",
+            "spent": "a gradient that an update has used up",
+            "resident": f"the resident {thing.name}",
+        }
+        return words[thing.kind] + microbatch

@@ -8,7 +8,8 @@ symbolic run in issue order speaks for all real ones. It shows, for every progra
   captured model says, of its own microbatch and its own slice of the samples;
 - parameters are those of the last update when read, whole, and every trained one is updated exactly once;
 - the gradient that an update applies holds every microbatch of every chunk that uses the parameter, on every
-  cell of the samples, exactly once; the same for the loss and its weight; the norm counts every gradient once;
+  cell of the samples, exactly once; so do the sums of the loss and of its weight; the norm counts every
+  gradient once;
 - what a send sends is what the receiver's readers expect; rows go to the devices of their experts and back.
 
 The run takes time linear in the instructions of distinct programs. A device is looked at a few times for each
@@ -143,7 +144,7 @@ class SymbolicRun:
     def recv(self, program: int, place: int, comm: Comm) -> bool:
         """Take what was sent, once all programs at the other end have sent it."""
         number = self.received[comm.name, program]
-        senders = dict.fromkeys(sender for sender, _ in self.state.covers.senders(comm, program))
+        senders = self.state.covers.sending_programs(comm, program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
         if any(len(box) <= number for box in boxes.values()):
             return False
@@ -201,14 +202,14 @@ class SymbolicRun:
                 self.left_behind(program, slot, held, should)
 
     def check_buffer(self, program: int, slot: str, name: str, value: Value | None) -> None:
-        """Complain unless a buffer has been through the forwards of the first replica, each once and in order."""
+        """Complain unless a buffer has seen the forwards of the first replica, each once and in order."""
         chunks = [chunk.name for chunk in self.spec.outline.chunks if name in chunk.mutated]
         wanted = [f"{chunk} {part}" for chunk in chunks for part in self.spec.microbatches[chunk]]
         found: list[str] = []
         if value is not None and self.state.things.thing(value) == Thing("buffer", name):
             assert isinstance(value[2], int)
             found = self.state.writers(value[2])
-        ordered = len(chunks) == 1 and self.spec.in_order
+        ordered = len(chunks) == 1 and self.spec.in_order(chunks[0])
         if found != wanted if ordered else Counter(found) != Counter(wanted):
             self.left_behind(program, slot, f"what {found} wrote", f"what {wanted} write")
         copies = len(self.spec.placement[chunks[0]]) > self.spec.degree(chunks[0])
