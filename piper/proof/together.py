@@ -137,8 +137,16 @@ class Together:
             slots, ins = self.state.slots[member.program], member.ins
             name = self.state.gradient_slots.bucket(ins.writes[0]) if len(ins.writes) == 1 else None
             bucket = self.state.plans.buckets.get(name or "")
-            if bucket is None or not self._on(member, bucket) or ins.reads not in ((), ins.writes):
-                self._complain(member, f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)}")
+            named = bucket is not None and bucket_named(ins) in (bucket.name, *bucket.siblings)
+            if (
+                bucket is None
+                or not named
+                or not self._on(member, bucket)
+                or ins.reads not in ((), ins.writes)
+            ):
+                self._complain(
+                    member, f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)} for {ins.arg}"
+                )
                 return
             buckets.append(bucket.name)
             about = "shard" if is_shard_slot(ins.writes[0]) else "whole"
