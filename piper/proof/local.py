@@ -1,6 +1,7 @@
 """What the instructions that need no other device do to symbolic values."""
 
 from piper.ir.chunk import Output
+from piper.ir.node import show_part
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
@@ -68,7 +69,7 @@ class Local:
         for name in expected.mutated:
             thing = self.things.number(Thing("buffer", name))
             before = self._buffer(program, ins, thing)
-            writer = f"{expected.chunk} {part}"
+            writer = f"{expected.chunk}{show_part(part)}"
             values.append((thing, "own", self.state.written(before, writer)))
         self._write(program, place, ins, tuple(values))
 

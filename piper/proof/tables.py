@@ -71,8 +71,9 @@ def bucket_problems(spec: Specification, bucket: Bucket, family: list[Bucket]) -
     if bucket.groups != groups:
         found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
         yield f"{bucket.name} reduces within {found}; it should be {wanted}"
-    if {b.name for b in family} != {bucket.name, *bucket.siblings}:
-        yield f"{bucket.name} has siblings {', '.join(bucket.siblings)}; there are others of its parameters"
+    siblings = tuple(b.name for b in family if b.name != bucket.name)
+    if set(bucket.siblings) != set(siblings):
+        yield f"{bucket.name} has siblings {bucket.siblings}; it should have {siblings}"
     copies = len(family) * (1 if bucket.zero else bucket.group_size)
     if bucket.copies != copies or any(
         (b.zero, b.group_size) != (bucket.zero, bucket.group_size) for b in family
@@ -95,6 +96,7 @@ def piece_problems(spec: Specification, bucket: Bucket, parameters: Mapping[str,
         first = param.shape[0] // bucket.ways if param.shape and bucket.ways > 1 else None
         shape = param.shape if first is None else (first, *param.shape[1:])
         if piece.shape != shape or bucket.dtype != param.dtype:
-            yield f"{bucket.name} holds {piece.name} as {piece.shape}; it should be {shape} of {param.dtype}"
+            found, wanted = f"{piece.shape} of {bucket.dtype}", f"{shape} of {param.dtype}"
+            yield f"{bucket.name} holds {piece.name} as {found}; it should be {wanted}"
         if bucket.trainable != spec.is_trained(piece.name):
             yield f"{bucket.name} says trainable={bucket.trainable} of {piece.name}; the model says otherwise"

@@ -119,7 +119,8 @@ class Together:
                 continue
             in_place = member.ins.writes == (slot,)
             if len(member.ins.writes) != 1 or not bucket.zero or in_place == (bucket.zero == 3):
-                self._complain(member, f"gathers {name} (zero={bucket.zero}) into {member.ins.writes}")
+                where = ", ".join(member.ins.writes)
+                self._complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
             assert isinstance(value[1], str)
             slots[member.ins.writes[0]] = self.state.value(Thing("param", name), GATHERED[value[1]])
@@ -261,7 +262,10 @@ class Together:
                 writers = [c for c in self.spec.outline.chunks if thing and thing.name in c.mutated]
                 if value is None or thing is None or thing.kind != "buffer" or not writers:
                     held = self.things.describe(value)
-                    self._complain(member, f"gives away {slot}, which holds {held}; it should be a buffer")
+                    self._complain(
+                        member,
+                        f"gives away {slot}, which holds {held}; it should be a buffer that is written",
+                    )
                     continue
                 devices, degree = self.spec.placement[writers[0].name], self.spec.degree(writers[0].name)
                 self.state.check_groups(

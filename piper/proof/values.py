@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 from piper.collector import no_collection
 from piper.ir.graph import Graph
+from piper.ir.node import show_part
 from piper.plan.check import MOST_PROBLEMS, ProofError
 from piper.plan.instr import COMMUNICATION, Instr
 from piper.plan.plan import Comm, Plans
@@ -204,14 +205,15 @@ class SymbolicRun:
     def check_buffer(self, program: int, slot: str, name: str, value: Value | None) -> None:
         """Complain unless a buffer has seen the forwards of the first replica, each once and in order."""
         chunks = [chunk.name for chunk in self.spec.outline.chunks if name in chunk.mutated]
-        wanted = [f"{chunk} {part}" for chunk in chunks for part in self.spec.microbatches[chunk]]
+        wanted = [f"{chunk}{show_part(part)}" for chunk in chunks for part in self.spec.microbatches[chunk]]
         found: list[str] = []
         if value is not None and self.state.things.thing(value) == Thing("buffer", name):
             assert isinstance(value[2], int)
             found = self.state.writers(value[2])
         ordered = len(chunks) == 1 and self.spec.in_order(chunks[0])
         if found != wanted if ordered else Counter(found) != Counter(wanted):
-            self.left_behind(program, slot, f"what {found} wrote", f"what {wanted} write")
+            held, should = (", ".join(some) or "nobody" for some in (found, wanted))
+            self.left_behind(program, slot, f"what {held} wrote", f"what {should} write")
         copies = len(self.spec.placement[chunks[0]]) > self.spec.degree(chunks[0])
         if copies and (value is None or value[1] != "first"):
             self.left_behind(program, slot, "the buffer of each replica", "that of the first replica")

@@ -32,7 +32,7 @@ def verdict(name: str, plans: Plans) -> str:
 
 def examine(name: str, kinds: list[str], seed: int) -> Counter[str]:
     """Edit one program in several ways; return how often each proof refused, and how often none."""
-    rng = random.Random(f"{name} {seed}")  # noqa: S311
+    rng = random.Random(f"{name} {seed}")
     found: Counter[str] = Counter()
     for kind in kinds:
         plans = mutant(rng, program_of(name).plans, kind)
