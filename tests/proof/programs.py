@@ -1,22 +1,21 @@
 """Small programs of every kind of plan, and the numbers that two steps of one give."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from piper import schedules
 from piper.api import Program, compile
-from piper.directives import Directive, remat, replicate, split
+from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
-from piper.schedules import one_f_one_b
-from tests import zoo
-from tests.runtime.grid import Cell, compiled
+from tests.proof import models
 
 TIMEOUT = 5.0  # seconds that a wait of a spoilt plan may take
 
@@ -43,14 +42,20 @@ class Numbers:
         return True
 
 
-def job_of(name: str, strategy: list[Directive], samples: int, clip: float | None = None) -> Program:
-    """Compile a case of the zoo under a strategy of its own."""
-    case = zoo.case(name)
+def program(
+    model: Callable[[], nn.Module],
+    strategy: Sequence[Directive],
+    *,
+    samples: int = 16,
+    clip: float | None = None,
+    loss: models.Loss = models.mean_loss,
+) -> Program:
+    """Compile a tiny model under a strategy, in fp64."""
     return compile(
         Job(
-            model=case.model,
-            loss=case.loss,
-            data=lambda: [case.batch(samples, 0)],
+            model=model,
+            loss=loss,
+            data=lambda: [models.batch(samples)],
             strategy=strategy,
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
             precision="fp64",
@@ -60,44 +65,48 @@ def job_of(name: str, strategy: list[Directive], samples: int, clip: float | Non
     )
 
 
-def in_cell(**fields: object) -> Callable[[], Program]:
-    return lambda: compiled(Cell(**fields))  # type: ignore[arg-type]
+def stages(*sets: Sequence[int], zero: int = 0, parts: int = 2) -> list[Directive]:
+    """Each stage on a set of devices, in microbatches."""
+    placed = [replicate(at(PP=i), devices, zero=zero) for i, devices in enumerate(sets)]
+    return [*placed, split(at(), parts=parts)]
 
 
-def stages_of_two_sizes() -> Program:
-    """One device before two: values are sliced again on their way."""
-    strategy = [replicate(at(PP=0), [0]), replicate(at(PP=1), [1, 2], zero=1), split(at(), parts=2)]
-    return job_of("mlp", [*strategy, *one_f_one_b(2, 2)], 8)
+def in_pairs(zero: int = 0) -> list[Directive]:
+    """Two stages of two devices, two microbatches, 1F1B."""
+    return [*stages([0, 1], [2, 3], zero=zero), *schedules.one_f_one_b(2, 2)]
 
 
-def uneven_sets() -> Program:
-    """Two devices before three, without a schedule: slices are cut and joined across device boundaries."""
-    strategy = [replicate(at(PP=0), [0, 1]), replicate(at(PP=1), [2, 3, 4]), split(at(), parts=2)]
-    return job_of("mlp", strategy, 12)
-
-
-def run_again() -> Program:
-    """Each stage keeps only what comes into it."""
-    stages = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(2)]
-    strategy = [*stages, split(at(), parts=2), remat(at(), 0, across="PP")]
-    return job_of("decoder_untied", [*strategy, *one_f_one_b(2, 2)], 8)
+def experts() -> list[Directive]:
+    """Experts divided over the pair of devices of each stage."""
+    divided = [shard(at(PP=i, EP="*"), [2 * i, 2 * i + 1], ways=2) for i in range(2)]
+    return [*stages([0, 1], [2, 3], zero=1), *divided, *schedules.one_f_one_b(2, 2)]
 
 
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
-    "1f1b": in_cell(case="mlp", dp=2),
-    "zero-bubble": in_cell(case="mlp", schedule="zero-bubble"),
-    "dualpipe-v": in_cell(case="mlp", schedule="dualpipe-v", parts=4),
-    "zero 1, clipped": in_cell(case="mlp", dp=2, zero=1, clip=0.1),
-    "zero 2": in_cell(case="mlp", dp=2, zero=2),
-    "zero 3": in_cell(case="mlp", dp=2, zero=3),
-    "experts": in_cell(case="moe", dp=2, ways=2, zero=1),
-    "tied": in_cell(case="decoder", dp=2, zero=2),
-    "weighted loss": in_cell(case="sum_weight", dp=2),
-    "buffers": in_cell(case="convnet", dp=2),
-    "two readers": in_cell(case="encoder_decoder"),
-    "run again": run_again,
-    "sets of two sizes": stages_of_two_sizes,
-    "uneven sets": uneven_sets,
+    "1f1b": lambda: program(models.Dense, in_pairs()),
+    "zero-bubble": lambda: program(
+        lambda: models.Dense(3), [*stages([0], [1], [2], parts=4), *schedules.zero_bubble(3, 4)]
+    ),
+    "dualpipe-v": lambda: program(
+        lambda: models.Dense(4), [*stages([0], [1], [1], [0], parts=4), *schedules.dualpipe_v(2, 4)]
+    ),
+    "zero 1, clipped": lambda: program(models.Dense, in_pairs(zero=1), clip=0.1),
+    "zero 2": lambda: program(models.Dense, in_pairs(zero=2)),
+    "zero 3": lambda: program(models.Dense, in_pairs(zero=3)),
+    "experts": lambda: program(models.Routed, experts()),
+    "tied": lambda: program(models.Tied, in_pairs(zero=2)),
+    "tied over sets of two sizes": lambda: program(models.Tied, stages([0], [0, 1])),
+    "weighted loss": lambda: program(models.Dense, in_pairs(), loss=models.weighted_loss),
+    "weighted loss, clipped": lambda: program(
+        models.Dense, stages([0, 1], [2], zero=1), loss=models.weighted_loss, clip=0.1
+    ),
+    "buffers": lambda: program(models.Normed, in_pairs()),
+    "two readers": lambda: program(models.Skipping, stages([0, 1], [2, 3], [4, 5])),
+    "run again": lambda: program(models.Layered, [*in_pairs(zero=3), remat(at(), 0, across="PP")]),
+    "sets of two sizes": lambda: program(
+        models.Skipping, [*stages([0], [1, 2], [3], zero=1), *schedules.one_f_one_b(3, 2)]
+    ),
+    "uneven sets": lambda: program(models.Dense, stages([0, 1], [2, 3, 4]), samples=24),
 }
 
 
@@ -107,16 +116,16 @@ def program_of(name: str) -> Program:
     return PROGRAMS[name]()
 
 
-def batches(program: Program) -> list[Mapping[str, Tensor]]:
-    first = next(iter(program.job.data()))
+def batches(found: Program) -> list[Mapping[str, Tensor]]:
+    first = next(iter(found.job.data()))
     return [first, {name: value.flip(0) for name, value in first.items()}]
 
 
-def numbers(program: Program, plans: Plans) -> Numbers:
+def numbers(found: Program, plans: Plans) -> Numbers:
     """Run two steps of plans on threads."""
     options = Options(timeout=TIMEOUT, keep_gradients=True)
-    with launch_inline(replace(program, plans=plans), options) as run:
-        results = [run.step(batch) for batch in batches(program)]
+    with launch_inline(replace(found, plans=plans), options) as run:
+        results = [run.step(batch) for batch in batches(found)]
         return Numbers(
             losses=tuple(result.loss for result in results),
             norms=tuple(result.grad_norm for result in results),
@@ -128,5 +137,4 @@ def numbers(program: Program, plans: Plans) -> Numbers:
 @cache
 def right_numbers(name: str) -> Numbers:
     """Return what the plans of a program give as they were compiled."""
-    program = program_of(name)
-    return numbers(program, program.plans)
+    return numbers(program_of(name), program_of(name).plans)
