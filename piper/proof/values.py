@@ -16,7 +16,7 @@ The run takes time linear in the instructions of distinct programs. A device is 
 communicator it is in.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from piper.collector import no_collection
@@ -75,6 +75,8 @@ class SymbolicRun:
             "update": self.local.update,
         }
         self.reached = [0] * len(plans)
+        self.ready = deque(range(len(plans)))
+        self.receiving: dict[str, list[int]] = {}  # by communicator: the programs that wait to receive
         self.sent: dict[tuple[str, int], list[Value | None]] = {}
         self.received: Counter[tuple[str, int]] = Counter()
         self.met: Counter[tuple[str, int]] = Counter()  # collectives behind each program, by communicator
@@ -83,9 +85,8 @@ class SymbolicRun:
 
     def run(self) -> None:
         """Run every program to its end, then check what the step leaves behind."""
-        moving = True
-        while moving and len(self.state.problems) < MOST_PROBLEMS:
-            moving = any([self.advance(program) for program in range(len(self.plans))])
+        while self.ready and len(self.state.problems) < MOST_PROBLEMS:
+            self.advance(self.ready.popleft())
         if len(self.state.problems) >= MOST_PROBLEMS:
             return
         for program, plan in enumerate(self.plans):
@@ -95,10 +96,9 @@ class SymbolicRun:
             for program in range(len(self.plans)):
                 self.check_end(program)
 
-    def advance(self, program: int) -> bool:
-        """Run a program until it must wait for another; return whether it ran anything."""
+    def advance(self, program: int) -> None:
+        """Run a program until it must wait for another, which then makes it ready again."""
         instrs = self.plans.plans[program].instrs
-        begin = self.reached[program]
         while self.reached[program] < len(instrs) and len(self.state.problems) < MOST_PROBLEMS:
             place = self.reached[program]
             ins = instrs[place]
@@ -109,7 +109,6 @@ class SymbolicRun:
                 break
             if self.reached[program] == place:  # a collective moves all its members on
                 self.finish(program, ins)
-        return self.reached[program] > begin
 
     def finish(self, program: int, ins: Instr) -> None:
         """Free what an instruction frees, and go on to the next."""
@@ -140,6 +139,7 @@ class SymbolicRun:
     def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
         """Hand a value to the devices at the other end."""
         self.sent.setdefault((comm.name, program), []).append(self.local.sent(program, place, ins))
+        self.ready.extend(self.receiving.pop(comm.name, ()))
         return True
 
     def recv(self, program: int, place: int, comm: Comm) -> bool:
@@ -148,6 +148,7 @@ class SymbolicRun:
         senders = self.state.covers.sending_programs(comm, program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
         if any(len(box) <= number for box in boxes.values()):
+            self.receiving.setdefault(comm.name, []).append(program)
             return False
         self.received[comm.name, program] += 1
         self.together.receive(program, place, comm, {sender: box[number] for sender, box in boxes.items()})
@@ -171,6 +172,8 @@ class SymbolicRun:
         for member in members:
             self.met[comm.name, member.program] += 1
             self.finish(member.program, member.ins)
+            if member.program != program:
+                self.ready.append(member.program)
         return True
 
     def circle(self, comm: Comm, program: int) -> tuple[int, ...]:
