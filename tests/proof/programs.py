@@ -17,7 +17,7 @@ from piper.plan.plan import Plans
 from piper.runtime.worker import Options
 from tests.proof import models
 
-TIMEOUT = 5.0  # seconds that a wait of a spoilt plan may take
+TIMEOUT = 20.0  # seconds that a wait of a spoilt plan may take; a busy machine may stall a thread for a few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
