@@ -5,7 +5,6 @@ The proof must read these names as the runtime does, so that a plan which names 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 from piper.ir.chunk import PHASES, Phase
 from piper.plan.instr import Instr
@@ -27,7 +26,7 @@ class Exchanged:
 def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:
     """Return the phase and the chunk that a compute instruction names, None where it names no phase."""
     phase, _, chunk = ins.arg.partition(" ")
-    return (cast(Phase, phase), chunk) if phase in PHASES else None
+    return (phase, chunk) if phase in PHASES else None
 
 
 def exchanged(ins: Instr) -> Exchanged:

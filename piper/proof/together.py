@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from piper.devices import columns, groups_of
+from piper.devices import Devices, columns, groups_of
 from piper.plan.instr import Instr, Op
 from piper.plan.plan import Bucket, Comm
 from piper.proof.amounts import Amount
@@ -267,12 +268,14 @@ class Together:
                         f"gives away {slot}, which holds {held}; it should be a buffer that is written",
                     )
                     continue
-                devices, degree = self.spec.placement[writers[0].name], self.spec.degree(writers[0].name)
-                self.state.check_groups(
-                    member.program, member.place, comm, f"replicas {writers[0].name}",
-                    lambda devices=devices, degree=degree: columns(groups_of(devices, degree)),
-                )  # fmt: skip
+                first = writers[0].name
+                wanted = partial(self._replicas, first)
+                self.state.check_groups(member.program, member.place, comm, f"replicas {first}", wanted)
                 slots[slot] = (value[0], "first", value[2])
+
+    def _replicas(self, chunk: str) -> tuple[Devices, ...]:
+        """Return the devices that hold the same buffers of a chunk, the first of each group leading."""
+        return columns(groups_of(self.spec.placement[chunk], self.spec.degree(chunk)))
 
     def _check_replicas(self, member: Member, comm: Comm | None, bucket: Bucket) -> None:
         if comm is not None:

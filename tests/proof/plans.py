@@ -107,6 +107,6 @@ def changing(op: str, node: str, /, **fields: object) -> Callable[[list[Instr]],
     return edit
 
 
-def without(op: str, node: str) -> Callable[[list[Instr]], None]:
+def without(op: str, node: str) -> Callable[[list[Instr]], object]:
     """Return an edit that leaves one instruction out."""
-    return lambda instrs: instrs.pop(find(instrs, op, node)) and None
+    return lambda instrs: instrs.pop(find(instrs, op, node))
