@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from piper.directives import Directive, apply, place, remat, replicate, shard, split
 from piper.ir.chain import chain
@@ -26,18 +27,21 @@ def made(outline: Outline, strategy: list[Directive], *, clip: bool = False) -> 
     return plans, work.graph
 
 
+@cache
 def pipeline(zero: int = 2) -> Made:
     """Two stages of two devices, two microbatches, 1F1B; the first stage sharded."""
     strategy = [replicate(at(PP=0), [0, 1], zero=zero), replicate(at(PP=1), [2, 3]), split(at(), parts=2)]
     return made(chain(2, width=8), [*strategy, *one_f_one_b(2, 2)])
 
 
+@cache
 def tied(zero: int = 1) -> Made:
     """Two stages of two devices that share a parameter, sharded alike."""
     strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=zero) for i in range(2)]
     return made(chain(2, width=8, tied=True), [*strategy, split(at(), parts=2)])
 
 
+@cache
 def unequal() -> Made:
     """Stages on one, two and four devices, values that skip stages, two microbatches."""
     sets = ([0], [1, 2], [3, 4, 5, 6])
@@ -45,28 +49,33 @@ def unequal() -> Made:
     return made(skips(), strategy)
 
 
+@cache
 def experts() -> Made:
     """Experts divided over two groups of two devices, zero=2."""
     strategy = [replicate(at(), range(4), zero=2), shard(at(EP="*"), range(4), ways=2), split(at(), parts=2)]
     return made(mixture(), strategy)
 
 
+@cache
 def weighted() -> Made:
     """A loss that is a sum and a weight, buffers, two devices a stage, two microbatches."""
     strategy = [replicate(at(), [0, 1]), place(at(PP=2), [2, 3]), split(at(), parts=2)]
     return made(normed(), strategy)
 
 
+@cache
 def recomputed() -> Made:
     """Two stages that run their forwards a second time."""
     strategy = [*(replicate(at(PP=i), [i]) for i in range(2)), split(at(), parts=2)]
     return made(chain(2, width=8), [*strategy, remat(at(), 0.5, across="PP")])
 
 
-def crossing() -> Made:
-    """Stages on the devices 0 and 1, 2 and 3, 0 and 4: what 0 and 1 send is sent by two programs."""
+@cache
+def crossing(zero: int = 0) -> Made:
+    """Stages on the devices 0 and 1, 2 and 3, 0 and 4: 0 and 1 are two programs that share a stage."""
     sets = ([0, 1], [2, 3], [0, 4])
-    strategy = [*(replicate(at(PP=i), devices) for i, devices in enumerate(sets)), split(at(), parts=2)]
+    stages = [replicate(at(PP=i), devices, zero=zero) for i, devices in enumerate(sets)]
+    strategy = [*stages, split(at(), parts=2)]
     return made(chain(3, width=8), strategy)
 
 

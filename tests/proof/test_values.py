@@ -612,6 +612,26 @@ def test_one_receiver_of_two_senders_that_send_different_values() -> None:
     assert wanted in said(crossing(), (0, edit))
 
 
+def test_shards_of_which_some_are_not_updated() -> None:
+    wanted = (
+        "gather[PP=0/0 for update] gathers shards of different steps: "
+        "the new parameters of PP=0/0 and the old parameters of PP=0/0"
+    )
+    assert wanted in said(crossing(zero=1), (1, without("update", "update")))
+
+
+def test_a_reduction_of_a_slot_that_was_overwritten() -> None:
+    def overwrite(instrs: list[Instr]) -> None:
+        copy = Instr(op="copy", node="copy", stream="compute", reads=("PP=1.din0[MB=1]",), writes=(GRAD,))
+        instrs.insert(find(instrs, "all_reduce", "PP=1/0"), copy)
+
+    wanted = (
+        "reduce[PP=1/0 after B[PP=1 MB=1]] reads PP=1/0.grad, which holds the gradient of output 0 of PP=0 on "
+        "MB=1 from input 0 of PP=1; it should hold gradients of stages.1.0"
+    )
+    assert wanted in said(pipeline(), (2, overwrite))
+
+
 def with_bucket(plans: Plans, name: str, **fields: object) -> Plans:
     """Return plans with one bucket changed."""
     changed: Bucket = replace(plans.buckets[name], **fields)  # type: ignore[arg-type]
