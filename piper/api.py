@@ -31,6 +31,7 @@ from piper.lower.work import Settings, Work
 from piper.plan.check import prove
 from piper.plan.plan import Bucket, Piece, Plans
 from piper.probe import Probe, probe_optimizer
+from piper.proof.values import prove_values
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
@@ -113,6 +114,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     settings = replace(settings, state_bytes=probe.probe.state_bytes)
     plans, work = lower(graph, settings, outline)
     prove(plans)
+    prove_values(plans, replace(settled, outline=outline), clip=settings.clip)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,

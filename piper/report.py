@@ -84,7 +84,8 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
     what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.line), "node")]
     console.print(
         f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
-        "written before it is read and freed once.",
+        "written before it is read and freed once, every read sees the value that the model means, every "
+        "gradient holds each sample once.",
         markup=False,
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
+    "proof",
     "losses",
     "usercode",
     "files",
@@ -40,6 +41,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "proof": {"collector", "devices", "ir", "plan"},
     "losses": {"errors", "torch"},
     "usercode": {"errors"},
     "files": {"errors"},

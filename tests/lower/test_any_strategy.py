@@ -15,6 +15,7 @@ from piper.lower.lower import lower
 from piper.lower.work import Settings
 from piper.plan.check import prove
 from piper.plan.memory import timeline
+from piper.proof.values import prove_values
 from tests.lower.oracle import examine
 from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of
@@ -53,6 +54,7 @@ def test_every_strategy_is_right_or_refused(name: str, scaffold: int, others: li
         assert "hint:" in str(error)
         return
     prove(plans)
+    prove_values(plans, work.graph, clip=clip)
     examine(plans, replace(work.graph, outline=outline), scaffold)
     for plan in plans:
         held = timeline(plan)
