@@ -7,6 +7,7 @@ first; only where they pass does the rest of the default run follow.
 """
 
 import argparse
+import compileall
 import gc
 import importlib
 import json
@@ -141,6 +142,7 @@ def preload() -> None:
 def copied_tree(source: Path, target: Path) -> Path:
     """Copy a tree, without what tests do not need."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+    compileall.compile_dir(target / "piper", quiet=2)
     return target
 
 
@@ -290,6 +292,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (1)")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="for targeted tests (180)")
     parser.add_argument("--targeted-only", action="store_true", help="do not go on to the rest of the tests")
+    parser.add_argument(
+        "--skip-baseline", action="store_true", help="take it that the tests pass without mutants"
+    )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write what became of each as JSON")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what pytest printed in this folder")
     return parser.parse_args(given)
@@ -305,7 +310,8 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(Path(folder), timeout=asked.timeout, targeted_only=asked.targeted_only)
         runner.add_trees(1)
-        if failing := runner.failing_without(mutants) if mutants else "":
+        baseline = not asked.skip_baseline
+        if failing := runner.failing_without(mutants) if mutants and baseline else "":
             sys.stderr.write(f"{failing} fails without any mutant: mend that first\n")
             return 2
         runner.add_trees(asked.jobs - 1)
