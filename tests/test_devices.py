@@ -48,7 +48,7 @@ def test_a_line_that_cannot_be_read_is_named() -> None:
     def take(kind: str, name: str, words: list[str]) -> None:
         read_fields(words, {"x": int})
 
-    with pytest.raises(ConfigError, match="plan.txt:2"):
+    with pytest.raises(ConfigError, match=r"plan\.txt:2"):
         each_line("a  b  x=1\na  b  x=1  x=1", take, source="plan.txt", hint="mend it")
 
 

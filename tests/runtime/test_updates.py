@@ -188,6 +188,36 @@ def test_a_backward_sees_the_buffer_that_its_forward_saw() -> None:
         assert run.gradients()["w"].item() == 13.5
 
 
+class Held(nn.Module):
+    """One parameter in two stages, of which the second does not train it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            y = x * self.w
+        with piper.annotate("PP"):
+            return y + self.w.detach() / 2
+
+
+def test_a_copy_that_no_backward_reaches_gets_the_sum_and_adds_nothing() -> None:
+    """The gradient is 2 in each step: w goes from 1 to -1, and so does the copy of the second stage."""
+    batch = {"x": torch.full((2,), 2.0)}
+    job = Job(
+        model=Held,
+        loss=mean,
+        data=lambda: [batch],
+        strategy=[piper.place(piper.at(PP=0), [0]), piper.place(piper.at(PP=1), [1])],
+        optimizer=sgd,
+        precision="fp64",
+    )
+    with launch_inline(compile(job)) as run:
+        assert [run.step(batch).loss for _ in range(2)] == [2.5, -2.5]
+        assert run.state_dict()["w"].item() == -3.0
+
+
 def test_an_optimizer_is_fused_only_where_that_was_left_open() -> None:
     param = [torch.zeros(1, requires_grad=True)]
     for given, wanted in (
