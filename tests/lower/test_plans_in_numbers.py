@@ -8,7 +8,7 @@ import pytest
 from piper.directives import Directive, apply, order, place, remat, replicate, split
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
-from piper.ir.chunk import Chunk, Outline, PhaseSpec, TensorSpec, bundles
+from piper.ir.chunk import Chunk, Outline, Phase, PhaseSpec, TensorSpec, bundles
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
@@ -109,6 +109,20 @@ def test_the_error_of_a_place_names_the_place_and_not_the_remat_after_it() -> No
     with pytest.raises(ScheduleError) as caught:
         lowered(chain(2), *strategy)
     assert str(caught.value).startswith("place #0 (test_plans_in_numbers.py:")
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [({}, "F[PP=1]"), ({"B": (0,)}, "B[PP=1]")])
+def test_an_input_that_a_backward_still_uses_lives_until_then(
+    kept: dict[Phase, tuple[int, ...]], wanted: str
+) -> None:
+    """A chunk under eager autograd holds on to its inputs, though its backward does not read them."""
+    outline = chain(2, width=8)
+    first, last = outline.chunks
+    phases = {**last.phases, "B": replace(last.phases["B"], inputs=())}
+    made = replace(outline, chunks=(first, replace(last, phases=phases, kept_inputs=kept)))
+    plans, _ = lowered(made)
+    freed = {slot: ins.node for ins in plans.of(0).instrs for slot in ins.frees}
+    assert freed["PP=0.out0"] == wanted
 
 
 def test_what_the_weight_gradients_need_is_kept_apart() -> None:
