@@ -1,8 +1,11 @@
 """Sums of the simulation on cases small enough to add up by hand."""
 
+import io
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.plan.instr import Instr, Op
@@ -17,6 +20,7 @@ from piper.simulate.measured import Measured, share_of
 from piper.simulate.profile import Profile, Times, Track, Work
 from piper.simulate.timeline import Span, Timeline
 from piper.simulate.web import touched
+from piper.verbs.profiles import print_rows, rows_of
 
 CLUSTER = Cluster(
     name="small",
@@ -133,6 +137,22 @@ def test_a_profile_as_costs() -> None:
 def test_devices_that_share_cores_count_for_what_they_computed() -> None:
     assert calibrate(profile_of(ROWS, ROWS), cores=1).chunks == {"k": {"F": 3.0, "B": 2.0}}
     assert calibrate(profile_of(ROWS, ROWS), cores=2).chunks == {"k": {"F": 4.0, "B": 5.0}}
+
+
+def test_a_table_tells_of_one_device_in_one_step() -> None:
+    """Two devices and two steps: in each, two computations of 9 s in all."""
+    profile = profile_of(ROWS, ROWS)
+    twice = replace(profile, tracks=tuple(replace(track, steps=track.steps * 2) for track in profile.tracks))
+    console = Console(file=io.StringIO(), width=160)
+    print_rows(rows_of(twice, by_node=False), "op", twice, 18.0, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert next(line.split() for line in lines if line.startswith("compute"))[:5] == [
+        "compute",
+        "2",
+        "9",
+        "s",
+        "50.0",
+    ]
 
 
 @pytest.mark.parametrize(
