@@ -1,5 +1,6 @@
 """Lowering in numbers that were worked out by hand: bytes that travel, copies that count, what is trained."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, remat, replicate, split
 from piper.errors import ScheduleError
+from piper.explain import explain
 from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Outline, Phase, PhaseSpec, TensorSpec, bundles
 from piper.ir.graph import start
@@ -131,3 +133,16 @@ def test_what_the_weight_gradients_need_is_kept_apart() -> None:
     assert bundles(chunk) == {"saved": [0, 1, 2]}
     split_up = replace(chunk, phases={"BI": PhaseSpec(saved=(0, 2)), "BW": PhaseSpec(saved=(2, 1))})
     assert bundles(split_up) == {"saved": [0], "kept": [1, 2]}
+
+
+def test_an_explanation_says_who_asked_and_where_values_come_from() -> None:
+    asked = order([[at(MB=0, PASS="F")], [at(MB=1, PASS="F")]])
+    plans, work = lowered(chain(1, width=8), split(at(), parts=2), asked)
+    said = explain(work, plans, "F[PP=0 MB=1]")
+    assert re.search(r"after    F\[PP=0 MB=0\] \(order #1 \(test_plans_in_numbers\.py:\d+\)\)", said)
+    assert "reads    PP=0/0.param from the last step" in said
+    assert "reads    batch.x@0[MB=1] from load[x MB=1 @0]" in said
+    first, both = lowered(chain(1, width=8), order([[at(PASS="F")], [at(PASS="B")]]))
+    assert "(order #0 (" in explain(both, first, "B[PP=0]")
+    ours, free = lowered(chain(2, width=8), place(at(PP=0), [0]), place(at(PP=1), [1]), split(at(), parts=4))
+    assert "after    B[PP=0 MB=0] (our choice)" in explain(free, ours, "F[PP=0 MB=2]")

@@ -1,15 +1,18 @@
 """Two strategies side by side, in numbers: what is summed over devices, and what is divided by what."""
 
 import io
+from types import SimpleNamespace
+from typing import cast
 
 from rich.console import Console
 
 from piper import at, replicate, schedules
+from piper.api import Program
 from piper.directives import apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.report import moved
+from piper.report import bytes_by_kind, moved
 from piper.simulate.costs import Unit
 from piper.simulate.difference import difference
 from piper.simulate.simulate import simulate
@@ -24,6 +27,10 @@ def test_bytes_are_those_of_all_devices() -> None:
     found = summary(plans, simulate(plans, work.graph.outline, Unit()))
     assert moved(plans.of(0)) == 2 * 256 * 3 // 4 + 24
     assert found["comm_bytes"] == 4 * (384 + 24)
+    assert bytes_by_kind(cast(Program, SimpleNamespace(plans=plans))) == {
+        "all_reduce": 4 * 384,
+        "total": 4 * 24,
+    }
     assert (found["devices"], found["programs"]) == (4, 1)
     assert found["instructions"] == 4 * len(plans.of(0).instrs)
 
