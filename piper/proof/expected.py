@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from piper.ids import show_part
 from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, Tags, bundles
-from piper.ir.node import show_part
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers

@@ -1,7 +1,7 @@
 """What the instructions that need no other device do to symbolic values."""
 
+from piper.ids import SlotId, show_part
 from piper.ir.chunk import Output
-from piper.ir.node import show_part
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
@@ -10,7 +10,7 @@ from piper.proof.decode import (
     TOTAL,
     WEIGHT,
     accumulated_slot,
-    field_of,
+    loaded,
     param_slot,
     phase_and_chunk,
     rows_of,
@@ -36,13 +36,17 @@ class Local:
 
     def load(self, program: int, place: int, ins: Instr) -> None:
         """Take a field of the batch, for a microbatch, on a slice of the samples."""
-        cover = self.covers.of_set(program, ins.devices) if ins.devices else None
+        taken = loaded(ins)
+        if taken is None:
+            self.state.complain(program, place, "loads no field of the batch")
+            return
+        cover = self.covers.of_set(program, taken.devices) if taken.devices else None
         if cover is None:
             self.state.complain(program, place, "loads the samples of devices that it does not run on")
             cover = NO_COVER
-        if any(self.spec.axes.get(axis, 0) <= index for axis, index in ins.part):
-            self.state.complain(program, place, f"loads a microbatch that does not exist, {ins.part}")
-        value = (self.things.number(Thing("batch", field_of(ins), 0, cover)), ins.part, NOTHING)
+        if any(self.spec.axes.get(axis, 0) <= index for axis, index in taken.part):
+            self.state.complain(program, place, f"loads a microbatch that does not exist, {taken.part}")
+        value = (self.things.number(Thing("batch", taken.name, 0, cover)), taken.part, NOTHING)
         self._write(program, place, ins, (value,))
 
     def compute(self, program: int, place: int, ins: Instr) -> None:
@@ -50,7 +54,7 @@ class Local:
         found = phase_and_chunk(ins)
         expected = self.state.expected.of_phase(program, found[1], found[0]) if found else None
         if expected is None or found is None:
-            self.state.complain(program, place, f"runs {ins.arg!r}, which this device must not run")
+            self.state.complain(program, place, f"runs {ins.payload}, which this device must not run")
             return
         self.follow(program, place, ins, expected)
         if found[0] == "F" and ins.again and expected.mutated:
@@ -121,7 +125,9 @@ class Local:
         part = self.covers.cut(cover, *rows) if cover != NO_COVER else None
         if part is None:
             what = self.things.describe(value)
-            self.state.complain(program, place, f"takes rows {ins.arg} of {what}, which cannot be cut there")
+            self.state.complain(
+                program, place, f"takes rows {ins.payload} of {what}, which cannot be cut there"
+            )
             return None
         return (self.things.moved(value[0], part), *value[1:])
 
@@ -172,7 +178,8 @@ class Local:
             state.complain(program, place, "adds to another slot than it writes")
             return
         value = slots.get(ins.reads[0])
-        given = None if value is None else self._accumulated(value, accumulated_slot(ins))
+        slot = accumulated_slot(ins)
+        given = None if value is None or slot is None else self._accumulated(value, slot)
         if given is None:
             held = state.things.describe(value)
             state.complain(program, place, f"adds {ins.reads[0]}, which holds {held}, to {ins.writes[0]}")
@@ -186,7 +193,7 @@ class Local:
             given = (*given[:2], state.merged(before[2], given[2]))
         self._write(program, place, ins, (given,))
 
-    def _accumulated(self, value: Value, slot: str) -> Value | None:
+    def _accumulated(self, value: Value, slot: SlotId) -> Value | None:
         """Return a value as a term of the sum in a slot, None where it does not belong there."""
         thing = self.things.thing(value)
         bucket = self.state.gradient_slots.bucket(slot)
@@ -204,7 +211,7 @@ class Local:
                 return self.state.value(Thing("sum", name), "", ((thing.cover, amount),))
         return None
 
-    def sums(self) -> list[tuple[str, Output]]:
+    def sums(self) -> list[tuple[SlotId, Output]]:
         """Return the sums that every step takes, and the outputs they are of."""
         outline = self.spec.outline
         return [(LOSS, outline.loss), *([(WEIGHT, outline.weight)] if outline.weight else [])]
@@ -212,7 +219,7 @@ class Local:
     def norm(self, program: int, place: int, ins: Instr) -> None:
         """Take a device's part of the squared norm, and its sums: each gradient once, complete."""
         state = self.state
-        left: dict[str, Value] = {}
+        left: dict[SlotId, Value] = {}
         for name, source in self.sums():
             terms = state.expected.sum_of(program, source)
             if terms is not None:
@@ -230,13 +237,13 @@ class Local:
             state.complain(program, place, f"leaves out {missing}")
         self._write(program, place, ins, (state.value(Thing("norm")),))
 
-    def check_final(self, program: int, place: int, slot: str, bucket: Bucket) -> None:
+    def check_final(self, program: int, place: int, slot: SlotId, bucket: Bucket) -> None:
         """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
         terms = self.state.expected.final_gradient(program, bucket)
         about = "shard" if bucket.zero else "whole"
         self._check_sum(program, place, slot, (self.state.expected.weights(bucket), about, terms))
 
-    def _check_sum(self, program: int, place: int, slot: str, should: Value) -> None:
+    def _check_sum(self, program: int, place: int, slot: SlotId, should: Value) -> None:
         value = self.state.slots[program].get(slot)
         if value is not None and value[:2] == should[:2]:
             assert isinstance(value[2], tuple) and isinstance(should[2], tuple)

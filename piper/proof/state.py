@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from piper.devices import Devices, show
+from piper.ids import SlotId
 from piper.ir.chunk import Constant
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
@@ -13,7 +14,7 @@ from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
 from piper.proof.things import Terms, Thing, Things, Value
 
-Slots = dict[str, Value]
+Slots = dict[SlotId, Value]
 
 
 class State:
@@ -59,7 +60,7 @@ class State:
         plan = self.plans.plans[program]
         self.problems.append(f"{plan.instrs[place].node} {what}\n{plan.around(place)}")
 
-    def mismatch(self, program: int, place: int, slot: str, found: Value | None, wanted: Value) -> None:
+    def mismatch(self, program: int, place: int, slot: SlotId, found: Value | None, wanted: Value) -> None:
         """Note that an instruction reads something else than it should."""
         holds, should = self.things.describe(found), self.things.describe(wanted)
         if holds == should and found is not None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from piper.ids import show_part
 from piper.ir.chunk import Tags
-from piper.ir.node import show_part
 from piper.proof.amounts import Amount, Amounts
 from piper.proof.covers import Cover
 

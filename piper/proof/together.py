@@ -5,11 +5,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from piper.devices import Devices, columns, groups_of
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
 from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor
-from piper.proof.decode import TOTAL, bucket_named, counted_chunk, exchanged, is_shard_slot, param_slot
+from piper.proof.decode import (
+    TOTAL,
+    bucket_named,
+    counted_chunk,
+    exchanged,
+    is_shard_slot,
+    param_slot,
+    subject,
+)
 from piper.proof.local import Local
 from piper.proof.state import State
 from piper.proof.things import NO_COVER, Terms, Thing, Value
@@ -62,10 +71,10 @@ class Together:
 
     def meet(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Run a collective, now that all its members have come to it."""
-        args = {member.ins.arg for member in members}
-        if len(args) > 1:
+        subjects = {subject(member.ins) for member in members}
+        if len(subjects) > 1:
             first = members[0]
-            what = " and ".join(sorted(args))
+            what = " and ".join(sorted(map(str, subjects)))
             self.state.complain(
                 first.program, first.place, f"is about different things on its devices: {what}"
             )
@@ -87,9 +96,10 @@ class Together:
         """Send rows to their experts, or back."""
         for member in members:
             found = exchanged(member.ins)
-            expected = self.state.expected.of_exchange(member.program, found.chunk, found.outward)
-            if expected is None:
-                self._complain(member, f"moves rows for {member.ins.arg!r}, which must not happen here")
+            of_exchange = self.state.expected.of_exchange
+            expected = None if found is None else of_exchange(member.program, found.chunk, found.outward)
+            if found is None or expected is None:
+                self._complain(member, f"moves rows for {member.ins.payload}, which must not happen here")
                 continue
             self.check_experts(member, comm, found.chunk)
             self.local.follow(member.program, member.place, member.ins, expected)
@@ -147,7 +157,8 @@ class Together:
                 or ins.reads not in ((), ins.writes)
             ):
                 self._complain(
-                    member, f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)} for {ins.arg}"
+                    member,
+                    f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)} for {bucket_named(ins)}",
                 )
                 return
             buckets.append(bucket.name)
@@ -241,7 +252,8 @@ class Together:
             slots, ins = self.state.slots[member.program], member.ins
             value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
             if value != wanted:
-                self.state.mismatch(member.program, member.place, ", ".join(ins.reads), value, wanted)
+                held = self.things.describe(value)
+                self._complain(member, f"reads {', '.join(ins.reads)}, which holds {held}, not the norm")
             if comm is None and len(everyone) > 1:
                 self._complain(member, "sums over one device; it should sum over all")
             if comm is not None:

@@ -20,10 +20,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from piper.collector import no_collection
+from piper.ids import SlotId, show_part
 from piper.ir.graph import Graph
-from piper.ir.node import show_part
 from piper.plan.check import MOST_PROBLEMS, ProofError
-from piper.plan.instr import COMMUNICATION, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Comm, Plans
 from piper.proof.decode import TOTAL, buffer_slot, param_slot
 from piper.proof.local import Local
@@ -205,7 +206,7 @@ class SymbolicRun:
                 held, should = state.things.describe(found), state.things.describe(value)
                 self.left_behind(program, slot, held, should)
 
-    def check_buffer(self, program: int, slot: str, name: str, value: Value | None) -> None:
+    def check_buffer(self, program: int, slot: SlotId, name: str, value: Value | None) -> None:
         """Complain unless a buffer has seen the forwards of the first replica, each once and in order."""
         chunks = [chunk.name for chunk in self.spec.outline.chunks if name in chunk.mutated]
         wanted = [f"{chunk}{show_part(part)}" for chunk in chunks for part in self.spec.microbatches[chunk]]
@@ -221,7 +222,7 @@ class SymbolicRun:
         if copies and (value is None or value[1] != "first"):
             self.left_behind(program, slot, "the buffer of each replica", "that of the first replica")
 
-    def left_behind(self, program: int, slot: str, held: str, should: str) -> None:
+    def left_behind(self, program: int, slot: SlotId, held: str, should: str) -> None:
         """Note what a slot holds at the end of a step."""
         device = self.plans.plans[program].devices[0]
         problem = f"at the end of the step {slot} on device {device} holds {held}; it should hold {should}"

@@ -268,6 +268,13 @@ def test_mutated_buffers_are_results_of_the_forward() -> None:
     assert traced("convnet").outline.chunks[0].mutated == chunk.mutated
 
 
+def test_a_buffer_that_the_forward_overwrites_is_saved_for_its_backward() -> None:
+    """BatchNorm's backward takes the running mean and variance: those that its forward was given."""
+    chunk = chunks_of("convnet")["PP=0"]
+    assert [chunk.phases[phase].buffers for phase in ("B", "BI", "BW")] == [(), (), ()]
+    assert [spec.shape for spec in chunk.saved].count((8,)) == 4  # of the batch, and before it
+
+
 def test_experts_are_divided_by_the_asked_number_of_ways() -> None:
     whole, divided = chunks_of("moe"), chunks_of("moe", 4)
     experts = case("moe").experts

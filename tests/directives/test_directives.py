@@ -57,6 +57,14 @@ def test_a_later_replicate_undoes_a_shard() -> None:
     assert graph.policy("PP=0 EP=0").ways == 1
 
 
+def test_a_directive_is_noted_once_on_what_it_touches_twice() -> None:
+    """An order by halves makes the halves, and then puts them in order."""
+    graph = after(place(at(), [0]), order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]]))
+    assert graph.nodes["BI[PP=0]"].origin == (0, 1)
+    assert graph.nodes["BW[PP=0]"].origin == (0, 1)
+    assert graph.nodes["B[PP=1]"].origin == (0,)
+
+
 def test_split_copies_everything_per_part() -> None:
     graph = after(split(at(), parts=2), split(at(), axis="K", parts=2))
     assert [name for name in graph.nodes if name.startswith("F[PP=0")] == [
