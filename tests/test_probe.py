@@ -68,8 +68,8 @@ class Lamb(Plain):
         first.mul_(0.9).add_(p.grad, alpha=0.1)
         second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
         wanted: Tensor = first / (second.sqrt() + 1e-6) + 0.1 * p
-        ratio = p.norm() / wanted.norm()
-        return wanted * ratio
+        wanted *= p.norm() / wanted.norm()
+        return wanted
 
 
 class Lion(Plain):
