@@ -60,6 +60,18 @@ class Lars(Plain):
         return moved
 
 
+class Lamb(Plain):
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        state = self.state[p]
+        first, second = (state.setdefault(key, torch.zeros_like(p)) for key in ("first", "second"))
+        first.mul_(0.9).add_(p.grad, alpha=0.1)
+        second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        wanted: Tensor = first / (second.sqrt() + 1e-6) + 0.1 * p
+        wanted *= p.norm() / wanted.norm()
+        return wanted
+
+
 class Lion(Plain):
     def direction(self, p: Tensor) -> Tensor:
         assert p.grad is not None
@@ -172,6 +184,7 @@ def test_elementwise_optimizers_pass_everywhere(name: str) -> None:
         ),
         (by_axes, {"turned": "", "pp": "", "zero1": GROUP, "zero3": GROUP, "pp x zero3": GROUP}),
         (Lars, {"turned": "", "pp": "", "zero1": SHARD, "zero3": SHARD, "pp x zero3": SHARD}),
+        (Lamb, {"turned": "", "pp": "", "zero1": SHARD, "zero3": SHARD, "pp x zero3": SHARD}),
         (
             lambda params: torch.optim.Adafactor(params, lr=0.1),
             {"turned": "", "pp": "", "zero1": SHARD, "zero3": SHARD, "pp x zero3": SHARD},
@@ -186,7 +199,18 @@ def test_elementwise_optimizers_pass_everywhere(name: str) -> None:
         ),
         (large_only, {"turned": "", "pp": "", "zero1": "", "zero3": REFUSES, "pp x zero3": REFUSES}),
     ],
-    ids=["global norm", "largest", "position", "axes", "LARS", "Adafactor", "Muon", "noise", "large only"],
+    ids=[
+        "global norm",
+        "largest",
+        "position",
+        "axes",
+        "LARS",
+        "LAMB",
+        "Adafactor",
+        "Muon",
+        "noise",
+        "large only",
+    ],
 )
 def test_the_others_pass_where_they_see_what_plain_pytorch_shows(
     make: Make, verdicts: dict[str, str]
