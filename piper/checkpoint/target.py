@@ -8,6 +8,7 @@ used. Everything else stays as it is, and the save is refused. Files are removed
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from piper.checkpoint.record import FILE, FORMAT, OURS, DamagedError, parse
@@ -55,8 +56,9 @@ def target_of(given: Path | str) -> Path:
         raise not_ours(repr(text), "the name is empty")
     if "\0" in text:
         raise not_ours(repr(text), "the name holds a NUL character")
-    path = Path(text).absolute()
+    path = Path(text)
     try:
+        path = path.absolute()
         real = Path(os.path.realpath(path))
         if path.name in ("", ".", ".."):
             path = real
@@ -69,13 +71,14 @@ def target_of(given: Path | str) -> Path:
 
 def check_place(path: Path, real: Path) -> None:
     """Refuse the places that are never a checkpoint: the current folder, what holds it, homes and roots."""
-    here = Path.cwd().resolve()
     if path.is_symlink():
         raise not_ours(str(path), "it is a symbolic link")
-    if real == here:
-        raise not_ours(str(path), "it is the current folder")
-    if real in here.parents:
-        raise not_ours(str(path), "the current folder lies in it")
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        here = Path.cwd().resolve()
+        if real == here:
+            raise not_ours(str(path), "it is the current folder")
+        if real in here.parents:
+            raise not_ours(str(path), "the current folder lies in it")
     if real == Path(os.path.realpath(os.path.expanduser("~"))):
         raise not_ours(str(path), "it is your home folder")
     if os.path.ismount(real):

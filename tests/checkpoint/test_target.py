@@ -152,6 +152,18 @@ def test_a_new_folder_an_empty_one_and_one_of_ours(here: Path, run: InlineRun) -
     assert after == before
 
 
+def test_a_current_folder_that_was_deleted(
+    here: Path, run: InlineRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "gone").mkdir()
+    monkeypatch.chdir(here / "gone")
+    (here / "gone").rmdir()
+    run.save(here / "new")
+    assert read_record(here / "new").step == 0
+    with pytest.raises(UnwrittenError, match="No such file"):
+        run.save("relative")
+
+
 def test_the_whole_message(here: Path, run: InlineRun) -> None:
     with pytest.raises(ConfigError) as error:
         run.save("results")

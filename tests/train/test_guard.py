@@ -12,11 +12,16 @@ from inspect import cleandoc
 from pathlib import Path
 
 import pytest
+import torch
 
 from piper.checkpoint.folder import latest
+from piper.checkpoint.target import UndroppedError, unwritten
+from piper.data.feed import Feed
 from piper.errors import ConfigError
+from piper.job import Checkpoint, Job
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
+from piper.train.saving import Resumed, saves_of
 from tests.train.conftest import Piper
 
 HOLD = """
@@ -178,6 +183,70 @@ def test_a_resume_without_any_good_one(piper: Piper, recipe: Path, tmp_path: Pat
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+class Failing:
+    """A run whose saves fail: those that are left to finish by themselves when the next call waits for them."""
+
+    def __init__(self, begun: ConfigError | None = None, finished: ConfigError | None = None) -> None:
+        self.begun, self.finished = begun, finished
+        self.saved: list[str] = []
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        if self.begun is not None:
+            raise self.begun
+        self.saved.append(f"{Path(path).name} {wait} {keep}")
+
+    def load(self, path: Path | str) -> Resumed:
+        raise AssertionError(path)
+
+    def settle(self) -> None:
+        error, self.finished = self.finished, None
+        if error is not None:
+            raise error
+
+
+FULL = unwritten(Path("run/step-1"), "the disk is full")
+STUCK = UndroppedError("an old checkpoint could not be dropped", by="save", hint="look")
+BROKEN = ConfigError("the state cannot be written down", by="save", hint="change it")
+
+
+@pytest.mark.parametrize(
+    ("run", "last", "warned", "raised", "saved"),
+    [
+        (Failing(), False, [], None, ["step-00000004 False 2"]),
+        (Failing(), True, [], None, ["step-00000004 True 2"]),
+        (Failing(finished=FULL), False, [FULL], None, ["step-00000004 False 2"]),
+        (Failing(finished=FULL), True, [FULL], None, ["step-00000004 True 2"]),
+        (Failing(finished=STUCK), False, [STUCK], None, ["step-00000004 False 2"]),
+        (Failing(begun=FULL), False, [FULL], None, []),
+        (Failing(begun=FULL), True, [], FULL, []),
+        (Failing(begun=STUCK), True, [STUCK], None, []),
+        (Failing(begun=BROKEN), False, [], BROKEN, []),
+    ],
+)
+def test_which_saves_may_fail(
+    run: Failing, last: bool, warned: list[ConfigError], raised: ConfigError | None, saved: list[str]
+) -> None:
+    """What can never be saved ends the run at once; a disk that is full only when it is the last save."""
+    job = Job(
+        model=torch.nn.Identity,
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        data=lambda: [],
+        checkpoint=Checkpoint(folder="checkpoints"),
+    )
+    told: list[str] = []
+    saves = saves_of(run, Path("run"), job, Feed(lambda: [{}], 0), told.append)
+    assert saves is not None
+    if raised is None:
+        saves.save(4, last)
+    else:
+        with pytest.raises(ConfigError) as error:
+            saves.save(4, last)
+        assert error.value is raised
+    assert told == [f"warning: {error}" for error in warned] and run.saved == saved
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_asks_once_and_then_ends(number: signal.Signals) -> None:
     asked: list[int] = []
@@ -188,7 +257,7 @@ def test_a_signal_asks_once_and_then_ends(number: signal.Signals) -> None:
 
     before = signal.getsignal(number)
     with interrupts(ask) as stopping:
-        assert not stopping()
+        assert not stopping() and signal.getsignal(number) != before
         signal.raise_signal(number)
         assert stopping() and asked == [number]
         with pytest.raises(KeyboardInterrupt):
