@@ -106,7 +106,7 @@ def _drops_between_layers(node: fx.Node) -> bool:
         node.args[3], tuple | list
     )  # data, batch sizes, state, weights; else input, state, weights
     dropout, training = node.args[6:8] if packed else node.args[5:7]
-    return bool(training) and dropout != 0.0
+    return bool(training) and bool(dropout != 0.0)
 
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:
