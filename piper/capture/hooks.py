@@ -55,7 +55,7 @@ def _check_modules(what: str, root: nn.Module) -> None:
 def _check_tensor(where: str, tensor: torch.Tensor) -> None:
     found: tuple[tuple[str, Mapping[int, Callable[..., object]] | None], ...] = (
         ("register_hook", tensor._backward_hooks),
-        ("register_post_accumulate_grad_hook", tensor._post_accumulate_grad_hooks),  # type: ignore[attr-defined]
+        ("register_post_accumulate_grad_hook", tensor._post_accumulate_grad_hooks),
     )
     for kind, hooks in found:
         for hook in (hooks or {}).values():

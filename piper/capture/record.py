@@ -71,10 +71,11 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     for text in warnings:
         if found := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
             path = re.findall(r"'([^']+)'", found.group(1))[1:]
-            if isinstance(model.get_submodule(".".join(path)), _SpectralNorm):
+            if isinstance(modules.get(".".join(path)), _SpectralNorm):
                 continue  # it writes into its buffers through `out=`, and assigns each to itself
             raise CaptureError(
                 "the forward replaces a buffer or parameter",

@@ -1,7 +1,7 @@
 """Buckets: which parameters live, travel and are updated together, and among which devices."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from piper.devices import Devices, columns, groups_of, show
@@ -49,7 +49,7 @@ def make_buckets(work: Work) -> Work:
             made[bucket.name] = bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
-            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], graph)
+            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], graph, made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
     by_chunk: dict[str, list[str]] = {chunk.name: [] for chunk in graph.outline.chunks}
@@ -160,8 +160,13 @@ def bucket_for(
     )
 
 
-def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[list[Bucket], list[str]]:
+def tied_buckets(
+    param: Parameter, homes: list[Home], graph: Graph, taken: Collection[str]
+) -> tuple[list[Bucket], list[str]]:
     """Buckets for a parameter that several chunks use: one per set of devices, or one over them all."""
+    named = param.name
+    while not {named, *(f"{named}@{home.chunk}" for home in homes)}.isdisjoint(taken):
+        named += "'"  # a parameter may be called as a chunk's bucket is
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)
@@ -181,13 +186,13 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
         return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, degree)
 
     if len(by_set) == 1:
-        return [bucket(param.name, homes)], []
+        return [bucket(named, homes)], []
     sizes = {len(devices) for devices in by_set}
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         zero = min(home.policy.zero for home in homes) if sizes != {1} else 0
-        made = [bucket(f"{param.name}@{members[0].chunk}", members) for members in by_set.values()]
+        made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
         names = [b.name for b in made]
         return [
             replace(
@@ -203,7 +208,7 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
         f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
         f"({', '.join(show(devices) for devices in by_set)})"
     )
-    return [bucket(param.name, union)], [reason] if any(h.policy.zero for h in homes) else []
+    return [bucket(named, union)], [reason] if any(h.policy.zero for h in homes) else []
 
 
 def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, Slot]:

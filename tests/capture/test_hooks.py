@@ -115,7 +115,7 @@ def test_hooks_of_the_forward(within: Callable[..., object], who: str, what: str
     [
         lambda m, h: h.retain_grad(),
         lambda m, h: h.grad_fn.register_hook(double),
-        lambda m, h: torch.autograd.graph.register_multi_grad_hook([h, m.a.weight], double),
+        lambda m, h: torch.autograd.graph.register_multi_grad_hook([h, m.a.weight], print),
         lambda m, h: torch.autograd.graph.saved_tensors_hooks(double, double).__enter__(),
         lambda m, h: m.b.register_full_backward_hook(double),
     ],
@@ -170,16 +170,16 @@ def test_forward_hooks_of_every_module_run() -> None:
     def only_linear(module: nn.Module, inputs: object, output: Tensor) -> Tensor | None:
         return twice(module, inputs, output) if isinstance(module, nn.Linear) else None
 
-    with registered(modules.register_module_forward_hook(only_linear)):
+    with registered(modules.register_module_forward_hook(only_linear)):  # type: ignore[arg-type]
         assert difference(Two, zoo.regression, zoo.vectors) < 1e-12
 
 
 def test_hooks_of_a_state_dict_are_no_matter() -> None:
     def register(model: Two) -> None:
-        model.register_state_dict_pre_hook(lambda *_: None)
-        model.register_state_dict_post_hook(lambda *_: None)
-        model.register_load_state_dict_pre_hook(lambda *_: None)
-        model.register_load_state_dict_post_hook(lambda *_: None)
+        model.register_state_dict_pre_hook(lambda *_: None)  # type: ignore[no-untyped-call]
+        model.register_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(lambda *_: None)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call]
 
     assert difference(lambda: Two(register), zoo.regression, zoo.vectors) < 1e-12
 
@@ -192,7 +192,7 @@ class Reversed(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(_context: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_context: object, gradient: Tensor) -> Tensor:
         return -gradient
 
 
@@ -202,7 +202,7 @@ def test_a_function_of_autograd_changes_gradients() -> None:
             with annotate("PP"):
                 h = torch.tanh(self.a(x))
             with annotate("PP"):
-                result: Tensor = self.b(Reversed.apply(h))
+                result: Tensor = self.b(Reversed.apply(h))  # type: ignore[no-untyped-call]
             return result
 
     assert difference(Adversarial, zoo.regression, zoo.vectors) < 1e-12

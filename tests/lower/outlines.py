@@ -73,19 +73,20 @@ class Drawing:
         kind: str = "compute",
     ) -> Output:
         """A chunk; its first output."""
-        reads = tuple(reads)
+        reads, outputs = tuple(reads), tuple(outputs)
         self.chunks.append(
             Chunk(
                 name=name,
                 tags=tags,
                 kind=kind,  # type: ignore[arg-type]
+                fixed=tuple(index for index, spec in enumerate(outputs) if spec == TABLE),
                 key=name,
                 inputs=reads,
                 input_specs=tuple(map(self.spec, reads)),
                 params=tuple(params),
                 buffers=tuple(buffers),
                 mutated=tuple(mutated),
-                outputs=tuple(outputs),
+                outputs=outputs,
                 experts=0 if kind == "compute" else EXPERTS,
             )
         )

@@ -21,6 +21,7 @@ from tests import plain, zoo
 from tests.runtime.against_plain import MICROBATCHES, PP2_DP2, difference, program, refusal
 
 EXACT = 1e-12
+Kind = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
 ZERO_BUBBLE: list[Directive] = [*PP2_DP2, *schedules.zero_bubble(stages=2, microbatches=2)]
 
 
@@ -43,9 +44,7 @@ class Two(nn.Module):
 class Recurrent(nn.Module):
     """Two recurrent stages over four steps of four features."""
 
-    def __init__(
-        self, kind: type[nn.RNNBase], *, layers: int = 1, both: bool = False, dropout: float = 0
-    ) -> None:
+    def __init__(self, kind: Kind, *, layers: int = 1, both: bool = False, dropout: float = 0) -> None:
         super().__init__()
         self.a = kind(4, 8, num_layers=layers, bidirectional=both, dropout=dropout, batch_first=True)
         self.b = kind(16 if both else 8, 8, batch_first=True)
@@ -61,7 +60,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks(kind: type[nn.RNNBase]) -> None:
+def test_recurrent_networks(kind: Kind) -> None:
     def model() -> nn.Module:
         return Recurrent(kind, layers=2, both=True) if kind is nn.LSTM else Recurrent(kind)
 
@@ -84,7 +83,7 @@ def test_an_lstm_in_fp32() -> None:
 
 @pytest.mark.parametrize(("dropout", "random"), [(0.5, True), (0.0, False)])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_dropout_between_recurrent_layers_draws(kind: type[nn.RNNBase], dropout: float, random: bool) -> None:
+def test_dropout_between_recurrent_layers_draws(kind: Kind, dropout: float, random: bool) -> None:
     def model() -> nn.Module:
         return Recurrent(kind, layers=2, dropout=dropout)
 
@@ -134,6 +133,8 @@ def test_weight_norm() -> None:
 class Spectrum(nn.Module):
     """A complex parameter, as it is or as pairs of real numbers."""
 
+    turn: Tensor
+
     def __init__(self, *, real: bool) -> None:
         super().__init__()
         w = torch.randn(16, 16, dtype=torch.complex64)
@@ -168,6 +169,10 @@ def test_complex_numbers_made_of_real_parameters() -> None:
 class TiedBuffers(nn.Module):
     """Buffers under several names: read, unread, and saved under one name only."""
 
+    scale: Tensor
+    again: Tensor
+    unread: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
@@ -175,14 +180,15 @@ class TiedBuffers(nn.Module):
         self.register_buffer("again", self.scale)
         self.register_buffer("unread", torch.ones(2))
         self.register_buffer("unread_too", self.unread)
-        self.a.register_buffer("passing", torch.full((16,), 0.5), persistent=False)
-        self.b.register_buffer("saved", self.a.passing)
+        passing = torch.full((16,), 0.5)
+        self.a.register_buffer("passing", passing, persistent=False)
+        self.b.register_buffer("saved", passing)
 
     def forward(self, x: Tensor) -> Tensor:
         with annotate("PP"):
-            h = torch.tanh(self.a(x) * self.scale * self.a.passing)
+            h = torch.tanh(self.a(x) * self.scale * self.a.get_buffer("passing"))
         with annotate("PP"):
-            result: Tensor = self.b(h * self.again * self.b.saved)
+            result: Tensor = self.b(h * self.again * self.b.get_buffer("saved"))
         return result
 
 
