@@ -28,7 +28,6 @@ def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> d
     from piper.ir.chain import chain
     from piper.ir.graph import start
     from piper.lower.lower import lower
-    from piper.plan.check import prove
 
     begin = time.perf_counter()
     strategy = [
@@ -38,13 +37,10 @@ def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> d
     graph = apply(start(chain(stages)), strategy)
     directed = time.perf_counter()
     plans, _ = lower(graph)
-    lowered = time.perf_counter()
-    prove(plans)
     end = time.perf_counter()
     return {
         "directives": directed - begin,
-        "lowering": lowered - directed,
-        "proof": end - lowered,
+        "lowering and proof": end - directed,
         "total": end - begin,
         "instructions": sum(len(plan.instrs) for plan in plans),
     }

@@ -10,21 +10,18 @@ from torch import Tensor
 from piper.capture.cache import CACHE, Cache
 from piper.capture.differentiate import Captured, differentiate
 from piper.capture.trace import Traced, trace
-from piper.devices import show
 from piper.directives import Directive, Place, Replicate, Shard, Split, apply
 from piper.directives.json import load_strategy
-from piper.errors import ConfigError, ScheduleError
+from piper.errors import ConfigError
 from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
-from piper.lower.expert_buffers import check_expert_buffers
 from piper.lower.lower import lower
-from piper.lower.settle import parts_of, settle
+from piper.lower.settle import parts_of
 from piper.lower.work import Settings, Work
-from piper.plan.check import prove
 from piper.plan.plan import Plans
-from piper.probe import Probe, probe_optimizer
+from piper.probe import probe_optimizer
 from piper.runtime.setup import device_kind, device_of
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
@@ -80,30 +77,27 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     strategy = strategy_of(job)
     batch = first_batch(job)
     samples = len(next(iter(batch.values())))
+    probe = probe_optimizer(job.optimizer)
     settings = Settings(
         samples=samples,
         clip=job.clip_norm is not None,
-        state_bytes=0,
+        state_bytes=probe.state_bytes,
         master_bytes=MASTER_BYTES[job.precision],
+        optimizer=probe.name,
+        needs_whole=probe.why,
     )
+    codes: dict[int, Captured] = {}
+    kept = Cache(folder=Path(cache)) if compile else None
 
     def traced_at(rows: int) -> Traced:
         return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
 
+    def captured(graph: Graph) -> Outline:
+        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+        return outline_by_slice(graph, samples, codes)
+
     traced = traced_at(likely_rows(strategy, samples))
-    graph = apply(start(traced.outline), strategy)
-    settled = settle(
-        Work(graph=graph, settings=settings)
-    ).graph  # what is wrong is said before the costly part
-    probe = probe_optimizer(job.optimizer)
-    check_optimizer(settled, probe)
-    kept = Cache(folder=Path(cache)) if compile else None
-    codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at, kept)
-    outline = outline_by_slice(settled, samples, codes)
-    check_expert_buffers(settled, outline)
-    settings = replace(settings, state_bytes=probe.state_bytes)
-    plans, work = lower(graph, settings, outline)
-    prove(plans)
+    plans, work = lower(apply(start(traced.outline), strategy), settings, captured)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
@@ -198,18 +192,3 @@ def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) 
     for size, chunks in by_rows.items():
         assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
     return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
-
-
-def check_optimizer(graph: Graph, probe: Probe) -> None:
-    """An optimizer that looks at whole parameters cannot work on shards of them."""
-    if probe.elementwise:
-        return
-    for name, policy in graph.policies.items():
-        home = next(node for node in graph.nodes.values() if node.chunk == name)
-        if policy.zero and len(home.devices) > policy.ways:
-            raise ScheduleError(
-                f"{probe.name} cannot work on sharded parameters",
-                by=graph.directives[policy.origin].title if policy.origin is not None else "strategy",
-                facts={"asked": f"zero={policy.zero} over {show(home.devices)}", "but": probe.why},
-                hint="use zero=0, or an elementwise optimizer such as AdamW or SGD",
-            )

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ids import SlotId
+from piper.ir.chunk import Outline
 from piper.ir.graph import Graph
 from piper.ir.node import Node
-from piper.plan.plan import Bucket, Slot
+from piper.plan.plan import Bucket, Plans, Slot
 
+Capture = Callable[[Graph], Outline]  # the outline with every phase, each chunk for the slice that it gets
 Temporal = tuple[str, str, int]  # this node, before that one, said by this directive (-1: our own choice)
 
 
@@ -19,14 +21,17 @@ class Settings:
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
+    optimizer: str = ""  # its name
+    needs_whole: str = ""  # why the optimizer cannot work on shards of parameters; empty: it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A graph, its values and buckets, and the line: every node of the step in one global order."""
+    """A graph on its way to plans: its values, its buckets, and every node of the step in one order."""
 
     graph: Graph
     settings: Settings
+    capture: Capture | None = None  # None: the graph's outline is complete
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     chunk_buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: Mapping[SlotId, Slot] = field(default_factory=dict)  # by `SlotId.base`
@@ -35,6 +40,7 @@ class Work:
     temporal: tuple[Temporal, ...] = ()
     line: tuple[Node, ...] = ()
     why: tuple[str, ...] = ()
+    plans: Plans | None = None  # at the end
 
 
 Rewrite = Callable[[Work], Work]
