@@ -28,8 +28,6 @@ def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> d
     from piper.ir.chain import chain
     from piper.ir.graph import start
     from piper.lower.lower import lower
-    from piper.plan.check import prove
-    from piper.proof.values import prove_values
 
     begin = time.perf_counter()
     strategy = [
@@ -38,17 +36,11 @@ def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> d
     strategy += [split(at(), parts=microbatches), *schedules.one_f_one_b(stages, microbatches)]
     graph = apply(start(chain(stages)), strategy)
     directed = time.perf_counter()
-    plans, work = lower(graph)
-    lowered = time.perf_counter()
-    prove(plans)
-    ordered = time.perf_counter()
-    prove_values(plans, work.graph)
+    plans, _ = lower(graph)
     end = time.perf_counter()
     return {
         "directives": directed - begin,
-        "lowering": lowered - directed,
-        "proof of order": ordered - lowered,
-        "proof of values": end - ordered,
+        "lowering and proof": end - directed,
         "total": end - begin,
         "instructions": sum(len(plan.instrs) for plan in plans),
     }

@@ -24,14 +24,11 @@ from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
 from piper.lower.buckets import make_buckets
-from piper.lower.expert_buffers import check_expert_buffers
 from piper.lower.lower import lower
-from piper.lower.settle import parts_of, settle
-from piper.lower.work import Settings, Work
-from piper.plan.check import prove
+from piper.lower.settle import parts_of
+from piper.lower.work import Completed, Settings, Work
 from piper.plan.plan import Bucket, Piece, Plans
 from piper.probe import Probe, probe_optimizer
-from piper.proof.values import prove_values
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
@@ -93,28 +90,25 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     settings = Settings(
         samples=samples,
         clip=job.clip_norm is not None,
-        state_bytes=0,
+        state_bytes=0,  # known when the optimizer has been tried
         master_bytes=MASTER_BYTES[job.precision],
     )
+    codes: dict[int, Captured] = {}
+    kept = usable_cache(Path(cache)) if compile else None
 
     def traced_at(rows: int) -> Traced:
         return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
 
+    def captured(graph: Graph) -> Completed:
+        probe = probed(job, graph, settings)
+        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+        outline = outline_by_slice(graph, samples, codes)
+        probe = probed(job, replace(graph, outline=outline), settings, probe)
+        return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
+
     with placing(job, strategy, batch):
         traced = traced_at(likely_rows(strategy, samples))
-        graph = apply(start(traced.outline), strategy)
-        # What is wrong is said before the costly part.
-        settled = settle(Work(graph=graph, settings=settings)).graph
-    probe = probed(job, settled, settings)
-    kept = usable_cache(Path(cache)) if compile else None
-    codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at, kept)
-    outline = outline_by_slice(settled, samples, codes)
-    check_expert_buffers(settled, outline)
-    probe = probed(job, replace(settled, outline=outline), settings, probe)
-    settings = replace(settings, state_bytes=probe.probe.state_bytes)
-    plans, work = lower(graph, settings, outline)
-    prove(plans)
-    prove_values(plans, replace(settled, outline=outline), clip=settings.clip)
+        plans, work = lower(apply(start(traced.outline), strategy), settings, captured)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
@@ -123,7 +117,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         work=work,
         codes=codes,
         device=kind,
-        warnings=uneven_slices(traced, settled, samples),
+        warnings=uneven_slices(traced, work.graph, samples),
     )
 
 

@@ -41,7 +41,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
-    "proof": {"collector", "devices", "ir", "plan"},
+    "proof": {"collector", "devices", "ids", "ir", "plan"},
     "losses": {"errors", "torch"},
     "usercode": {"errors"},
     "files": {"errors"},
@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"ids", "errors", "devices", "fields"},
     "directives": {"ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
-    "lower": {"ids", "collector", "errors", "devices", "ir", "plan"},
+    "lower": {"proof", "ids", "collector", "errors", "devices", "ir", "plan"},
     "simulate": {"files", "ids", "collector", "errors", "devices", "ir", "plan"},
     "view": {
         "files",

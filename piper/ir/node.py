@@ -237,11 +237,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Give the replicas the first one's buffers; those of divided experts, the first group's."""
+    """Give the replicas the first one's buffers. Those of divided experts are not written."""
 
     chunk: str
     devices: Devices
-    ways: int  # device i of the set follows device i mod ways
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str = "reduce"

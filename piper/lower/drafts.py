@@ -137,10 +137,8 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             draft.nbytes = emission.size(node.writes[0])
         case Broadcast():
             draft.op, draft.payload = "broadcast", OfChunk(chunk=node.chunk)
-            key = ("set", show(node.devices), str(node.ways), node.stream)
-            draft.comm, _ = emission.comm(
-                key, lambda: columns(groups_of(node.devices, node.ways)), node.stream
-            )
+            key = ("set", show(node.devices), node.stream)
+            draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
             draft.nbytes = sum(emission.size(value) for value in node.writes)
         case _:
             assert_never(node)

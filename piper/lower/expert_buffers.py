@@ -2,12 +2,12 @@
 
 from piper.devices import show
 from piper.errors import ScheduleError
-from piper.ir.chunk import Outline
 from piper.ir.graph import Graph
 
 
-def check_expert_buffers(graph: Graph, outline: Outline) -> None:
+def check_expert_buffers(graph: Graph) -> None:
     """Refuse to divide a buffer that a region writes, or that a region with other experts uses too."""
+    outline = graph.outline
     homes = {node.chunk: node for node in graph.nodes.values()}
     ways = {
         chunk.name: graph.policy(chunk.name).ways if chunk.kind == "expert" else 1 for chunk in outline.chunks

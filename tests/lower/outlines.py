@@ -109,8 +109,7 @@ class Drawing:
         rows = replace(HIDDEN, dynamic_rows=True)
         self.chunk(f"{name} route", tags, [owner, counts], outputs=[rows, COUNTS], kind="route")
         routed, arrived = Output(chunk=f"{name} route", index=0), Output(chunk=f"{name} route", index=1)
-        written = tuple(buffers)
-        out = self.chunk(name, tags, [routed, arrived], params, [rows], written, written, kind="expert")
+        out = self.chunk(name, tags, [routed, arrived], params, [rows], buffers, kind="expert")
         return self.chunk(f"{name} unroute", tags, [out, arrived], kind="unroute")
 
     def outline(self, loss: Output, weight: Output | None = None, halves: str = "carried") -> Outline:

@@ -114,7 +114,7 @@ def test_what_writes_a_buffer_cannot_run_again() -> None:
           hint:    leave this region out of the filter, or leave across= out
     """)
     fine = apply(start(normed()), [remat(at(), 1, across="PP"), remat(at(PP=1), 0.5)])
-    lower(fine, outline=fitted(fine))
+    lower(fine, capture=fitted(fine))
 
 
 def test_what_reads_a_buffer_that_another_writes_cannot_run_again() -> None:
