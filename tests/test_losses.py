@@ -1,18 +1,24 @@
 """The losses of `piper.losses` are those of torch and transformers, as a sum and its weight."""
 
+import io
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 import piper
 from piper.api import compile
 from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
+from piper.recipe import load_recipe
+from piper.report import print_plan
 from piper.runtime.check import check
+from piper.train.session import Asked, train_recipe
 
 ROWS, LENGTH, VOCAB = 4, 6, 11
 SIZES = {
@@ -302,3 +308,40 @@ def test_a_mean_that_may_be_uneven_is_warned_of(
         assert text.startswith(
             f"the loss is a mean that divides by a number of the data: {warned} (test_losses.py:"
         )
+
+
+RECIPE = """
+import piper, torch
+from tests.test_losses import Table, tokens_mean, with_weight
+
+BATCH = {"x": torch.randn(4, 3, 4), "y": torch.randint(5, (4, 3))}
+
+
+def wrong() -> piper.Job:
+    split = [piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Table, loss=tokens_mean, data=lambda: [BATCH], strategy=split, steps=1)
+
+
+def right() -> piper.Job:
+    split = [piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Table, loss=with_weight, data=lambda: [BATCH], strategy=split, steps=1)
+"""
+
+
+def test_train_and_plan_print_the_warning_once(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    printed = {}
+    for name in ("wrong", "right"):
+        console = Console(file=io.StringIO(), soft_wrap=True, markup=False, highlight=False)
+        asked = Asked(recipe=f"{tmp_path}/recipe.py:{name}", on="inline", out=tmp_path / name, device="cpu")
+        train_recipe(asked, console)
+        print_plan(compile(load_recipe(asked.recipe), device="cpu"), console, device=None, why=False)
+        assert isinstance(console.file, io.StringIO)
+        printed[name] = [line for line in console.file.getvalue().splitlines() if "Warning" in line]
+    assert printed["right"] == []
+    assert len(printed["wrong"]) == 2, "one of train, one of plan"
+    for line in printed["wrong"]:
+        assert line.startswith(
+            "Warning: the loss is a mean that divides by a number of the data: cross_entropy ("
+        )
+        assert line.endswith("Return (sum, weight): see piper.losses")

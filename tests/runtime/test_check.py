@@ -231,6 +231,26 @@ def test_a_load_balancing_loss_is_named() -> None:
     assert "mul of the loss (test_check.py:" in report.notes[0]
 
 
+def test_a_buffer_that_counts_is_compared_with_the_same_slices() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Tensor
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(len(x))
+            return torch.tanh(x)
+
+    report = checked(job(lambda: Layers(Counts), strategy=DP))
+    assert report.ok, report
+    assert report.notes == (
+        "these buffers hold what the first replica's slices wrote, as under DDP: stages.0.1.seen, "
+        "stages.1.1.seen. The same slices in plain PyTorch agree",
+    )
+    assert checked(job(lambda: Layers(Counts), strategy=PARTS)).notes == (), "one replica counts all"
+
+
 # Random numbers.
 
 
