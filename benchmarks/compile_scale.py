@@ -64,9 +64,9 @@ def compile_qwen() -> dict[str, float]:
         regions = [[f"model.layers.{i}" for i in range(s * per, (s + 1) * per)] for s in range(stages)]
         return piper.annotate_modules(Qwen3ForCausalLM(config), {"PP": regions})
 
-    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(input_ids=batch["tokens"], use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return piper.losses.cross_entropy(logits, batch["labels"])
 
     def data() -> list[dict[str, torch.Tensor]]:
         tokens = torch.zeros(replicas * microbatches, 4096, dtype=torch.long)

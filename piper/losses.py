@@ -82,7 +82,8 @@ def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
         )
     balance = getattr(out, "aux_loss", None)
     if isinstance(balance, Tensor):
-        total = total + balance.to(total.dtype) * (model.router_aux_loss_coef * weight)
+        share: Any = model.router_aux_loss_coef
+        total = total + share * balance.to(total.dtype) * weight
     return total, weight
 
 

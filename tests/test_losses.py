@@ -1,18 +1,24 @@
 """The losses of `piper.losses` are those of torch and transformers, as a sum and its weight."""
 
+import io
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 import piper
 from piper.api import compile
 from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
+from piper.recipe import load_recipe
+from piper.report import print_plan
 from piper.runtime.check import check
+from piper.train.session import Asked, train_recipe
 
 ROWS, LENGTH, VOCAB = 4, 6, 11
 SIZES = {
@@ -73,7 +79,8 @@ def padded(seed: int = 0) -> dict[str, Tensor]:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
+    return model
 
 
 def bert(name: str, **config: object) -> nn.Module:
@@ -90,29 +97,29 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=8, n_layer=1, n_head=2, **drops)
-    )
+    sizes = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=8, n_layer=1, n_head=2, **drops)
+    model: nn.Module = GPT2LMHeadModel(sizes)
+    return model
 
 
 def mixture() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SIZES, **experts, num_key_value_heads=1, output_router_logits=True, router_aux_loss_coef=0.5
-        )
+    sizes = Qwen3MoeConfig(
+        **SIZES, **experts, num_key_value_heads=1, output_router_logits=True, router_aux_loss_coef=0.5
     )
+    model: nn.Module = Qwen3MoeForCausalLM(sizes)
+    return model
 
 
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0)
-    )
+    config = T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0)
+    model: nn.Module = T5ForConditionalGeneration(config)
+    return model
 
 
 def with_labels(labels: Tensor) -> dict[str, Tensor]:
@@ -237,11 +244,13 @@ def tokens_mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def by_hand(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     kept = (batch["y"] != -100).to(batch["x"].dtype)
-    return (model(batch["x"]).square().mean(-1) * kept).sum() / kept.sum().clamp(min=1)
+    out: Tensor = model(batch["x"])
+    return (out.square().mean(-1) * kept).sum() / kept.sum().clamp(min=1)
 
 
 def selected(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return model(batch["x"])[batch["y"] >= 0].square().mean()
+    out: Tensor = model(batch["x"])
+    return out[batch["y"] >= 0].square().mean()
 
 
 def class_weights(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -254,7 +263,7 @@ def one_label(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def plain_mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    out = model(batch["x"])
+    out: Tensor = model(batch["x"])
     return ((out - out.mean(-1, keepdim=True)) / out.std(-1, keepdim=True)).square().mean() / 2
 
 
@@ -263,7 +272,8 @@ def with_weight(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
 
 
 def scaled(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return model(batch["x"]).square().sum() / model(batch["x"]).detach().square().sum()
+    out: Tensor = model(batch["x"])
+    return out.square().sum() / out.detach().square().sum()
 
 
 SPLIT = [piper.split(piper.at(), parts=2)]
@@ -298,3 +308,40 @@ def test_a_mean_that_may_be_uneven_is_warned_of(
         assert text.startswith(
             f"the loss is a mean that divides by a number of the data: {warned} (test_losses.py:"
         )
+
+
+RECIPE = """
+import piper, torch
+from tests.test_losses import Table, tokens_mean, with_weight
+
+BATCH = {"x": torch.randn(4, 3, 4), "y": torch.randint(5, (4, 3))}
+
+
+def wrong() -> piper.Job:
+    split = [piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Table, loss=tokens_mean, data=lambda: [BATCH], strategy=split, steps=1)
+
+
+def right() -> piper.Job:
+    split = [piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Table, loss=with_weight, data=lambda: [BATCH], strategy=split, steps=1)
+"""
+
+
+def test_train_and_plan_print_the_warning_once(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    printed = {}
+    for name in ("wrong", "right"):
+        console = Console(file=io.StringIO(), soft_wrap=True, markup=False, highlight=False)
+        asked = Asked(recipe=f"{tmp_path}/recipe.py:{name}", on="inline", out=tmp_path / name, device="cpu")
+        train_recipe(asked, console)
+        print_plan(compile(load_recipe(asked.recipe), device="cpu"), console, device=None, why=False)
+        assert isinstance(console.file, io.StringIO)
+        printed[name] = [line for line in console.file.getvalue().splitlines() if "Warning" in line]
+    assert printed["right"] == []
+    assert len(printed["wrong"]) == 2, "one of train, one of plan"
+    for line in printed["wrong"]:
+        assert line.startswith(
+            "Warning: the loss is a mean that divides by a number of the data: cross_entropy ("
+        )
+        assert line.endswith("Return (sum, weight): see piper.losses")

@@ -52,13 +52,23 @@ class Worst:
     tol: float
     largest: dict[str, float] = field(default_factory=lambda: {"loss": 0.0, "grad": 0.0, "param": 0.0})
     bad: str | None = None
+    buffers: dict[str, str] = field(default_factory=dict)  # those that differ, and how
 
-    def take(self, number: int, found: Iterable[tuple[str, str, float, str]]) -> None:
-        """Take note of the differences of a step."""
+    def take(self, number: int, found: Iterable[tuple[str, str, float, str]], buffers: set[str]) -> None:
+        """Record the differences of a step; those of buffers apart."""
         for kind, name, diff, words in found:
             self.largest[kind] = max(self.largest[kind], diff)
-            if self.bad is None and (words or not diff <= self.tol):
-                self.bad = f"step {number}: {name} {words or f'differs by {diff:.3g}'}"
+            if words or not diff <= self.tol:
+                text = f"step {number}: {name} {words or f'differs by {diff:.3g}'}"
+                if kind == "param" and name in buffers and not words:
+                    self.buffers.setdefault(name, text)
+                elif self.bad is None:
+                    self.bad = text
+
+    @property
+    def first(self) -> str | None:
+        """What differs first, buffers last."""
+        return self.bad or next(iter(self.buffers.values()), None)
 
 
 def numbers(reference: Reference, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Numbers]:
@@ -106,6 +116,7 @@ class _Check:
         self.sliced: Worst | None = None  # since a step differed from the whole batch
         self.found = Reasons()
         self.notes: list[str] = []
+        self.buffers = {buffer.name for buffer in program.outline.buffers}
         self.replays: list[Reference] = []  # whose random numbers are looked at
 
     def report(self, wanted: Iterable[Numbers] | None) -> Report:
@@ -137,21 +148,24 @@ class _Check:
     def _steps(self, run: Checked, wanted: Iterator[Numbers]) -> tuple[int, str] | None:
         """Run every step; return the number of the first that is wrong, with what is wrong with it."""
         slices: Reference | None = None
+        whole = True  # the steps so far equal those of the whole batch, but for buffers
         for number, batch in enumerate(self.batches):
             result = run.step(batch)
-            if slices is None:
+            asked = whole
+            if whole:
                 single = self._next(wanted)
                 if single is not None:
-                    self.whole.take(number, compared(run, result, single))
-                    if self.whole.bad is None:
-                        continue
-                slices = self._slices(number)
+                    self.whole.take(number, compared(run, result, single), self.buffers)
+                whole = single is not None and self.whole.bad is None
+                if whole and not self.whole.buffers:
+                    continue
+            if slices is None or self.sliced is None:
+                slices, self.sliced = self._slices(number), Worst(self.tol)
+            if asked and not whole:
                 self.found = reasons(slices, batch)
-                self.sliced = Worst(self.tol)
-            assert self.sliced is not None
-            self.sliced.take(number, compared(run, result, next(numbers(slices, [batch]))))
-            if self.sliced.bad is not None:
-                return number, self.sliced.bad if self.whole.bad is None else self.whole.bad
+            self.sliced.take(number, compared(run, result, next(numbers(slices, [batch]))), self.buffers)
+            if self.sliced.first is not None:
+                return number, self.whole.first or self.sliced.first
         return None
 
     def _next(self, wanted: Iterator[Numbers]) -> Numbers | None:
@@ -182,8 +196,13 @@ class _Check:
             return f"the loss is a mean of uneven slices: {'; '.join(found.uneven)} on the slices; {LOSSES}"
         if found.summed and not found.mixing:
             return f"the loss is a sum over the samples, and slices count as means; {LOSSES}"
-        if self.whole.bad is None:
-            return None  # random numbers of slices: noted
+        if self.whole.bad is None:  # random numbers of slices are noted already
+            if self.whole.buffers:
+                self.notes.append(
+                    "these buffers hold what the first replica's slices wrote, as under DDP: "
+                    f"{', '.join(self.whole.buffers)}. The same slices in plain PyTorch agree"
+                )
+            return None
         apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
         if not found.mixing and found.narrow and apart <= found.rounding:
             listed = "; ".join(found.narrow[:SHOWN]) + ("; ..." if len(found.narrow) > SHOWN else "")

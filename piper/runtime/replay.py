@@ -125,7 +125,8 @@ class Replay:
                     value[0] = rows
         params = [share(self.params[name]).detach().requires_grad_() for name in spec.params]
         buffers = [share(self.buffers[name]).clone() for name in spec.buffers]
-        with torch.enable_grad(), _Count() as count:  # with gradients: compiled code then runs uncompiled
+        count = _Count()
+        with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled
             self.program.code(chunk, "F")(*given, *params, *buffers)
         return count.shapes
 

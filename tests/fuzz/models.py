@@ -91,7 +91,8 @@ class Gated(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * F.silu(self.gate(x)) * self.value(x)
+        result: Tensor = x + self.scale * F.silu(self.gate(x)) * self.value(x)
+        return result
 
 
 class Attention(nn.Module):
@@ -122,7 +123,8 @@ class Experts(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = self.gate(flat).softmax(-1).topk(self.top_k, dim=-1)
         mixed = self._plain(flat, chosen) if self.plain else self._routed(flat, chosen)
-        return x + (mixed * weights[..., None]).sum(1).view_as(x)
+        result: Tensor = x + (mixed * weights[..., None]).sum(1).view_as(x)
+        return result
 
     def _plain(self, flat: Tensor, chosen: Tensor) -> Tensor:
         """[n, d] and [n, k] -> [n, k, d], each row through its expert's own matrices."""
@@ -139,8 +141,8 @@ class Experts(nn.Module):
             hidden = torch.tanh(piper.grouped_mm(rows, self.up, received))
             y = piper.grouped_mm(hidden, self.down, received)
             back = piper.unroute(y, received, grouped.shape[0])
-        mixed = torch.zeros_like(back).index_copy(0, order, back)
-        return mixed.unflatten(0, (-1, self.top_k))
+        mixed: Tensor = torch.zeros_like(back).index_copy(0, order, back)
+        return mixed.view(-1, self.top_k, mixed.shape[-1])
 
 
 class Model(nn.Module):

@@ -69,6 +69,10 @@ def twice(gradient: Tensor) -> Tensor:
     return 2.0 * gradient
 
 
+def doubled_input(module: nn.Module, given: Any, out: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    return (given[0] * 2.0,)
+
+
 def double(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad *= 2.0
@@ -117,7 +121,7 @@ def test_a_dropped_backward_hook_on_a_module(monkeypatch: pytest.MonkeyPatch) ->
         def __init__(self) -> None:
             super().__init__()
             if self.hooks and torch._guards.detect_fake_mode(self.head.weight) is None:
-                self.head.register_full_backward_hook(lambda module, given, out: (given[0] * 2.0,))
+                self.head.register_full_backward_hook(doubled_input)
 
     assert not checked(compile(job(DP, model=Scaled), device="cpu")).ok
     monkeypatch.setattr(Scaled, "hooks", False)
