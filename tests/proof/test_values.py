@@ -486,6 +486,12 @@ READS = {
         changing("total", "total", reads=("loss",)),
         "total reads loss, which holds the sum of the loss; it should hold the norm and the loss of this device",
     ),
+    "a total of one device": (
+        recomputed,
+        1,
+        changing("total", "total", comm=None),
+        "total sums over one device; it should sum over all",
+    ),
     "a total elsewhere": (
         pipeline,
         2,
