@@ -177,7 +177,7 @@ READS = {
         changing("load", "y MB=0", part=MB1),
         "F[PP=2 MB=0] reads batch.y@2,3[MB=0], which holds field y on MB=1; it should hold field y on MB=0",
     ),
-    "a microbatch that nobody has": (
+    "a microbatch that does not exist": (
         weighted,
         2,
         changing("load", "y MB=0", part=(("MB", 2),)),
@@ -367,13 +367,13 @@ READS = {
         changing("send", "out0[MB=0]", comm="0,1:reduce"),
         "sends over 0,1:reduce, which joins no pairs",
     ),
-    "rows counted for nobody": (
+    "rows counted for a chunk without experts": (
         experts,
         0,
         changing("counts", "PP=0 EP=0 route MB=0", arg="PP=0"),
         "counts the rows of PP=0, which has no divided experts here",
     ),
-    "rows moved for nobody": (
+    "rows moved for a chunk without experts": (
         experts,
         0,
         changing("exchange", "F[PP=0 EP=0 route MB=0]", arg="out PP=0"),
