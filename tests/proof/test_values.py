@@ -77,7 +77,7 @@ of PP=0 on MB=1
 
 
 GRAD = "PP=1/0.grad"
-READS = {
+READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "an accumulation done twice": (
         pipeline,
         2,
