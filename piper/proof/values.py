@@ -216,7 +216,7 @@ class SymbolicRun:
             found = self.state.writers(value[2])
         ordered = len(chunks) == 1 and self.spec.in_order(chunks[0])
         if found != wanted if ordered else Counter(found) != Counter(wanted):
-            held, should = (", ".join(some) or "nobody" for some in (found, wanted))
+            held, should = (", ".join(some) or "nothing" for some in (found, wanted))
             self.left_behind(program, slot, f"what {held} wrote", f"what {should} write")
         copies = len(self.spec.placement[chunks[0]]) > self.spec.degree(chunks[0])
         if copies and (value is None or value[1] != "first"):

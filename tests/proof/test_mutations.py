@@ -44,11 +44,13 @@ def examine(name: str, kinds: list[str], seed: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.timeout(180)  # it compiles every program: about 10 s on an idle machine
 def test_the_plans_themselves_are_accepted() -> None:
     for name in PROGRAMS:
         assert verdict(name, program_of(name).plans) == "accepted"
 
 
+@pytest.mark.timeout(180)
 def test_edited_plans_are_refused_or_give_the_same_numbers() -> None:
     found: Counter[str] = Counter()
     kinds = [*KINDS]

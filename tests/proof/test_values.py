@@ -77,7 +77,7 @@ of PP=0 on MB=1
 
 
 GRAD = "PP=1/0.grad"
-READS = {
+READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "an accumulation done twice": (
         pipeline,
         2,
@@ -177,7 +177,7 @@ READS = {
         changing("load", "y MB=0", part=MB1),
         "F[PP=2 MB=0] reads batch.y@2,3[MB=0], which holds field y on MB=1; it should hold field y on MB=0",
     ),
-    "a microbatch that nobody has": (
+    "a microbatch that does not exist": (
         weighted,
         2,
         changing("load", "y MB=0", part=(("MB", 2),)),
@@ -367,13 +367,13 @@ READS = {
         changing("send", "out0[MB=0]", comm="0,1:reduce"),
         "sends over 0,1:reduce, which joins no pairs",
     ),
-    "rows counted for nobody": (
+    "rows counted for a chunk without experts": (
         experts,
         0,
         changing("counts", "PP=0 EP=0 route MB=0", arg="PP=0"),
         "counts the rows of PP=0, which has no divided experts here",
     ),
-    "rows moved for nobody": (
+    "rows moved for a chunk without experts": (
         experts,
         0,
         changing("exchange", "F[PP=0 EP=0 route MB=0]", arg="out PP=0"),
@@ -485,6 +485,12 @@ READS = {
         2,
         changing("total", "total", reads=("loss",)),
         "total reads loss, which holds the sum of the loss; it should hold the norm and the loss of this device",
+    ),
+    "a total of one device": (
+        recomputed,
+        1,
+        changing("total", "total", comm=None),
+        "total sums over one device; it should sum over all",
     ),
     "a total elsewhere": (
         pipeline,
