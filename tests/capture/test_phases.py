@@ -258,6 +258,7 @@ class Weights(nn.Module):
 
 def test_copies_of_weights_are_not_saved() -> None:
     chunk = check(Weights, zoo.regression, zoo.vectors(4, 0), "fp32").outline.chunks[0]
+    assert chunk.saved
     assert all(spec.shape[0] == 4 for spec in chunk.saved)  # rows of activations, and no [16, 16]
 
 

@@ -17,6 +17,7 @@ from piper.lower.lower import lower
 from piper.lower.work import Settings, Work
 from piper.plan.check import prove
 from piper.plan.plan import Bucket, Plans
+from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, pp
 
 WHOLE = 8 * 8 * 4  # bytes of a stage's one matrix
 
@@ -104,6 +105,37 @@ def test_an_order_before_a_split_holds_for_each_part() -> None:
     assert computes(after) == "F0 B0 F1 B1"
     before, _ = lowered(chain(1), split(at(), parts=2), forward_first)
     assert computes(before) == "F0 F1 B0 B1"
+
+
+def test_of_two_that_could_run_the_one_with_more_behind_it_goes_first() -> None:
+    """What follows PP=1 also runs on another device; PP=0 is only needed at the end."""
+    d = Drawing()
+    short = d.chunk("PP=0", pp(0), [X], [d.param("a")], [HIDDEN])
+    first = d.chunk("PP=1", pp(1), [X], [d.param("b")], [HIDDEN])
+    long = d.chunk("PP=2", pp(2), [first], [d.param("c")], [HIDDEN])
+    last = d.chunk("PP=3", pp(3), [short, long, Y], [d.param("d")], [SCALAR])
+    plans, _ = lowered(d.outline(last), place(at(), [0]), place(at(PP=2), [1]))
+    forwards = [ins.node for ins in plans.of(0).instrs if ins.arg.startswith("F ")]
+    assert forwards == ["F[PP=1]", "F[PP=0]", "F[PP=3]"]
+
+
+def test_a_region_that_writes_buffers_sees_the_parts_one_after_another() -> None:
+    graph = apply(start(normed()), [split(at(), parts=3)])
+    _, work = lower(graph, Settings(), fitted(graph))
+    writes = next(chunk.name for chunk in work.graph.outline.chunks if chunk.mutated)
+    edges = [(first, then) for first, then, by in work.temporal if by < 0]
+    for part in range(2):
+        assert (f"F[{writes} MB={part}]", f"F[{writes} MB={part + 1}]") in edges
+
+
+def test_a_half_with_nothing_to_do_is_dropped() -> None:
+    outline = chain(2, width=8)
+    first, last = outline.chunks
+    phases = {phase: replace(spec, grad_params=()) for phase, spec in last.phases.items()}
+    halves = order([[at(PP=1, PASS="BI")], [at(PP=1, PASS="BW")]])
+    plans, _ = lowered(replace(outline, chunks=(first, replace(last, phases=phases))), halves)
+    backward = [ins.node for ins in plans.of(0).instrs if ins.arg.startswith("B")]
+    assert backward == ["BI[PP=1]", "B[PP=0]"]
 
 
 def test_the_error_of_a_place_names_the_place_and_not_the_remat_after_it() -> None:

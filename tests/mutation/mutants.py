@@ -18,7 +18,7 @@ class Mutant:
     """One edit of one file, and the tests that should fail with it."""
 
     id: str
-    file: str  # from the root: "piper/plan/check.py"
+    file: str  # from the root: "piper/plan/check.py"; one that has moved is found by `old`
     old: str  # what is replaced; it stands in the file once, unless `nth` says which one is meant
     new: str
     tests: tuple[str, ...]  # tried first: files, or single tests of a file, as pytest takes them
@@ -52,6 +52,18 @@ def mutated(text: str, mutant: Mutant) -> str:
     for _ in range(wanted):
         place = text.index(mutant.old, place + 1)
     return text[:place] + mutant.new + text[place + len(mutant.old) :]
+
+
+def source_of(mutant: Mutant, root: Path = ROOT) -> Path:
+    """Return the file that a mutant changes: the one it names, or the only other one that has its text."""
+    named = root / mutant.file
+    if named.exists() and mutant.old in named.read_text(encoding="utf-8"):
+        return named
+    sources = sorted((root / "piper").rglob("*.py"))
+    found = [path for path in sources if mutant.old in path.read_text(encoding="utf-8")]
+    if len(found) != 1:
+        raise StaleError(f"{mutant.id}: {mutant.file} and {len(found)} other files have {mutant.old!r}")
+    return found[0]
 
 
 def missing_tests(mutant: Mutant, root: Path = ROOT) -> list[str]:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from tests.mutation.mutants import ROOT, Mutant, load_mutants, mutated
+from tests.mutation.mutants import ROOT, Mutant, load_mutants, mutated, source_of
 
 PRELOADED = (  # what most tests import anyway; nothing of piper, of which every mutant needs its own
     "torch",
@@ -102,7 +102,7 @@ class Edit:
     """A mutant's edit in one copy of the tree, which can be taken back."""
 
     def __init__(self, mutant: Mutant, tree: Path) -> None:
-        self.path = tree / mutant.file
+        self.path = source_of(mutant, tree)
         self.text = self.path.read_text(encoding="utf-8")
         self.time = self.path.stat().st_mtime_ns
         cached = self.path.parent.glob(f"__pycache__/{self.path.stem}.*.pyc")

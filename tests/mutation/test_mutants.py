@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import ROOT, Mutant, StaleError, load_mutants, missing_tests, mutated
+from tests.mutation.mutants import Mutant, StaleError, load_mutants, missing_tests, mutated, source_of
 from tests.mutation.run import Edit, Verdict, chosen, told
 
 MUTANTS = load_mutants()
@@ -25,8 +25,8 @@ def entry(old: str = "x", new: str = "y", *, nth: int | None = None, tests: tupl
 def test_every_mutant_can_be_made() -> None:
     stale = []
     for mutant in MUTANTS:
-        text = (ROOT / mutant.file).read_text(encoding="utf-8")
         try:
+            text = source_of(mutant).read_text(encoding="utf-8")
             changed = mutated(text, mutant)
         except StaleError as error:
             stale.append(str(error))
@@ -56,6 +56,17 @@ def test_an_edit_is_made_where_it_is_meant() -> None:
     for text, nth in (("a b", None), ("x x", None), ("x", 2)):
         with pytest.raises(StaleError):
             mutated(text, entry(nth=nth))
+
+
+def test_a_file_that_has_moved_is_found_by_its_text(tmp_path: Path) -> None:
+    moved = tmp_path / "piper" / "two" / "one.py"
+    moved.parent.mkdir(parents=True)
+    moved.write_text("a x b")
+    assert source_of(entry("a x"), tmp_path) == moved
+    (moved.parent / "copy.py").write_text("a x b")
+    for old in ("a x", "nowhere"):
+        with pytest.raises(StaleError):
+            source_of(entry(old), tmp_path)
 
 
 def test_an_edit_is_taken_back_with_its_bytecode(tmp_path: Path) -> None:

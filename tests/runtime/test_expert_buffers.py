@@ -94,6 +94,7 @@ def test_processes_give_the_whole_too() -> None:
         wanted = run.state_dict()
     with launch_local(program) as crew:
         found = crew.state_dict()
+    assert found.keys() == wanted.keys() and wanted
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 

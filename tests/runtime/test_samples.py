@@ -8,7 +8,6 @@ import piper
 from piper.api import compile
 from piper.ir.chunk import Tags
 from piper.job import Job
-from piper.launchers.excerpt import joined
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.compute import slices
@@ -78,10 +77,6 @@ def test_without_parts_neighbouring_cells_are_one_range(
     samples: int, position: int, count: int, wanted: Spans
 ) -> None:
     assert slices(plans(6), samples, position, count, ()) == wanted
-
-
-def test_ranges_are_joined_only_where_they_touch() -> None:
-    assert joined([(4, 6), (0, 2), (2, 3), (8, 9), (5, 7)]) == [(0, 3), (4, 7), (8, 9)]
 
 
 class Ramp(nn.Module):

@@ -11,7 +11,7 @@ from piper.train.interrupt import interrupts
 def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     heard: list[str] = []
-    with interrupts(lambda: heard.append("asked")) as stopping:
+    with interrupts(lambda *_: heard.append("asked")) as stopping:
         assert not stopping()
         signal.raise_signal(number)
         assert stopping() and heard == ["asked"]
