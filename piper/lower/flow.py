@@ -93,11 +93,12 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
         if any(piece.name in wanted for piece in bucket.pieces):
             yield param_slot(bucket)
     sizes = {buffer.name: buffer.nbytes for buffer in flow.graph.outline.buffers}
-    ways = (
-        flow.homes[chunk.name].policy.ways if chunk.kind == "expert" else 1
-    )  # each device has its experts' part
+    home = flow.homes[chunk.name]
     for name in spec.buffers:
-        flow.residents[buffer_slot(name)] = Slot(nbytes=sizes[name] // ways)
+        sharding = home.policy.sharding(name)
+        placed = home.devices if sharding.ways > 1 else ()
+        held = Slot(nbytes=sizes[name] // sharding.ways, sharding=sharding, placed=placed)
+        flow.residents[buffer_slot(name)] = held
         yield buffer_slot(name)
 
 
