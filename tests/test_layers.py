@@ -69,7 +69,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "experts", "capture", "torch"},
     "job": {"errors", "ir", "directives", "torch"},
     "checkpoint": {"ids", "errors", "devices", "ir", "plan", "torch"},
-    "runtime": {"ids", "errors", "ir", "plan", "torch"},  # ir: what each phase of a chunk reads and writes
+    "runtime": {
+        "devices",
+        "ids",
+        "errors",
+        "ir",
+        "plan",
+        "torch",
+    },  # ir: what each phase of a chunk reads and writes
     "launchers": {
         "ids",
         "checkpoint",
