@@ -15,7 +15,7 @@ from piper.fields import BadLineError, name, pairs, quoted, show_pairs
 Tags = tuple[tuple[str, int], ...]  # (("PP", 0), ("EP", 2)): the annotations around a region, outermost first
 Phase = Literal["F", "B", "BI", "BW"]  # forward; backward, whole or as input gradients and weight gradients
 PHASES: tuple[Phase, ...] = get_args(Phase)
-AGAIN = "R"  # stands for the F of a forward that runs a second time
+AGAIN: Final = "R"  # stands for the F of a forward that runs a second time
 
 SlotKind = Literal[
     "output",  # of a chunk

@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"ids", "errors", "devices", "ir", "plan", "torch"},
     "runtime": {
+        "devices",
         "usercode",
         "ids",
         "errors",

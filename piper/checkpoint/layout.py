@@ -29,13 +29,12 @@ def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
 
 def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
     """What lies between two elements of a bucket, parameter by parameter; padding is nothing."""
-    part = bucket.devices.index(device) % bucket.ways  # which of the divided experts
     found = []
     for piece in bucket.pieces:
-        first, last = max(piece.offset, low), min(piece.offset + piece.numel, high)
-        if first < last:
-            start = part * piece.numel + first - piece.offset
-            found.append(Span(name=piece.name, start=start, at=first, length=last - first))
+        part = piece.sharding.part(bucket.devices, device)
+        first, last = max(0, low - piece.offset), min(piece.numel, high - piece.offset)
+        for start, at, length in piece.sharding.runs(piece.shape, part, first, last):
+            found.append(Span(name=piece.name, start=start, at=piece.offset + at, length=length))
     return found
 
 

@@ -7,7 +7,7 @@ of data parallelism. Data edges are not stored but derived from the chunks, so n
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from piper.devices import Devices
+from piper.devices import WHOLE, Devices, Sharding
 from piper.ir.chunk import Chunk, Outline, Output, Phase, Tags
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
@@ -30,8 +30,13 @@ class Policy:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     ways: int = 1  # how many devices divide the experts among them
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)  # of parameters and buffers, by name
     exchange_stream: str = "exchange"
     origin: int | None = None  # the directive that said so
+
+    def sharding(self, name: str) -> Sharding:
+        """How a parameter or a buffer is divided."""
+        return self.shardings.get(name, WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

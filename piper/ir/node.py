@@ -5,9 +5,10 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from piper.devices import Devices, show
-from piper.ids import Pass, Phase, SlotId, Tags, show_part
+from piper.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
 
 COMPUTE_STREAM = "compute"
 
@@ -29,8 +30,8 @@ class Compute:
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        name = compute_name(self.chunk, self.phase, self.part)
-        object.__setattr__(self, "name", f"R{name[1:]}" if self.again else name)
+        name = compute_name(self.chunk, AGAIN if self.again else self.phase, self.part)
+        object.__setattr__(self, "name", name)
 
     @property
     def run(self) -> Pass:
@@ -38,7 +39,7 @@ class Compute:
         return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
 
-def compute_name(chunk: str, phase: Phase, part: Tags) -> str:
+def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
     """The name of a compute node, known without having the node. One that runs again has an R for its F."""
     return f"{phase}[{chunk}{show_part(part)}]"
 

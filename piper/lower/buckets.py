@@ -49,7 +49,7 @@ def make_buckets(work: Work) -> Work:
             made[bucket.name] = bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
-            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], graph, made)
+            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
     by_chunk: dict[str, list[str]] = {chunk.name: [] for chunk in graph.outline.chunks}
@@ -98,35 +98,33 @@ def trained(outline: Outline) -> Iterator[Parameter]:
         yield replace(param, trainable=param.trainable and param.name in reached)
 
 
-def local_shape(chunk: Chunk, param: Parameter, ways: int) -> tuple[int, ...]:
-    """What one device holds of a parameter: its own experts, where they are divided."""
-    if chunk.kind == "expert" and ways > 1 and param.shape and param.shape[0] == chunk.experts:
-        return (param.shape[0] // ways, *param.shape[1:])
-    return param.shape
-
-
 def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iterator[Bucket]:
     """A chunk's own parameters in buckets of at most `bucket_mb`, alike in type and in who holds what."""
     kinds: dict[tuple[str, bool, int], list[Parameter]] = {}
     for param in params:
-        divided = local_shape(chunk, param, home.policy.ways) != param.shape
-        key = (param.dtype, param.trainable, home.policy.ways if divided else 1)
+        key = (param.dtype, param.trainable, home.policy.sharding(param.name).ways)
         kinds.setdefault(key, []).append(param)
     limit = home.policy.bucket_mb
     number = 0
-    for (dtype, trainable, ways), members in kinds.items():
+    for (dtype, trainable, _), members in kinds.items():
         pieces: list[Piece] = []
         filled = 0
         for param in members:
-            piece = Piece(name=param.name, shape=local_shape(chunk, param, ways), offset=filled)
+            piece = piece_of(param, home, filled)
             if pieces and limit is not None and (filled + piece.numel) * itemsize(dtype) > limit * MEGABYTE:
-                yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
+                yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable)
                 number, pieces, filled = number + 1, [], 0
                 piece = replace(piece, offset=0)
             pieces.append(piece)
             filled += piece.numel
-        yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, ways)
+        yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable)
         number += 1
+
+
+def piece_of(param: Parameter, home: Home, offset: int) -> Piece:
+    """What one device holds of a parameter."""
+    sharding = home.policy.sharding(param.name)
+    return Piece(name=param.name, shape=sharding.local(param.shape), offset=offset, sharding=sharding)
 
 
 def itemsize(dtype: str) -> int:
@@ -136,10 +134,10 @@ def itemsize(dtype: str) -> int:
 
 
 def bucket_for(
-    name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool, ways: int
+    name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool
 ) -> Bucket:
     """A bucket that lives on the homes' devices: the same set for each of them."""
-    home = homes[0]
+    home, ways = homes[0], pieces[0].sharding.ways
     groups = columns(groups_of(home.devices, ways)) if ways > 1 else (home.devices,)
     zero = min(h.policy.zero for h in homes) if len(groups[0]) > 1 else 0
     return Bucket(
@@ -151,7 +149,6 @@ def bucket_for(
         dtype=dtype,
         itemsize=itemsize(dtype),
         zero=zero,
-        ways=ways,
         trainable=trainable,
         copies=1 if zero else len(groups[0]),
         reduce_stream=home.policy.reduce_stream,
@@ -161,7 +158,7 @@ def bucket_for(
 
 
 def tied_buckets(
-    param: Parameter, homes: list[Home], graph: Graph, taken: Collection[str]
+    param: Parameter, homes: list[Home], taken: Collection[str]
 ) -> tuple[list[Bucket], list[str]]:
     """Buckets for a parameter that several chunks use: one per set of devices, or one over them all."""
     named = param.name
@@ -170,20 +167,18 @@ def tied_buckets(
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)
-    shapes = {home.chunk: local_shape(graph.chunks[home.chunk], param, home.policy.ways) for home in homes}
-    divided = {home.chunk: home.policy.ways if shapes[home.chunk] != param.shape else 1 for home in homes}
-    if len(set(divided.values())) > 1 or (len(by_set) > 1 and divided[homes[0].chunk] > 1):
+    divided = {home.chunk: home.policy.sharding(param.name) for home in homes}
+    if len(set(divided.values())) > 1 or (len(by_set) > 1 and divided[homes[0].chunk].ways > 1):
         raise ScheduleError(
             f"the tied experts {param.name} are not divided alike",
-            by=next(home.by for home in homes if divided[home.chunk] > 1),
-            facts={home.chunk: f"on {show(home.devices)}, ways {divided[home.chunk]}" for home in homes},
+            by=next(home.by for home in homes if divided[home.chunk].ways > 1),
+            facts={home.chunk: f"on {show(home.devices)}, ways {divided[home.chunk].ways}" for home in homes},
             hint="shard the regions that share experts alike, on the same devices",
         )
-    degree, shape = divided[homes[0].chunk], shapes[homes[0].chunk]
-    piece = Piece(name=param.name, shape=shape, offset=0)
+    piece = piece_of(param, homes[0], 0)
 
     def bucket(name: str, members: Iterable[Home]) -> Bucket:
-        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, degree)
+        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable)
 
     if len(by_set) == 1:
         return [bucket(named, homes)], []

@@ -101,10 +101,13 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
 
 
 def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
-    """Let a buffer live on the chunk's devices; where experts are divided, each holds its experts' part."""
-    ways = flow.homes[chunk.name].policy.ways if chunk.kind == "expert" else 1
+    """Let a buffer live on the chunk's devices; where it is divided, each holds its own part."""
+    home = flow.homes[chunk.name]
+    sharding = home.policy.sharding(name)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
-    flow.residents[buffer_slot(name)] = Slot(nbytes=size // ways)
+    placed = home.devices if sharding.ways > 1 else ()
+    held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)
+    flow.residents[buffer_slot(name)] = held
 
 
 def backward(flow: Flow, chunk: Chunk) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from piper.devices import Devices
+from piper.devices import WHOLE, Devices, Sharding
 from piper.ids import SlotId
 from piper.plan.instr import Instr
 
@@ -15,6 +15,8 @@ class Slot:
     nbytes: int
     shares: tuple[tuple[SlotId, int], ...] = ()  # (storage, bytes): live until all who share it are freed
     dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
+    sharding: Sharding = WHOLE  # of what outlives a step: how it is divided
+    placed: Devices = ()  # and, where it is, over which devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     offset: int  # in elements, from the start of the bucket
+    sharding: Sharding = WHOLE  # `shape` is that of one part
 
     @property
     def numel(self) -> int:
@@ -57,13 +60,17 @@ class Bucket:
     dtype: str
     itemsize: int
     zero: int = 0
-    ways: int = 1  # experts: device i of the set holds the (i mod ways)-th part of each piece
     trainable: bool = True
     copies: int = 1  # how many devices hold each element of the gradient that is clipped and applied
     siblings: tuple[str, ...] = ()  # the other buckets of a tied parameter
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     origin: tuple[int, ...] = ()  # the directives that made it so
+
+    @property
+    def ways(self) -> int:
+        """Into how many parts its pieces are divided: device i of the set holds part i mod ways of each."""
+        return self.pieces[0].sharding.ways
 
     @property
     def group_size(self) -> int:

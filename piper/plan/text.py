@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
-from piper.devices import Devices, parse, show
+from piper.devices import WHOLE, Devices, Sharding, parse, show
 from piper.errors import ConfigError
 from piper.fields import (
     AND,
@@ -74,14 +74,15 @@ def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
     held = [f"nbytes={slot.nbytes}"]
     if slot.shares:
         held.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
-    return line(kind, slot_id, [*held, *(["dynamic=1"] if slot.dynamic else [])])
+    held += ["dynamic=1"] if slot.dynamic else []
+    if slot.sharding.ways > 1:
+        held += [f"sharding={slot.sharding.axis}/{slot.sharding.ways}", f"placed={show(slot.placed)}"]
+    return line(kind, slot_id, held)
 
 
 def show_bucket(bucket: Bucket) -> str:
     """One bucket: its parameters and how they live."""
-    pieces = AND.join(
-        f"{shown(p.name)} {'x'.join(map(str, p.shape)) or '-'} {p.offset}" for p in bucket.pieces
-    )
+    pieces = AND.join(f"{shown(p.name)} {show_shape(p)} {p.offset}" for p in bucket.pieces)
     said = [
         f"devices={show(bucket.devices)}",
         f"groups={AND.join(map(show, bucket.groups))}",
@@ -89,7 +90,6 @@ def show_bucket(bucket: Bucket) -> str:
         f"dtype={bucket.dtype}",
         f"itemsize={bucket.itemsize}",
         f"zero={bucket.zero}",
-        f"ways={bucket.ways}",
         f"trainable={int(bucket.trainable)}",
         f"copies={bucket.copies}",
         f"siblings={show_names(bucket.siblings)}",
@@ -99,6 +99,31 @@ def show_bucket(bucket: Bucket) -> str:
         f"pieces={pieces}",
     ]
     return line("bucket", shown(bucket.name), said)
+
+
+def show_shape(piece: Piece) -> str:
+    """Write the shape of a piece: `4x8`; where two devices divide its first dimension, `4*2x8`."""
+    sizes = [str(size) for size in piece.shape]
+    if piece.sharding.ways > 1:
+        sizes[piece.sharding.axis] += f"*{piece.sharding.ways}"
+    return "x".join(sizes) or "-"
+
+
+def read_shape(text: str) -> tuple[tuple[int, ...], Sharding]:
+    """Read what `show_shape` wrote."""
+    sizes, sharding = [], WHOLE
+    for axis, size in enumerate(text.split("x") if text != "-" else ()):
+        local, _, ways = size.partition("*")
+        sizes.append(int(local))
+        if ways:
+            sharding = Sharding(axis=axis, ways=int(ways))
+    return tuple(sizes), sharding
+
+
+def read_sharding(text: str) -> Sharding:
+    """Read how a slot is divided."""
+    axis, _, ways = text.partition("/")
+    return Sharding(axis=int(axis), ways=int(ways))
 
 
 def show_instr(ins: Instr) -> str:
@@ -152,8 +177,8 @@ def read_pieces(text: str) -> tuple[Piece, ...]:
     pieces = []
     for piece in text.split(AND) if text else ():
         called, shape, offset = piece.rsplit(" ", 2)
-        sizes = () if shape == "-" else tuple(int(size) for size in shape.split("x"))
-        pieces.append(Piece(name=name(called), shape=sizes, offset=int(offset)))
+        sizes, sharding = read_shape(shape)
+        pieces.append(Piece(name=name(called), shape=sizes, offset=int(offset), sharding=sharding))
     return tuple(pieces)
 
 
@@ -177,7 +202,7 @@ INSTR: Readers = {
     "bucket": name,
     "chunk": name,
 }
-SLOT: Readers = {"nbytes": int, "dynamic": flag}
+SLOT: Readers = {"nbytes": int, "dynamic": flag, "sharding": read_sharding, "placed": parse}
 COMM: Readers = {"kind": str, "groups": read_groups}
 BUCKET: Readers = {
     "devices": parse,
@@ -186,7 +211,6 @@ BUCKET: Readers = {
     "dtype": str,
     "itemsize": int,
     "zero": int,
-    "ways": int,
     "trainable": flag,
     "copies": int,
     "siblings": names,

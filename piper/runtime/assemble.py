@@ -19,16 +19,18 @@ def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tenso
         for piece in bucket.pieces:
             if piece.name not in found:
                 parts = [cut(flat, piece) for flat in flats]
-                found[piece.name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+                found[piece.name] = torch.cat(parts, piece.sharding.axis) if len(parts) > 1 else parts[0]
     return found
 
 
 def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
     """A buffer in full, from what devices hold of it; of copies, the first."""
     parts: dict[int, Tensor] = {}
+    axis = 0
     for share, value in held:
         parts.setdefault(share.part, value)
-    return torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
+        axis = share.axis
+    return torch.cat([parts[part] for part in sorted(parts)], axis) if len(parts) > 1 else parts[0]
 
 
 def whole_buffers(answers: Iterable[Mapping[str, tuple[Share, Tensor]]]) -> dict[str, Tensor]:

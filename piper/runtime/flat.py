@@ -24,7 +24,7 @@ class Layout:
     def __init__(self, bucket: Bucket, device: int) -> None:
         self.bucket = bucket
         self.position = bucket.devices.index(device)
-        self.part = self.position % bucket.ways  # which of the divided experts
+        self.part = self.position % bucket.ways  # which part of what is divided
         group = next(group for group in bucket.groups if device in group)
         self.rank = group.index(device)
         self.sharded = bucket.zero > 0
@@ -79,7 +79,5 @@ class Layout:
 
     def local(self, value: Tensor, index: int) -> Tensor:
         """What this device holds of a full parameter: its own experts, where they are divided."""
-        if self.bucket.ways == 1:
-            return value
-        rows = self.shapes[index][0]
-        return value.narrow(0, self.part * rows, rows)
+        sharding = self.bucket.pieces[index].sharding
+        return value.chunk(sharding.ways, sharding.axis)[self.part] if sharding.ways > 1 else value

@@ -49,7 +49,7 @@ class State:
 
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
         self.setup = setup
-        self.shares = buffer_shares(setup.plans, {b.name: b.nbytes for b in setup.outline.buffers}, device)
+        self.shares = buffer_shares(setup.plans, device)
         self.holdings = {
             bucket.name: Holding(bucket, device, initial, setup)
             for bucket in setup.plans.buckets.values()
@@ -95,7 +95,7 @@ class State:
         if slot.kind == "buffer":
             share, value = self.shares[slot.owner], initial(slot.owner)
             if share.ways > 1:
-                value = value.chunk(share.ways)[share.part]
+                value = value.chunk(share.ways, share.axis)[share.part]
             dtype = self.setup.dtype if value.is_floating_point() else value.dtype
             return value.to(self.setup.device, dtype, copy=True)
         if slot.kind == "constant":
