@@ -6,11 +6,12 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 SUITE ?= tests
 
-.PHONY: help setup test matrix ray demo lint format bench gallery pictures
+.PHONY: help setup test mutate matrix ray demo lint format bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
 	@echo "make test     the tests (no GPU, network or Ray); make matrix: every composition of strategies"
+	@echo "make mutate   do the tests notice? They run against small edits of piper/; MUTATE=--help says how to choose"
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
@@ -31,6 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+mutate: setup
+	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutation.run --summary build/mutation.json $(MUTATE)
 
 matrix: setup
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(SUITE)

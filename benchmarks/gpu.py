@@ -133,7 +133,7 @@ def fused_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 def job_of(config: decoder.Config, batch: Batch, strategy: Sequence[piper.Directive]) -> piper.Job:
     return piper.Job(
         model=lambda: decoder.Decoder(config),
-        loss=decoder.loss,
+        loss=decoder.token_loss,
         data=lambda: [batch],
         strategy=strategy,
         optimizer=fused_adamw,

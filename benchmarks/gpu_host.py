@@ -41,7 +41,7 @@ def job_of(config: decoder.Config, zero: int, length: int) -> piper.Job:
     homes = [[*range(stage * REPLICAS, (stage + 1) * REPLICAS)] for stage in range(STAGES)]
     return piper.Job(
         model=lambda: decoder.Decoder(config),
-        loss=decoder.loss,
+        loss=decoder.token_loss,
         data=lambda: itertools.repeat(batch),
         strategy=[
             *(piper.replicate(piper.at(PP=stage), home, zero=zero) for stage, home in enumerate(homes)),

@@ -136,7 +136,7 @@ def job_of(sizes: Sizes) -> tuple[piper.Job, dict[str, Tensor]]:
     ]
     job = piper.Job(
         model=lambda: moe.MoEDecoder(config),
-        loss=moe.loss,
+        loss=moe.token_loss,
         data=lambda: [batch],
         strategy=strategy,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),

@@ -166,7 +166,7 @@ def ours(name: str) -> piper.Job:
             ]
     return piper.Job(
         model=lambda: decoder.Decoder(replace(CONFIG, stages=stages)),
-        loss=decoder.loss,
+        loss=decoder.token_loss,
         data=lambda: [batch()],
         strategy=strategy,
         optimizer=adamw,

@@ -89,7 +89,7 @@ def program_of(strategy: list[Directive]) -> Program:
     """The small model under a strategy."""
     job = piper.Job(
         model=lambda: decoder.Decoder(CONFIG),
-        loss=decoder.loss,
+        loss=decoder.token_loss,
         data=batches,
         strategy=strategy,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),

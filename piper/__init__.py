@@ -26,6 +26,7 @@ from piper.job import Checkpoint as Checkpoint
 from piper.job import Job as Job
 
 if TYPE_CHECKING:
+    from piper import losses as losses
     from piper.api import compile as compile
     from piper.capture.annotate import annotate as annotate
     from piper.capture.annotate import annotate_modules as annotate_modules
@@ -47,11 +48,13 @@ NEEDS_TORCH = {
 }
 
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
-_OTHERS = ("Checkpoint", "Directive", "Job", "at", "schedules")
+_OTHERS = ("Checkpoint", "Directive", "Job", "at", "losses", "schedules")
 __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 
 def __getattr__(name: str) -> object:
+    if name == "losses":
+        return import_module("piper.losses")
     if name in NEEDS_TORCH:
         return getattr(import_module(NEEDS_TORCH[name]), name)
     raise AttributeError(f"module 'piper' has no attribute {name!r}")

@@ -1,7 +1,12 @@
 """From a job to a proven program: capture, directives, lowering, proof."""
 
+import atexit
 import math
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,23 +15,24 @@ from torch import Tensor
 from piper.capture.cache import CACHE, Cache
 from piper.capture.differentiate import Captured, differentiate
 from piper.capture.trace import Traced, divided, trace
-from piper.devices import show
+from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
-from piper.errors import ConfigError, ScheduleError
+from piper.errors import CaptureError, ConfigError, ScheduleError
 from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
-from piper.lower.expert_buffers import check_expert_buffers
+from piper.lower.buckets import make_buckets
 from piper.lower.lower import lower
-from piper.lower.settle import parts_of, settle
-from piper.lower.work import Settings, Work
-from piper.plan.check import prove
-from piper.plan.plan import Plans
+from piper.lower.settle import parts_of
+from piper.lower.work import Completed, Settings, Work
+from piper.plan.plan import Bucket, Piece, Plans
 from piper.probe import Probe, probe_optimizer
 from piper.runtime.setup import device_kind, device_of
+from piper.runtime.trainers import empty_optimizer, try_scheduler
+from piper.usercode import defined_at, named
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
@@ -41,6 +47,7 @@ class Program:
     work: Work
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
+    warnings: tuple[str, ...] = ()  # what may not be meant, for people
 
     @property
     def outline(self) -> Outline:
@@ -84,9 +91,11 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     settings = Settings(
         samples=samples,
         clip=job.clip_norm is not None,
-        state_bytes=0,
+        state_bytes=0,  # known when the optimizer has been tried
         master_bytes=MASTER_BYTES[job.precision],
     )
+    codes: dict[int, Captured] = {}
+    kept = usable_cache(Path(cache)) if compile else None
 
     def recorded_at(rows: int) -> Traced:
         return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
@@ -94,24 +103,21 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     def traced_at(rows: int) -> Traced:
         return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
 
-    traced = recorded_at(likely_rows(strategy, samples))
-    graph = apply(start(traced.outline), strategy)
-    requests = requests_of(graph, strategy)
-    if requests:
-        traced = divided(traced, requests)
+    def captured(graph: Graph) -> Completed:
+        probe = probed(job, graph, settings)
+        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+        outline = outline_by_slice(graph, samples, codes)
+        probe = probed(job, replace(graph, outline=outline), settings, probe)
+        return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
+
+    with placing(job, strategy, batch):
+        traced = recorded_at(likely_rows(strategy, samples))
         graph = apply(start(traced.outline), strategy)
-    settled = settle(
-        Work(graph=graph, settings=settings)
-    ).graph  # what is wrong is said before the costly part
-    probe = probe_optimizer(job.optimizer)
-    check_optimizer(settled, probe)
-    kept = Cache(folder=Path(cache)) if compile else None
-    codes = capture_slices(settled, samples, {traced.rows: traced}, traced_at, kept)
-    outline = outline_by_slice(settled, samples, codes)
-    check_expert_buffers(settled, outline)
-    settings = replace(settings, state_bytes=probe.state_bytes)
-    plans, work = lower(graph, settings, outline)
-    prove(plans)
+        requests = requests_of(graph, strategy)
+        if requests:  # collectives are nodes that directives see
+            traced = divided(traced, requests)
+            graph = apply(start(traced.outline), strategy)
+        plans, work = lower(graph, settings, captured)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
@@ -120,7 +126,54 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         work=work,
         codes=codes,
         device=kind,
+        warnings=uneven_slices(traced, work.graph, samples),
     )
+
+
+def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
+    """Say that the loss is a mean whose slices may count unevenly, where a batch is sliced."""
+    if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
+        return ()
+    return (
+        f"the loss is a mean that divides by a number of the data: {', '.join(traced.means)}. Replicas and "
+        "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
+        "see piper.losses",
+    )
+
+
+def usable_cache(folder: Path) -> Cache:
+    """Return the cache in a folder. One that cannot be written is replaced by one for this process alone."""
+    try:
+        there = folder.expanduser()
+        there.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=there):
+            return Cache(folder=folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        warnings.warn(
+            f"the cache {folder} cannot be written ({error}), so compiled code is not kept for the next run; "
+            "name another folder with compile(job, compile=True, cache=...)",
+            stacklevel=3,
+        )
+        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        return Cache(folder=made)
+
+
+@contextmanager
+def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
+    """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
+    try:
+        yield
+    except CaptureError as error:
+        blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
+        where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
+        fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+        facts = {"batch": fields} if "cannot be captured" in error.what else {}
+        raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
+    except ScheduleError as error:
+        if error.by != "strategy" or not strategy:
+            raise
+        raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
 
 
 def strategy_of(job: Job) -> list[Directive]:
@@ -131,45 +184,21 @@ def strategy_of(job: Job) -> list[Directive]:
 
 
 def first_batch(job: Job) -> Batch:
-    """The first batch of a job's data: its shapes stand for all."""
-    data = job.data()
-    try:
-        batch = next(iter(data), None)
-    except TypeError:
-        raise ConfigError(
-            f"data() returned {type(data).__name__}, which cannot be iterated",
-            by="Job",
-            hint="return the batches: a list, a generator or a DataLoader of dicts of tensors",
-        ) from None
+    """Return the first batch of a job's data: its shapes and types stand for all."""
+    batch = next(batches_of(job.data), None)
     if batch is None:
-        raise ConfigError("data() holds no batch", by="Job", hint="return at least one batch")
-    bad = not isinstance(batch, Mapping) or not batch
-    if bad or not all(isinstance(v, Tensor) and v.dim() for v in batch.values()):
         raise ConfigError(
-            "a batch is not a dict of tensors",
-            by="Job",
-            facts={"got": type(batch).__name__ if bad else describe(batch)},
-            hint='yield batches such as {"tokens": ..., "labels": ...}, whose first axis is the samples',
-        )
-    if len({len(value) for value in batch.values()}) > 1:
-        raise ConfigError(
-            "the fields of a batch disagree on the number of samples",
-            by="Job",
-            facts={name: f"{len(value)} samples" for name, value in batch.items()},
-            hint="the first axis of every field is the samples",
+            "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
         )
     return batch
-
-
-def describe(batch: Mapping[str, object]) -> str:
-    """What a batch holds, field by field."""
-    return ", ".join(f"{name}: {type(value).__name__}" for name, value in batch.items())
 
 
 def likely_rows(strategy: list[Directive], samples: int) -> int:
     """The samples of one slice, if all sets of devices are of one size; a wrong guess costs a trace."""
     sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard | ShardAxis)}
-    shared = math.prod(d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values())
+    shared = math.prod(
+        d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values()
+    )
     sizes = {max(1, size // shared) for size in sizes}
     parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
     return max(1, samples // max(1, max(sizes, default=1) * parts))
@@ -177,7 +206,9 @@ def likely_rows(strategy: list[Directive], samples: int) -> int:
 
 def rows_of(graph: Graph, samples: int) -> dict[str, int]:
     """How many samples each chunk sees at a time."""
-    homes = {node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()}
+    homes = {
+        node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
+    }
     return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
 
 
@@ -210,16 +241,45 @@ def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) 
     return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
 
 
-def check_optimizer(graph: Graph, probe: Probe) -> None:
-    """An optimizer that looks at whole parameters cannot work on shards of them."""
-    if probe.elementwise:
-        return
-    for name, policy in graph.policies.items():
-        home = next(node for node in graph.nodes.values() if node.chunk == name)
-        if policy.zero and len(home.devices) > policy.ways:
-            raise ScheduleError(
-                f"{probe.name} cannot work on sharded parameters",
-                by=graph.directives[policy.origin].title if policy.origin is not None else "strategy",
-                facts={"asked": f"zero={policy.zero} over {show(home.devices)}", "but": probe.why},
-                hint="use zero=0, or an elementwise optimizer such as AdamW or SGD",
-            )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What is known of a job's optimizer, and for which buckets it was found out."""
+
+    probe: Probe
+    buckets: tuple[Bucket, ...]
+
+
+def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = None) -> Probed:
+    """Try a job's optimizer and scheduler on what each device holds, unless that was tried before.
+
+    Before chunks are differentiated, every parameter that asks for a gradient counts as trained; afterwards
+    only those that a backward reaches, which changes buckets where there are others.
+    """
+    buckets = trained_buckets(graph, settings, known=before is not None)
+    if before is not None and before.buckets == buckets:
+        return before
+    sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
+    policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in buckets}
+    made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
+    probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
+    optimizer = empty_optimizer(job.optimizer, buckets) if job.scheduler is not None else None
+    if optimizer is not None and job.scheduler is not None:
+        try_scheduler(job.scheduler, optimizer, job.steps)
+    return Probed(probe=probe, buckets=buckets)
+
+
+def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Bucket, ...]:
+    """Return the buckets that are trained. known: whether chunks say which parameters a backward reaches."""
+    buckets = make_buckets(Work(graph=graph, settings=settings)).buckets.values()
+    if known:
+        return tuple(bucket for bucket in buckets if bucket.trainable)
+    asking = {p.name for p in graph.outline.parameters if p.trainable}
+    found = []
+    for bucket in buckets:
+        pieces: list[Piece] = []
+        for piece in bucket.pieces:
+            if piece.name in asking:
+                pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
+        if pieces:
+            found.append(replace(bucket, pieces=tuple(pieces), trainable=True))
+    return tuple(found)

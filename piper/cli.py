@@ -2,10 +2,11 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+import warnings
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -40,10 +41,24 @@ app.command()(view)
 
 def main() -> None:
     """Run the command line: 0 on success, 1 when the answer is no, 2 on a user error with one message."""
-    try:
-        app()
-    except PiperError as error:
-        fail(str(error))
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        try:
+            app()
+        except PiperError as error:
+            fail(str(error))
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one line for the user, without the line of code that gave it."""
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"warning: {message}")
 
 
 def fail(message: str) -> NoReturn:
@@ -77,11 +92,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
-    from piper.api import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
+
+    job = load_recipe(recipe)
+    from piper.api import compile  # torch is paid for only where it is used
     from piper.report import plan_report, print_plan, write_text
 
-    program = compile(load_recipe(recipe), compile=compiled)
+    program = compile(job, compile=compiled)
     if text is not None:
         write_text(program, text)
     if as_json:
@@ -103,17 +120,19 @@ def check(
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.api import compile
-    from piper.launchers.start import launcher
+    from piper.data.taking import batches_of
+    from piper.launchers.start import check_launcher, launcher
     from piper.recipe import load_recipe
-    from piper.report import check_text
+    from piper.report import check_report, check_text
     from piper.runtime.check import check as compare
 
+    check_launcher(on, "piper check")
     job = replace(load_recipe(recipe), precision="fp64")
     program = compile(job, device=device, compile=compiled)
-    batches = list(islice(job.data(), steps))
+    batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        sys.stdout.write(json.dumps(check_report(report)) + "\n")
     else:
         sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
     sys.exit(SUCCESS if report.ok else NO)

@@ -41,5 +41,7 @@ def strided_groups(devices: Devices, ways: int, stride: int) -> tuple[Devices, .
     """Return the groups of `ways` devices that lie `stride` apart in a set: those along one axis of a grid."""
     block = ways * stride
     return tuple(
-        devices[first + i : first + block : stride] for first in range(0, len(devices), block) for i in range(stride)
+        devices[first + i : first + block : stride]
+        for first in range(0, len(devices), block)
+        for i in range(stride)
     )

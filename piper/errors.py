@@ -1,6 +1,7 @@
 """The errors a user can cause. Our own bugs are assertions instead."""
 
 from collections.abc import Mapping
+from typing import Self
 
 
 def message(by: str, what: str, facts: Mapping[str, str], hint: str) -> str:
@@ -17,6 +18,13 @@ class PiperError(ValueError):
 
     def __init__(self, what: str, *, by: str, facts: Mapping[str, str] | None = None, hint: str) -> None:
         super().__init__(message(by, what, facts or {}, hint))
+        self.what, self.by, self.facts, self.hint = what, by, dict(facts or {}), hint
+
+    def located(self, by: str, facts: Mapping[str, str] | None = None) -> Self:
+        """Return the same error with a better place, and with more facts."""
+        made = self.__class__.__new__(self.__class__)  # a class of ours may be made in another way
+        PiperError.__init__(made, self.what, by=by, facts={**self.facts, **(facts or {})}, hint=self.hint)
+        return made
 
 
 class ScheduleError(PiperError):

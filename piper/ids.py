@@ -15,7 +15,7 @@ from piper.fields import BadLineError, name, pairs, quoted, show_pairs
 Tags = tuple[tuple[str, int], ...]  # (("PP", 0), ("EP", 2)): the annotations around a region, outermost first
 Phase = Literal["F", "B", "BI", "BW"]  # forward; backward, whole or as input gradients and weight gradients
 PHASES: tuple[Phase, ...] = get_args(Phase)
-AGAIN = "R"  # stands for the F of a forward that runs a second time
+AGAIN: Final = "R"  # stands for the F of a forward that runs a second time
 
 SlotKind = Literal[
     "output",  # of a chunk
@@ -43,7 +43,12 @@ SlotKind = Literal[
     "seed",  # the gradient that each microbatch's loss starts from
 ]
 OF_STEP: Final[Collection[SlotKind]] = ("loss", "weight", "norm", "total", "seed")  # these have no owner
-NAMED: Final[Collection[SlotKind]] = ("batch", "buffer", "constant", "place")  # these are named after their kind
+NAMED: Final[Collection[SlotKind]] = (
+    "batch",
+    "buffer",
+    "constant",
+    "place",
+)  # these are named after their kind
 INDEXED: Final[Mapping[SlotKind, str]] = {
     "output": "out",
     "input_gradient": "din",

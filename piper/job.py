@@ -1,5 +1,6 @@
 """A job: what to train, on what data, how, and with which strategy. A recipe returns one."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from piper.directives import Directive
 from piper.directives.base import known_directives
 from piper.errors import ConfigError
+from piper.usercode import calling_line
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
     from torch import Tensor, nn
@@ -16,6 +18,7 @@ if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it im
 
 Batch = Mapping[str, "Tensor"]
 Precision = Literal["fp32", "bf16", "fp64"]
+SEEDS = 2**63  # what every generator takes
 
 
 def adamw(params: "Iterable[Tensor]") -> "Optimizer":
@@ -34,8 +37,15 @@ class Checkpoint:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        need(self.every >= 1, "Checkpoint", f"every={self.every!r}", "save every so many steps, at least 1")
-        need(self.keep >= 1, "Checkpoint", f"keep={self.keep!r}", "keep at least the last checkpoint")
+        folder = f"folder is {type(self.folder).__name__}, not a path"
+        need(isinstance(self.folder, Path | str), "Checkpoint", folder, 'name one: folder="checkpoints"')
+        need(
+            whole(self.every, 1),
+            "Checkpoint",
+            f"every={self.every!r}",
+            "save every so many steps, at least 1",
+        )
+        need(whole(self.keep, 1), "Checkpoint", f"keep={self.keep!r}", "keep at least the last checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +68,13 @@ class Job:
         for name in ("model", "loss", "data", "optimizer"):
             what = f"{name} is {type(getattr(self, name)).__name__}, which cannot be called"
             need(callable(getattr(self, name)), "Job", what, CALLABLES[name])
+        built = f"model is a {type(self.model).__name__} that is built already"
+        need(not is_module(self.model), "Job", built, CALLABLES["model"])
         need(
             self.scheduler is None or callable(self.scheduler),
             "Job",
             "scheduler cannot be called",
-            "give a function",
+            "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)",
         )
         need(
             self.precision in get_args(Precision),
@@ -70,25 +82,39 @@ class Job:
             f"there is no precision {self.precision!r}",
             "precision is one of " + ", ".join(get_args(Precision)),
         )
-        clip = self.clip_norm
+        clip = f"clip_norm={self.clip_norm!r}"
+        need(positive(self.clip_norm), "Job", clip, "clip to a positive norm, or leave it out")
+        need(whole(self.steps, 1), "Job", f"steps={self.steps!r}", "train at least 1 step, a whole number")
+        seed = f"seed={self.seed!r}"
+        need(whole(self.seed, 0) and self.seed < SEEDS, "Job", seed, "choose a whole number from 0")
         need(
-            clip is None or clip > 0, "Job", f"clip_norm={clip!r}", "clip to a positive norm, or leave it out"
-        )
-        need(
-            isinstance(self.steps, int) and self.steps >= 1,
+            self.checkpoint is None or isinstance(self.checkpoint, Checkpoint),
             "Job",
-            f"steps={self.steps!r}",
-            "train at least 1 step",
+            f"checkpoint is {type(self.checkpoint).__name__}, not a Checkpoint",
+            'give a piper.Checkpoint(folder="checkpoints"), or leave it out',
         )
         if not isinstance(self.strategy, Path | str):
-            for number, directive in enumerate(self.strategy):
-                need(
-                    isinstance(directive, Directive),
-                    "Job",
-                    f"strategy[{number}] is {type(directive).__name__}, not a directive",
-                    f"a strategy is a flat list of {', '.join(known_directives())}; "
-                    "add a schedule with +, not inside the list",
-                )
+            check_strategy(self.strategy)
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse a strategy that is not a flat sequence of directives."""
+    kind = type(strategy).__name__
+    need(
+        isinstance(strategy, Sequence),
+        "Job",
+        f"strategy is {kind}, not a list of directives",
+        "put directives in a list, or give the path of a JSON file",
+    )
+    assert isinstance(strategy, Sequence)
+    for number, directive in enumerate(strategy):
+        need(
+            isinstance(directive, Directive),
+            "Job",
+            f"strategy[{number}] is {type(directive).__name__}, not a directive",
+            f"a strategy is a flat list of {', '.join(known_directives())}; "
+            "add a schedule with +, not inside the list",
+        )
 
 
 CALLABLES = {
@@ -99,7 +125,26 @@ CALLABLES = {
 }
 
 
+def is_module(value: object) -> bool:
+    """Return whether a value is a built module, which is callable like a function that builds one."""
+    torch = sys.modules.get("torch")  # there is no module before torch is imported
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def whole(value: object, least: int) -> bool:
+    """Return whether a value is a whole number, from `least` on; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def positive(value: object) -> bool:
+    """Return whether a value is a number above 0, or None."""
+    if value is None:
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def need(holds: bool, by: str, what: str, hint: str) -> None:
-    """Refuse a value, unless it holds."""
+    """Refuse a value of the job unless `holds`, and name the user's line."""
     if not holds:
-        raise ConfigError(what, by=by, hint=hint)
+        line = calling_line()
+        raise ConfigError(what, by=f"{by} ({line})" if line else by, hint=hint)

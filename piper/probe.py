@@ -1,13 +1,43 @@
-"""What an optimizer is like, found out by running it on a few numbers."""
+"""Tries an optimizer on small parameters, held as the job's devices hold them.
 
-from collections.abc import Callable, Iterable
+An optimizer may look at as much as it likes where it sees every parameter whole, as in plain PyTorch. A
+device of a pipeline sees some of the parameters, and under ZeRO flat runs of them. The probe steps the
+optimizer on the whole model in miniature, then on what each device holds of it, and compares.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-SIDE = 4  # of the square that is tried
+from piper.devices import show
+from piper.errors import ConfigError
+from piper.plan.plan import Bucket
+from piper.runtime.standins import (
+    Part,
+    Sizes,
+    View,
+    classes_of,
+    hollow,
+    small_sizes,
+    small_views,
+    view_of,
+    whole_view,
+)
+from piper.runtime.trainers import MakeOptimizer, make_optimizer
+from piper.usercode import named, raised, said
+
+STEPS = 4
+CLOSE = 1e-5  # of how far an element moved
+ROUNDING = 1e-9  # of how far its tensor moved
+RATE = 1e-2  # in place of a rate of 0, under which nothing moves
+FEW = 2**22  # elements: so many can be tried in their true sizes
+MOST = 8  # devices that hold the same parameters, where they are tried in their true sizes
+Options = Mapping[str, object]  # of a group of parameters
+Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,51 +46,302 @@ class Probe:
 
     name: str
     state_bytes: int  # of state for one parameter element
-    elementwise: bool  # it treats every element alike, whatever tensor it sits in
-    why: str = ""  # why not
 
 
-def probe_optimizer(make: Callable[[Iterable[Tensor]], Optimizer]) -> Probe:
-    """Step an optimizer on a whole square and on its two halves: an elementwise one does the same to both."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(SIDE, SIDE), [torch.randn(SIDE, SIDE) for _ in range(2)]
-    whole, optimizer = _stepped(make, [start], [[grad] for grad in grads])
-    name = type(optimizer).__name__
-    state_bytes = _state_bytes(optimizer)
-    half = SIDE * SIDE // 2
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What an optimizer is tried on: the whole model, small."""
+
+    make: MakeOptimizer
+    start: Mapping[str, Tensor]  # every parameter in the model's order
+    gradients: Sequence[Mapping[str, Tensor]]  # for each step, of the parameters that have one
+
+
+class UnlikeError(Exception):
+    """An optimizer that does something else on a device than on the whole model."""
+
+    def __init__(self, why: str, part: Part | None = None) -> None:
+        super().__init__(why)
+        self.why, self.part = why, part
+
+
+def probe_optimizer(
+    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], made_by: Mapping[str, str] | None = None
+) -> Probe:
+    """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
+
+    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
+    made_by: the directive that says how a bucket lives, by the bucket's name.
+    """
+    trained = [bucket for bucket in buckets if bucket.trainable]
+    if not trained:
+        return Probe(name="no optimizer", state_bytes=0)
+    whole = whole_view(sizes)
+    groups = true_groups(make, whole, sizes)
+    small, probe = measured(make, whole, groups, sizes, trained)
+    apart = [  # the others see what plain PyTorch shows
+        (devices, mine)
+        for devices, mine in classes_of(trained)
+        if view_of(devices[0], mine, sizes).parts != whole.parts
+    ]
+    everyone = tuple(sorted({device for bucket in trained for device in bucket.devices}))
+    if not apart and len(everyone) == 1:
+        return probe
+    trial = trial_of(make, small, trained)
+    expected = stepped(trial, whole, groups, seed=0)
+    drawn = unlike(whole, stepped(trial, whole, groups, seed=1), expected) if len(everyone) > 1 else None
+    if drawn is not None:
+        raise ConfigError(
+            f"{probe.name} draws random numbers, and each device would draw its own",
+            by=named("optimizer", make),
+            facts={"devices": show(everyone), "but": f"{drawn.name} is updated in another way each time"},
+            hint="use an optimizer whose step depends on gradients and its own state only",
+        )
+    for devices, mine in apart:
+        try:
+            for device in dict.fromkeys((devices[0], devices[-1])):
+                check_groups(make, view_of(device, mine, sizes), sizes, groups)
+            for view in tried(devices, mine, sizes, small):
+                if view.parts:  # a device that holds padding only has no optimizer
+                    check_steps(trial, view, groups, expected)
+        except UnlikeError as error:
+            raise refused_optimizer(make, probe.name, error, (devices, mine), made_by or {}) from error
+    return probe
+
+
+def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small: Sizes) -> Iterable[View]:
+    """Return what devices hold of parameters of the sizes at which they are tried."""
+    if small is sizes:
+        return [view_of(device, buckets, sizes) for device in devices[:MOST]]
+    return small_views(devices[0], buckets, small)
+
+
+def true_groups(make: MakeOptimizer, view: View, sizes: Sizes) -> Groups | None:
+    """Return the group of each parameter at its true size. None: the function looks at values."""
+    tensors = hollow(view, sizes)
     try:
-        flat, _ = _stepped(
-            make,
-            [start.flatten()[:half], start.flatten()[half:]],
-            [[grad.flatten()[:half], grad.flatten()[half:]] for grad in grads],
-        )
-    except (ValueError, RuntimeError, IndexError) as error:
-        return Probe(
-            name=name, state_bytes=state_bytes, elementwise=False, why=f"it refuses a flat shard: {error}"
-        )
-    alike = torch.allclose(torch.cat(flat), whole[0].flatten(), rtol=1e-5, atol=1e-7)
-    why = "" if alike else "a parameter cut in two is updated in another way than the whole"
-    return Probe(name=name, state_bytes=state_bytes, elementwise=alike, why=why)
+        return groups_of(make_optimizer(make, tensors), view, tensors)
+    except ConfigError as error:
+        if isinstance(error.__cause__, RuntimeError | TypeError):
+            return None  # stand-ins have no values; if it is another error, the small ones show it again
+        raise
 
 
-def _stepped(
-    make: Callable[[Iterable[Tensor]], Optimizer], values: list[Tensor], grads: list[list[Tensor]]
-) -> tuple[list[Tensor], Optimizer]:
-    params = [value.clone().requires_grad_() for value in values]
-    optimizer = make(params)
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return [param.detach() for param in params], optimizer
+def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Groups:
+    """Return the options of the group that each parameter is in."""
+    found: dict[int, Options] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        found |= {id(tensor): options for tensor in group["params"]}
+    return {part.name: found.get(id(tensor)) for part, tensor in zip(view.parts, tensors, strict=True)}
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
-    total = sum(
+def measured(
+    make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[Bucket]
+) -> tuple[Sizes, Probe]:
+    """Return the sizes at which the optimizer can be tried, and what it is like there."""
+    small: Sizes = small_sizes(sizes, buckets)
+    trial = trial_of(make, small, buckets, torch.float32)
+    try:
+        optimizer, tensors = set_up(trial, whole, groups)
+    except ConfigError:
+        if groups is None or sum(map(math.prod, sizes.values())) > FEW:
+            raise
+        small = sizes  # it asks for true sizes, and they are few enough
+        trial = trial_of(make, small, buckets, torch.float32)
+        optimizer, tensors = set_up(trial, whole, groups)
+    step(trial, whole, optimizer, tensors)
+    count = sum(tensor.numel() for tensor in tensors)
+    kept = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
         for value in state.values()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    return total // (SIDE * SIDE)
+    return small, Probe(name=type(optimizer).__name__, state_bytes=kept // max(1, count))
+
+
+def trial_of(
+    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], dtype: torch.dtype = torch.float64
+) -> Trial:
+    """Return first values and gradients: of scales that differ by tensor and step, some of them zero."""
+    held = {piece.name for bucket in buckets for piece in bucket.pieces}
+    rng = torch.Generator().manual_seed(0)
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=dtype)
+
+    def gradient(number: int, place: int, shape: tuple[int, ...]) -> Tensor:
+        scale = (
+            0.0 if (number, place % 3) == (2, 1) else 10.0 ** float(torch.randint(-2, 3, (), generator=rng))
+        )
+        return drawn(shape) * scale
+
+    start = {name: drawn(shape) for name, shape in sizes.items()}
+    gradients = [
+        {name: gradient(number, place, sizes[name]) for place, name in enumerate(sizes) if name in held}
+        for number in range(STEPS)
+    ]
+    return Trial(make=make, start=start, gradients=gradients)
+
+
+def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, list[Tensor]]:
+    """Return the optimizer of a view, over its small parameters in the groups that the true ones are in."""
+    tensors = [part.of(trial.start[part.name]).clone().requires_grad_() for part in view.parts]
+    optimizer = make_optimizer(trial.make, tensors)
+    if groups is not None and not alike(groups_of(optimizer, view, tensors), groups):
+        regroup(optimizer, view, tensors, groups)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], float | int) and not group["lr"]:
+            group["lr"] = RATE
+    return optimizer, tensors
+
+
+def regroup(optimizer: Optimizer, view: View, tensors: Sequence[Tensor], groups: Groups) -> None:
+    """Put small parameters into the groups of the true ones: the function may ask for sizes."""
+    made: dict[int, dict[str, object]] = {}
+    for part, tensor in zip(view.parts, tensors, strict=True):
+        options = groups.get(part.name)
+        if options is not None:
+            found = made.setdefault(id(options), {**options, "params": []})
+            members = found["params"]
+            assert isinstance(members, list)
+            members.append(tensor)
+    optimizer.param_groups[:] = made.values()
+
+
+def step(trial: Trial, view: View, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
+    """Step an optimizer once for each set of gradients."""
+    for gradients in trial.gradients:
+        for part, tensor in zip(view.parts, tensors, strict=True):
+            if part.name in gradients:
+                tensor.grad = part.of(gradients[part.name]).to(tensor.dtype).clone()
+        try:
+            optimizer.step()
+        except Exception as error:
+            name, hint = type(optimizer).__name__, "mend the optimizer at that line"
+            raise raised(
+                f"{name}.step() failed", error, role="optimizer", thing=trial.make, hint=hint
+            ) from error
+
+
+def stepped(trial: Trial, view: View, groups: Groups | None, seed: int) -> list[Tensor]:
+    """Return how far an optimizer moves each part of a view."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        optimizer, tensors = set_up(trial, view, groups)
+        step(trial, view, optimizer, tensors)
+    starts = [part.of(trial.start[part.name]) for part in view.parts]
+    return [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
+
+
+def unlike(view: View, moved: Sequence[Tensor], expected: Sequence[Tensor]) -> Part | None:
+    """Return the first part that moved to another place than expected."""
+    for part, got, wanted in zip(view.parts, moved, expected, strict=True):
+        if not wanted.numel():
+            continue
+        limit = CLOSE * wanted.abs() + ROUNDING * wanted.abs().nan_to_num().max()
+        close = (got - wanted).abs() <= limit
+        if not bool((close | (got.isnan() & wanted.isnan())).all()):
+            return part
+    return None
+
+
+def check_groups(make: MakeOptimizer, view: View, sizes: Sizes, groups: Groups | None) -> None:
+    """Refuse a device whose parameters get other options than in the whole model."""
+    if groups is None or not view.parts:
+        return
+    try:
+        here = true_groups(make, view, sizes)
+    except ConfigError as error:
+        cause = error.__cause__
+        why = said(cause) if cause is not None else str(error).splitlines()[0]
+        raise UnlikeError(f"it refuses what device {view.device} holds: {why}", sharded(view)) from error
+    for part in view.parts:
+        if here is not None and not same(here[part.name], groups[part.name]):
+            where = f"on device {view.device} {difference(here[part.name], groups[part.name])}"
+            raise UnlikeError(f"{part.name} is in another group: {where}", part)
+
+
+def alike(here: Groups, there: Groups) -> bool:
+    """Return whether parameters are in groups of the same options."""
+    return all(same(options, there.get(name)) for name, options in here.items())
+
+
+def same(one: object, other: object) -> bool:
+    """Return whether two options are equal, tensors among them."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and bool(torch.equal(one, other))
+    return type(one) is type(other) and one == other
+
+
+def difference(here: Options | None, there: Options | None) -> str:
+    """Return how the options of a group differ, in words."""
+    if here is None or there is None:
+        return "it is in no group" if here is None else "it is in a group, in the whole model in none"
+    keys = [key for key in there if not same(here.get(key), there[key])] or [*here]
+    return f"{keys[0]}={here.get(keys[0])}, in the whole model {keys[0]}={there.get(keys[0])}"
+
+
+def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Sequence[Tensor]) -> None:
+    """Refuse a device whose parameters move in another way than in the whole model."""
+    wanted = dict(zip(trial.start, expected, strict=True))
+    part = moved_apart(trial, view, groups, wanted)
+    if part is None:
+        return
+    alone = whole_view([part.name])
+    if (part.run or part.rows) and moved_apart(trial, alone, groups, wanted) is None:
+        share = "a flat shard" if part.run else "some of the experts"
+        raise UnlikeError(f"{share} of {part.name} is updated in another way than the whole parameter", part)
+    why = f"{part.name} is updated in another way where only some parameters are held"
+    raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
+
+
+def moved_apart(trial: Trial, view: View, groups: Groups | None, wanted: Mapping[str, Tensor]) -> Part | None:
+    """Return the first part of a view that does not move as in the whole model."""
+    try:
+        moved = stepped(trial, view, groups, seed=0)
+    except ConfigError as error:
+        cause = error.__cause__
+        why = said(cause) if cause is not None else str(error).splitlines()[0]
+        raise UnlikeError(f"it refuses what a device holds: {why}", sharded(view)) from error
+    return unlike(view, moved, [part.of(wanted[part.name]) for part in view.parts])
+
+
+def sharded(view: View) -> Part | None:
+    """Return a part of a view that is not a whole parameter."""
+    return next((part for part in view.parts if part.run or part.rows), None)
+
+
+def refused_optimizer(
+    make: MakeOptimizer,
+    name: str,
+    error: UnlikeError,
+    held: tuple[tuple[int, ...], tuple[Bucket, ...]],
+    made_by: Mapping[str, str],
+) -> ConfigError:
+    """Return the error of an optimizer that would train in another way."""
+    devices, buckets = held
+    part = error.part
+    cut = part is not None and (part.run or part.rows)
+    if part is not None and cut:
+        bucket = next(b for b in buckets if any(piece.name == part.name for piece in b.pieces))
+        asked = f"zero={bucket.zero}" if part.run else f"experts divided {bucket.ways} ways"
+        by = f", by {made_by[bucket.name]}" if bucket.name in made_by else ""
+        return ConfigError(
+            f"{name} cannot work on sharded parameters",
+            by=named("optimizer", make),
+            facts={"asked": f"{asked} over {show(bucket.devices)}{by}", "but": error.why},
+            hint="use zero=0, or an elementwise optimizer such as AdamW or SGD with the same options for all "
+            "parameters; original shapes on shards are not there yet",
+        )
+    count = sum(len(bucket.pieces) for bucket in buckets)
+    return ConfigError(
+        f"{name} cannot work where a device does not hold all parameters in order",
+        by=named("optimizer", make),
+        facts={"devices": f"{show(devices)} hold {count} parameters", "but": error.why},
+        hint="clip with the job's clip_norm, and give each parameter the same options wherever it is: by its "
+        "shape, not by its place in the list",
+    )

@@ -1,14 +1,19 @@
 """Finding a recipe: `file.py:function`, which returns a job."""
 
 import importlib.util
+import inspect
 import sys
-import traceback
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from piper.errors import ConfigError, PiperError
 from piper.job import Job
+from piper.usercode import defined_at, said, users_frames
+
+MOST = 16  # functions of a file that are listed
 
 
 def load_recipe(spec: str) -> Job:
@@ -26,40 +31,74 @@ def load_recipe(spec: str) -> Job:
             "there is no such file", by=file, hint="give the path of a Python file, then :function"
         )
     module = import_file(path)
-    function = getattr(module, name, None)
-    if not callable(function):
+    function = recipe_function(module, name, file)
+    try:
+        job = function()
+    except PiperError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise user_error(error, path, f"{name}() failed") from error
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"{name}() returned {type(job).__name__}, not a Job",
+            by=defined_at(function) or spec,
+            hint="end the function with `return piper.Job(...)`",
+        )
+    return job
+
+
+def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], object]:
+    """Return the function of a recipe's file that needs no arguments, by its name."""
+    found = getattr(module, name, None)
+    if not callable(found):
         known = [
             n
             for n, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", "") == module.__name__
         ]
         close = get_close_matches(name, known, n=1)
+        there = hasattr(module, name)
         raise ConfigError(
-            f"there is no function {name!r}",
+            f"{name} is {type(found).__name__}, not a function"
+            if there
+            else f"there is no function {name!r}",
             by=file,
-            facts={"has": ", ".join(known) or "no functions"},
+            facts={"has": listed(known) or "no functions"},
             hint=f"did you mean {close[0]!r}?" if close else "name a function that returns a piper.Job",
         )
-    try:
-        job = function()
-    except PiperError:
-        raise
-    except Exception as error:
-        raise user_error(error, path, f"{name}() failed") from error
-    if not isinstance(job, Job):
+    needed = required(found)
+    if needed:
         raise ConfigError(
-            f"{name}() returned {type(job).__name__}, not a Job",
-            by=spec,
-            hint="end the function with `return piper.Job(...)`",
+            f"{name}() needs arguments, and a recipe is called with none",
+            by=defined_at(found) or file,
+            facts={"needs": ", ".join(needed)},
+            hint="give each argument a default value",
         )
-    return job
+    return cast(Callable[[], object], found)
+
+
+def listed(names: list[str]) -> str:
+    """Return names in one line: the first ones, and how many more there are."""
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
+
+
+def required(function: Callable[..., object]) -> list[str]:
+    """Return the arguments without which a function cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # written in C: the call will say
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def import_file(path: Path) -> ModuleType:
     """Import a Python file by its path; what lies beside it can be imported too."""
     name = f"recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader, f"{path} has a loader"
+    if spec is None or spec.loader is None:
+        raise ConfigError("this is not a Python file", by=str(path), hint="give the path of a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up
     folder = str(path.parent.resolve())
@@ -69,16 +108,21 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except PiperError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise user_error(error, path, "the file cannot be imported") from error
     return module
 
 
-def user_error(error: Exception, path: Path, what: str) -> ConfigError:
-    """An error in the user's file, at the line where it left it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
-    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
-    where = f"{path}:{line}" if line else str(path)
+def user_error(error: BaseException, path: Path, what: str) -> ConfigError:
+    """Return the error of a recipe's file that raises: its line, and the user's part of the traceback."""
+    frames = users_frames(error)
+    own = [place for place, _ in frames if place.startswith(f"{path.name}:")]
+    line = own[-1].partition(" in ")[0].rpartition(":")[2] if own else None
+    if line is None and isinstance(error, SyntaxError) and Path(error.filename or "").name == path.name:
+        line = str(error.lineno)
+    facts = {"why": said(error)}
+    if len(frames) > 1:
+        facts["trace"] = "\n".join(f"{place}: {code}" for place, code in frames)
     return ConfigError(
-        what, by=where, facts={"why": f"{type(error).__name__}: {error}"}, hint="mend the recipe at that line"
+        what, by=f"{path}:{line}" if line else str(path), facts=facts, hint="mend the recipe at that line"
     )

@@ -1,5 +1,7 @@
 """What `piper plan` tells of a program: as tables for people, as one object for programs."""
 
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +11,7 @@ from rich.table import Table
 from piper.api import Program
 from piper.devices import show
 from piper.errors import ConfigError
+from piper.files import write_output
 from piper.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.memory import timeline
@@ -74,12 +77,15 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
         console.print()
         for reason in plans.why or ("nothing was decided against the strategy",):
             console.print(f"why: {reason}", markup=False)
+    for warning in program.warnings:
+        console.print(f"\nWarning: {warning}", markup=False)
     devices = sum(len(plan.devices) for plan in plans)
     console.print()
     what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.line), "node")]
     console.print(
         f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
-        "written before it is read and freed once.",
+        "written before it is read and freed once, every read sees the value that the model means, every "
+        "gradient holds each sample once.",
         markup=False,
     )
 
@@ -141,7 +147,7 @@ def instruction_line(place: int, ins: Instr, live: int) -> str:
 def write_text(program: Program, path: Path) -> None:
     """Write the plans in their text form."""
     try:
-        path.write_text(show_plans(program.plans), encoding="utf-8")
+        write_output(path, show_plans(program.plans), "plans  seed=")
     except OSError as error:
         raise ConfigError(
             "the plans cannot be written",
@@ -151,10 +157,17 @@ def write_text(program: Program, path: Path) -> None:
         ) from None
 
 
+def check_report(report: Report) -> dict[str, object]:
+    """Return what `piper check --json` prints; a difference that is not a finite number is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(report).items()
+    }
+
+
 def check_text(report: Report, what: str) -> str:
-    """What `piper check` says: the verdict, then how far the numbers are apart."""
+    """Return what `piper check` says: the verdict, how far the numbers are apart, and notes."""
     verdict = "The same numbers as one device." if report.ok else f"Not the same numbers: {report.first_bad}"
     apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
-    return (
-        f"{verdict}\n{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}\n"
-    )
+    summary = f"{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
+    return "\n".join([verdict, summary, *(f"note: {note}" for note in report.notes)]) + "\n"

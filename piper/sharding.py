@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-
 CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "max", "slice", "none"]
 
 
@@ -52,6 +51,9 @@ class Sharding(Slicing):
         return position // self.stride % self.ways
 
 
+WHOLE = Sharding(dim=0, ways=1)
+
+
 def local_sizes(shape: Sequence[int], shardings: Sequence[Sharding]) -> tuple[int, ...]:
     """Return the shape of one device's slice."""
     sizes = list(shape)
@@ -87,7 +89,9 @@ def indices_of_dim(dim: int, size: int, shardings: Sequence[Sharding], position:
     return found
 
 
-def runs(shape: Sequence[int], shardings: Sequence[Sharding], position: int) -> Iterator[tuple[int, int, int]]:
+def runs(
+    shape: Sequence[int], shardings: Sequence[Sharding], position: int
+) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of a slice without a gap: where it begins in the slice, where in the whole, its length.
 
     shape: of the slice. Both tensors are flattened.

@@ -17,7 +17,7 @@ def single() -> piper.Job:
     """One device."""
     return piper.Job(
         model=lambda: decoder.Decoder(CONFIG),
-        loss=decoder.loss,
+        loss=decoder.token_loss,
         data=lambda: TextFile(TEXT, length=32, batch=16),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         clip_norm=1.0,

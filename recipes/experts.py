@@ -16,7 +16,7 @@ def ep() -> piper.Job:
     """Rows travel to their experts and back; everything else is replicated."""
     return piper.Job(
         model=lambda: moe.MoEDecoder(CONFIG),
-        loss=moe.loss,
+        loss=moe.token_loss,
         data=lambda: TextFile(TEXT, length=64, batch=16),
         strategy=[piper.replicate(piper.at(), [0, 1]), piper.shard(piper.at(EP="*"), [0, 1])],
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),

@@ -30,7 +30,7 @@ def strategy() -> list[piper.Directive]:
 def demo() -> piper.Job:
     return piper.Job(
         model=lambda: moe.MoEDecoder(CONFIG),
-        loss=moe.loss,
+        loss=moe.token_loss,
         data=lambda: TextFile(TEXT, length=64, batch=16),
         strategy=strategy(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),

@@ -21,7 +21,7 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
 def example() -> piper.Job:
     return piper.Job(
         model=lambda: moe.MoEDecoder(CONFIG),
-        loss=moe.loss,
+        loss=moe.token_loss,
         data=batches,
         strategy=Path(__file__).with_suffix(".json"),
     )

@@ -26,7 +26,7 @@ def model() -> nn.Module:
 def ep() -> piper.Job:
     return piper.Job(
         model=model,
-        loss=huggingface.loss,
+        loss=huggingface.token_loss,
         data=lambda: TextFile(TEXT, length=64, batch=16),
         strategy=[piper.replicate(piper.at(), [0, 1], zero=2), piper.shard(piper.at(EP="*"), [0, 1])],
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),

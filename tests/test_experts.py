@@ -149,6 +149,12 @@ def test_counts_of_other_rows_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("counts", [[1, 1], [4, -1], [3]])
+def test_counts_that_do_not_add_up_are_refused(counts: list[int]) -> None:
+    with pytest.raises(ConfigError, match="counts does not describe these rows"):
+        grouped_mm(torch.zeros(3, 2), torch.zeros(2, 2, 2), torch.tensor(counts))
+
+
 def test_rows_that_went_missing_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         unroute(torch.zeros(3, 2), torch.tensor([3]), 4)
@@ -158,6 +164,11 @@ def test_rows_that_went_missing_are_refused() -> None:
         "  n:    4\n"
         "  hint: pass one row for each row that route returned, and n = the rows that went into route"
     )
+
+
+def test_more_rows_than_were_routed_are_refused() -> None:
+    with pytest.raises(ConfigError, match="these are not the rows that were routed"):
+        unroute(torch.zeros(5, 2), torch.tensor([3]), 3)
 
 
 def test_a_single_number_has_no_rows() -> None:

@@ -28,6 +28,7 @@ def test_public_names() -> None:
         "compile",
         "grouped_mm",
         "launch",
+        "losses",
         "order",
         "place",
         "remat",
@@ -45,6 +46,10 @@ def test_launch_stays_a_function_when_its_room_is_imported() -> None:
     import piper.launchers.start
 
     assert piper.launch is piper.launchers.start.launch
+
+
+def test_losses() -> None:
+    assert piper.losses.__all__ == ["cross_entropy", "huggingface"]
 
 
 def test_job_fields() -> None:

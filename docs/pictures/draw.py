@@ -92,7 +92,7 @@ def kept(name: str, *strategy: Directive) -> Row:
     """The first device under a strategy that says what four regions keep."""
     graph = apply(start(chain(4, width=64, rows=4096)), strategy)
     outline = made_again(graph.outline, graph.budgets)
-    plans, _ = lower(graph, outline=outline)
+    plans, _ = lower(graph, capture=outline)
     found = simulate(plans, outline, ByWork())
     return Row(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
 

@@ -7,34 +7,80 @@ region from another. Marks grow in the order the regions were made, so capture c
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import traceback
 
+from piper.capture.blame import tracing_line
 from piper.errors import ConfigError
 
 PREFIX = "piper:"  # of the keys under which marks travel: other tools keep theirs in the same place
 Entry = str | Sequence[str]
 Mark = tuple[int, int]
+_LISTED = "_piper_regions"  # the attribute in which a model keeps the regions that `annotate_modules` made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A region that was asked for, whether or not an operation runs in it."""
+
+    tag: str
+    mark: Mark
+    where: str  # the line or the modules, for errors
+
+
+_ENTERED: ContextVar[list[Region] | None] = ContextVar("entered", default=None)
+
+
+@contextmanager
+def entered_regions() -> Iterator[list[Region]]:
+    """Collect the regions that a trace enters; `begin_trace` empties the list."""
+    regions: list[Region] = []
+    token = _ENTERED.set(regions)
+    try:
+        yield regions
+    finally:
+        _ENTERED.reset(token)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def begin_trace() -> None:
+    """Forget the regions of an attempt that Dynamo gave up: it may trace a function several times."""
+    regions = _ENTERED.get()
+    if regions is not None:
+        regions.clear()
+
+
+def listed_regions(model: nn.Module) -> list[Region]:
+    """Return the regions that `annotate_modules` made in a model and its submodules."""
+    return [region for module in model.modules() for region in vars(module).get(_LISTED, ())]
 
 
 @contextmanager
 def annotate(tag: str) -> Iterator[None]:
     """Make what runs inside one region: PP=0, PP=1, ... in the order entered. Outside a capture: nothing."""
     if torch.compiler.is_compiling():
-        with traceback.annotate({PREFIX + tag: _next_mark()}):
+        with traceback.annotate({PREFIX + tag: _next_mark(tag)}):
             yield
     else:
         yield
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _next_mark() -> Mark:
+def _next_mark(tag: str) -> Mark:
     """A mark that is larger than those before. Runs while tracing, so each turn of a loop gets its own."""
-    return (time.perf_counter_ns(), 0)
+    mark = (time.perf_counter_ns(), 0)
+    regions = _ENTERED.get()
+    # The body of a higher-order operation is one node outside: no region begins within it.
+    if regions is not None and InstructionTranslator.current_tx().output.current_tracer.parent is None:
+        regions.append(Region(tag=tag, mark=mark, where=tracing_line().strip(" ()")))
+    return mark
 
 
 def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -> nn.Module:
@@ -44,9 +90,11 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
     pattern such as `layers.*.mlp.experts`, of which each match becomes a region.
     """
     modules = dict(model.named_modules())
+    listed: list[Region] = vars(model).setdefault(_LISTED, [])
     for tag, entries in regions.items():
         start = time.perf_counter_ns()
         for number, paths in enumerate(_regions(tag, entries, list(modules))):
+            listed.append(Region(tag=tag, mark=(start, number), where=", ".join(paths)))
             for path in paths:
                 module = modules[path]
                 # A hook that opens a region does not trace; a wrapped forward does.

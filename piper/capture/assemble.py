@@ -110,6 +110,7 @@ class Assembler:
             outputs=tuple(self._spec(cut, node) for node in results),
             random=any(draws(node) for node in nodes),
             experts=self.experts.get(cut.name, 0),
+            fixed=tuple(index for index, node in enumerate(results) if node in self.regions.fixed),
         )
         body = self._body(nodes, results, _experts(chunk))
         parts = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)

@@ -1,5 +1,6 @@
 """Turns what torch says about a model that cannot be captured into one clear error."""
 
+import contextlib
 import logging
 import re
 import traceback
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._guards import TracingContext
 
 from piper.errors import CaptureError
 
@@ -75,4 +77,12 @@ def node_line(node: torch.fx.Node) -> str:
     for name, line in reversed(files):
         if not name.startswith(_OURS):
             return f" ({Path(name).name}:{line})"
+    return ""
+
+
+def tracing_line() -> str:
+    """Return the line of the user's code that a trace is at, for errors: ` (llama.py:41)`, or nothing."""
+    for frame in reversed(TracingContext.extract_stack()):
+        if not frame.filename.startswith((*_OURS, contextlib.__file__)):
+            return f" ({Path(frame.filename).name}:{frame.lineno})"
     return ""

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,10 @@ class Cache:
         except OSError:
             return None
         digest, content = found[:_DIGEST], found[_DIGEST:]
-        return content if hashlib.sha256(content).digest() == digest else None
+        if hashlib.sha256(content).digest() == digest:
+            return content
+        warnings.warn(f"{self._path(name)} is damaged: the code is compiled again", stacklevel=2)
+        return None
 
     def keep(self, name: str, content: bytes) -> None:
         """Write an entry; one of the same name gives way at once."""

@@ -222,12 +222,13 @@ def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
         if (found := shape.phases.get(phase)) is not None
     }
     kept = tuple(range(len(chunk.inputs))) if shape.keeps_inputs else ()
+    mutated = tuple(chunk.buffers[i] for i in shape.mutated)
     return replace(
         chunk,
         key=key,
         params=phases["F"].params,
-        buffers=phases["F"].buffers,
-        mutated=tuple(chunk.buffers[i] for i in shape.mutated),
+        buffers=tuple(dict.fromkeys((*phases["F"].buffers, *mutated))),  # some are only overwritten
+        mutated=mutated,
         outputs=shape.outputs,
         saved=shape.saved,
         carried=shape.carried,

@@ -35,6 +35,7 @@ _POSITIONS = {  # of arguments of built-in functions, which have no signature to
     ("dropout", "p"): 1,
     ("dropout", "training"): 2,
 }
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _DROPS = re.compile(r"(alpha_|feature_alpha_|native_)?dropout[123]?d?")
 
 
@@ -99,7 +100,21 @@ def draws(node: fx.Node) -> bool:
         return bool(argument(node, "training", True)) and argument(node, "p", 0.5) != 0.0
     if name == "scaled_dot_product_attention":
         return argument(node, "dropout_p", 0.0) != 0.0
+    if name in _RECURRENT:
+        return _drops_between_layers(node)
     return _DRAWS.fullmatch(name) is not None
+
+
+def _drops_between_layers(node: fx.Node) -> bool:
+    """Return whether a recurrent network drops values between its layers.
+
+    Its arguments end with num_layers, dropout, training, bidirectional and, for unpacked input, batch_first.
+    """
+    packed = isinstance(
+        node.args[3], tuple | list
+    )  # data, batch sizes, state, weights; else input, state, weights
+    dropout, training = node.args[6:8] if packed else node.args[5:7]
+    return bool(training) and bool(dropout != 0.0)
 
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:

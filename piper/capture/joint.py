@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.aliases import label_memory
 from piper.capture.blame import quiet, reason
+from piper.capture.effects import name_of
 from piper.capture.operators import KEPT
 from piper.capture.piece import Body
 from piper.capture.sizes import Sizes
@@ -62,6 +63,9 @@ def trace_joint(
     with quiet(), contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(torch.enable_grad())
+        if any(name_of(node) == "lstm" for node in body.graph.nodes if node.op == "call_function"):
+            # Its kernel of oneDNN is for inference: without autograd it leaves out what its backward reads.
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         try:
             rows = _unknown_rows(shapes) if body.experts else None
             fakes = _fakes(body, trained, ways, mode, device, rows)

@@ -1,16 +1,27 @@
 """Records one forward and loss as a single graph: what was called, on what, in which region and mode."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
+from torch.nn.utils.parametrizations import _SpectralNorm
 
+from piper.capture.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.blame import node_line, quiet, refused
-from piper.capture.recording import FromBuffer, FromParameter, Mode, Origin, Recording, number_regions
+from piper.capture.hooks import no_tensor_hooks
+from piper.capture.recording import (
+    FromBuffer,
+    FromParameter,
+    Mode,
+    Origin,
+    Recording,
+    number_regions,
+    places_of,
+)
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant
 
@@ -26,6 +37,7 @@ class Step(nn.Module):
         self.loss = (loss,)  # in a tuple: a loss that is itself a module must not become a submodule
 
     def forward(self, batch: dict[str, Tensor]) -> object:
+        begin_trace()
         return self.loss[0](self.model, batch)
 
 
@@ -36,29 +48,35 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
         automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
+        allow_rnn=True,
     )
-    with quiet() as warned, settings:
+    with quiet() as warned, settings, entered_regions() as entered:
         try:
-            captured = dynamo_graph_capture_for_export(step)(batch)
+            with no_tensor_hooks():
+                captured = dynamo_graph_capture_for_export(step)(batch)
+        except CaptureError:
+            raise
         except Exception as error:
             # Torch's ways to say that there was no operation, or that no result of one is returned.
             if "backend_input" in str(error) or isinstance(error, SyntaxError):
                 raise _not_a_loss("it returns no tensor") from error
             raise refused("the model and its loss cannot be captured", error) from error
-        _check_side_effects(str(warning.message) for warning in warned)
+        _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
-    sources = _sources(model, batch)
-    return _Reader(captured, dict(zip(_placeholders(captured.graph), flat, strict=True)), sources).read(
-        returned
-    )
+    tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
+    regions = [*listed_regions(model), *entered]
+    return _Reader(captured, tensors, _sources(model, batch), regions).read(returned)
 
 
-def _check_side_effects(warnings: Iterable[str]) -> None:
+def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     for text in warnings:
         if found := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
             path = re.findall(r"'([^']+)'", found.group(1))[1:]
+            if isinstance(modules.get(".".join(path)), _SpectralNorm):
+                continue  # it writes into its buffers through `out=`, and assigns each to itself
             raise CaptureError(
                 "the forward replaces a buffer or parameter",
                 by="model",
@@ -110,9 +128,13 @@ class _Reader:
     """Copies a captured graph, leaving out what is not computation and noting what it meant."""
 
     def __init__(
-        self, captured: fx.GraphModule, tensors: Mapping[fx.Node, object], sources: Mapping[int, Origin]
+        self,
+        captured: fx.GraphModule,
+        tensors: Mapping[fx.Node, object],
+        sources: Mapping[int, Origin],
+        regions: Sequence[Region],
     ) -> None:
-        self.captured, self.tensors, self.sources = captured, tensors, sources
+        self.captured, self.tensors, self.sources, self.regions = captured, tensors, sources, regions
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -135,13 +157,14 @@ class _Reader:
                 self._copy(node)
         results = tuple(self._result(value) for value in returned)
         _check_results(results)
-        tags = number_regions({node: node.meta.get("custom") or {} for node in self.graph.nodes})
+        marks = {node: node.meta.get("custom") or {} for node in self.graph.nodes}
         return Recording(
             graph=self.graph,
             root=self.root,
             origins=self.origins,
             results=results,
-            tags=tags,
+            tags=number_regions(marks, self.regions),
+            places=places_of(self.regions),
             modes=self.modes,
             bundles=self.bundles,
             constants=self.constants,
@@ -158,7 +181,7 @@ class _Reader:
         return self.copies[node]
 
     def _constant(self, node: fx.Node, tensor: object) -> Constant:
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
                 by="model",
@@ -227,6 +250,13 @@ def _check_results(results: tuple[fx.Node, ...]) -> None:
     for what, value in zip(("loss", "weight"), values, strict=False):
         if value.dim():
             raise _not_a_loss(f"its {what} has shape {list(value.shape)}")
+    if len(values) == 2 and values[1].requires_grad:
+        raise CaptureError(
+            "the weight of the loss depends on parameters",
+            by="loss" + node_line(results[1]),
+            facts={"but": "gradients are those of the sum, divided by the total weight of the batch"},
+            hint="detach it: return loss, weight.detach(); or return a mean, whose gradient is that of both",
+        )
     if not values[0].requires_grad:
         raise CaptureError(
             "the loss does not depend on any trainable parameter",

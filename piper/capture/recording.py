@@ -1,11 +1,11 @@
 """The captured graph of one forward and loss, and what is known of its nodes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
-from piper.capture.annotate import PREFIX, Mark
+from piper.capture.annotate import PREFIX, Mark, Region
 from piper.capture.effects import writes
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant, Place, Tags
@@ -48,11 +48,20 @@ class Recording:
     modes: Mapping[fx.Node, Mode]
     bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    places: Mapping[tuple[str, int], str] = field(default_factory=dict)  # the line of each region
 
 
-def number_regions(marks: Mapping[fx.Node, Mapping[str, Mark]]) -> dict[fx.Node, Tags]:
-    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made."""
+def number_regions(
+    marks: Mapping[fx.Node, Mapping[str, Mark]], regions: Iterable[Region] = ()
+) -> dict[fx.Node, Tags]:
+    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made.
+
+    regions: all that were entered or listed. One in which no operation runs counts too, so that the user's
+    count is kept.
+    """
     seen: dict[str, set[Mark]] = {}
+    for region in regions:
+        seen.setdefault(PREFIX + region.tag, set()).add(region.mark)
     for custom in marks.values():
         for key, mark in custom.items():
             if key.startswith(PREFIX):
@@ -66,6 +75,15 @@ def number_regions(marks: Mapping[fx.Node, Mapping[str, Mark]]) -> dict[fx.Node,
         )
         for node, custom in marks.items()
     }
+
+
+def places_of(regions: Sequence[Region]) -> dict[tuple[str, int], str]:
+    """Return the line or modules of each region, by its tag and index."""
+    found: dict[tuple[str, int], str] = {}
+    for tag in {region.tag for region in regions}:
+        places = {region.mark: region.where for region in regions if region.tag == tag}
+        found |= {(tag, index): places[mark] for index, mark in enumerate(sorted(places))}
+    return found
 
 
 def _check_tag(tag: str) -> None:

@@ -20,9 +20,10 @@ class Regions:
 
     order: Mapping[fx.Node, int]  # position in the program
     homes: Mapping[fx.Node, Tags]  # of each node that runs in one place
-    copied: frozenset[fx.Node]  # made from constants alone: every chunk that needs one makes its own
+    copied: frozenset[fx.Node]  # made from state alone: every chunk that needs one makes its own
     weights: frozenset[fx.Node]  # made from parameters alone: an expert region makes its own
     areas: Mapping[fx.Node, fx.Node]  # nodes after a `route` up to and with its `unroute`, and that `route`
+    fixed: frozenset[fx.Node]  # the same for all samples
 
 
 def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Regions:
@@ -44,13 +45,53 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
     # A marker has no code to make a copy with, so what it reads is made somewhere.
     placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
+    homes = _homes(recording, placed)
+    crossing = _crossing(recording, nodes, weights - routed, homes)
     return Regions(
         order=order,
-        homes=_homes(recording, placed),
-        copied=copied,
+        homes={node: home for node, home in homes.items() if node not in crossing},
+        copied=copied | crossing,
         weights=weights,
         areas=areas,
+        fixed=_fixed(recording, nodes),
     )
+
+
+def _crossing(
+    recording: Recording, nodes: list[fx.Node], weights: frozenset[fx.Node], homes: Mapping[fx.Node, Tags]
+) -> frozenset[fx.Node]:
+    """Return the nodes made from parameters alone that another region than their own reads.
+
+    Every region that reads one makes its own copy from the parameters, which are then tied: a value without
+    samples has no slices, so it could not travel between sets of devices of different sizes.
+    """
+    readers: dict[fx.Node, set[Tags]] = {}
+    for node in reversed(nodes):
+        if node in weights:
+            readers[node] = {
+                home
+                for user in node.users
+                for home in (readers[user] if user in readers else {homes[user]} if user in homes else ())
+            }
+    return frozenset(
+        node
+        for node, regions in readers.items()
+        if node in homes and node not in recording.results and regions - {homes[node]}
+    )
+
+
+def _fixed(recording: Recording, nodes: list[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes that depend on no sample, draw nothing and read no buffer that the forward writes."""
+    written = written_memory(nodes)
+    fixed = {
+        node
+        for node, origin in recording.origins.items()
+        if not isinstance(origin, Batch) and memory_of(node) not in written
+    }
+    for node in nodes:
+        if all(source in fixed for source in node.all_input_nodes) and not draws(node):
+            fixed.add(node)
+    return frozenset(fixed)
 
 
 def _made_from(

@@ -1,19 +1,22 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.assemble import Assembler
 from piper.capture.blame import quiet, refused
 from piper.capture.cut import cut
 from piper.capture.divide.request import Request, divide_model
+from piper.capture.hooks import check_hooks
 from piper.capture.library import Library
+from piper.capture.means import uneven_means
 from piper.capture.piece import Piece
 from piper.capture.record import LossFn, record
 from piper.capture.recording import Recording
@@ -38,6 +41,7 @@ class Traced:
     constants: Mapping[str, Tensor]
     library: Library  # the code of its chunks, as far as it has been asked for
     recording: Recording  # what it was cut from
+    means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
 
 
 @no_collection()
@@ -60,6 +64,7 @@ def trace(
     dtype, device = DTYPES[precision], torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(model_fn, mode, dtype, device)
+    check_hooks(model, loss_fn)
     with mode:
         fakes = {
             name: torch.empty(
@@ -70,6 +75,7 @@ def trace(
             for name, field in batch.items()
         }
     recording = record(model, loss_fn, fakes)
+    means = uneven_means(recording, rows)
     pieces, assembler = _cut(recording)
     loss, *weight = (assembler.output(node) for node in assembler.recording.results)
     outline = Outline(
@@ -80,6 +86,7 @@ def trace(
         buffers=buffers_of(model),
         batch={name: Sizes().spec(fake) for name, fake in fakes.items()},
         rows=rows,
+        empty=_empty(recording, pieces),
     )
     return Traced(
         outline=outline,
@@ -88,6 +95,7 @@ def trace(
         constants=recording.constants,
         library=Library(device, compiled=compiled),
         recording=recording,
+        means=means,
     )
 
 
@@ -113,6 +121,12 @@ def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:
     recording, regions = _own_results(recording, regions)
     assembler = Assembler(recording, regions, cut(recording, regions, entangled))
     return assembler.pieces(), assembler
+
+
+def _empty(recording: Recording, pieces: Sequence[Piece]) -> dict[tuple[str, int], str]:
+    """Return the regions that hold no operation, each with its line or modules."""
+    held = {pair for piece in pieces for pair in piece.chunk.tags}
+    return {pair: place for pair, place in recording.places.items() if pair not in held}
 
 
 def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Regions]:
@@ -167,15 +181,27 @@ def _kind_of(batch: object) -> str:
 
 
 def build_fake(
-    model_fn: Callable[[], nn.Module], mode: FakeTensorMode, dtype: torch.dtype, device: torch.device
+    model_fn: Callable[[], nn.Module],
+    mode: FakeTensorMode,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> nn.Module:
-    """Build the model of fakes, with its floating-point state in the type that computes."""
-    with quiet(), mode, device:
+    """Build the model of fakes, with its floating-point state in the type that computes.
+
+    A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
+    """
+    with quiet():
+        shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
+        fakes: AbstractContextManager[object] = mode
         try:
-            model = model_fn()
+            with mode, device:
+                model = model_fn()
+        except DataDependentOutputException:
+            fakes, model = nullcontext(), _build_real(model_fn)
         except Exception as error:
-            hint = "the model is built without memory: its constructor may not read a tensor's values"
-            raise refused("the model cannot be built", error, hint=hint) from error
+            raise _not_built(error) from error
+        finally:
+            mode.shape_env = shapes
         if not isinstance(model, nn.Module):
             raise CaptureError(
                 "the model is not a module",
@@ -183,25 +209,48 @@ def build_fake(
                 facts={"got": type(model).__name__},
                 hint="model is a function that returns an nn.Module: model=lambda: Decoder(config)",
             )
-        _cast(model, dtype)
+        _check_types(model)
+        with fakes:
+            _cast(model, dtype, device)
     return model
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point parameters and buffers, keeping ties: what was one tensor stays one."""
-    done: dict[int, Tensor] = {}
-    kept = []  # identities are only unique while their tensors live
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
-                    continue
-                if id(tensor) not in done:
-                    cast = tensor.detach().to(dtype)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    done[id(tensor)] = nn.Parameter(cast, tensor.requires_grad) if is_parameter else cast
-                    kept.append(tensor)
-                held[name] = done[id(tensor)]  # type: ignore[assignment]
+def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model with memory, on the CPU: its constructor reads values, as `orthogonal` does."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's own numbers stay as they are
+        try:
+            return model_fn()
+        except Exception as error:
+            raise _not_built(error) from error
+
+
+def _not_built(error: Exception) -> CaptureError:
+    hint = "build the model alone, without Piper, to see the whole traceback"
+    return refused("the model cannot be built", error, hint=hint)
+
+
+def _check_types(model: nn.Module) -> None:
+    """Refuse complex parameters: norms, sums over devices and optimizers here are of real numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise CaptureError(
+                f"the parameter {name} is complex",
+                by="model",
+                facts={
+                    "type": dtype_name(parameter.dtype),
+                    "but": "complex parameters cannot be trained here",
+                },
+                hint="hold it as real numbers: nn.Parameter(torch.view_as_real(w)), and use "
+                "torch.view_as_complex(self.w) in the forward; a complex buffer may stay",
+            )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.dtype != wanted or tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device, wanted)
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
@@ -222,19 +271,24 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
 
 
 def buffers_of(model: nn.Module) -> tuple[Buffer, ...]:
-    """Every buffer once."""
+    """Every buffer once, with the names that a state_dict has of a tied one."""
     passing = {
         f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    saved = {key: [name for name in found if name not in passing] for key, found in names.items()}
     return tuple(
         Buffer(
             name=name,
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
             nbytes=tensor.numel() * tensor.element_size(),
-            persistent=name not in passing,
+            persistent=bool(saved[id(tensor)]),
+            names=tuple(saved[id(tensor)]) if len(names[id(tensor)]) > 1 else (),
         )
         for name, tensor in model.named_buffers()
     )

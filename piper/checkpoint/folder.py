@@ -3,18 +3,32 @@
 [Note: names] A checkpoint `step-00000012` is written as `.step-00000012.partial` beside it, and renamed when
 all of it is on the disk. One that it replaces waits as `.step-00000012.old` for the moment between two
 renames, and one that is dropped becomes `.step-00000012.trash` before its files go. Nothing with a dot in
-front counts, but for an `.old` whose successor never came.
+front counts, but for an `.old` whose successor never came. One whose record is damaged and whose name is
+needed is set aside as `step-00000012.damaged`: it is never deleted.
 """
 
+import os
 import re
-import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.record import FILE, Record, read_record
-from piper.checkpoint.storage import sync
+from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.record import FILE, DamagedError, Record, read_record
+from piper.checkpoint.storage import Shelf, sync
+from piper.checkpoint.target import (
+    STEP,
+    UndroppedError,
+    check_taken,
+    damaged,
+    entries,
+    remove,
+    strangers,
+    target_of,
+    unwritten,
+)
 from piper.errors import ConfigError
 
-STEP = re.compile(r"step-(\d+)")
 LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")
 
 
@@ -30,11 +44,10 @@ def beside(path: Path, what: str) -> Path:
 
 def begin(path: Path) -> Path:
     """An empty folder to write a checkpoint into, whatever an interrupted save has left there."""
-    partial = beside(path, "partial")
+    partial = beside(target_of(path), "partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if partial.exists():
-            shutil.rmtree(partial)
+        remove(partial)
         partial.mkdir()
     except OSError as error:
         raise unwritten(path, str(error)) from error
@@ -51,38 +64,43 @@ def commit(path: Path, record: Record) -> None:
     except OSError as error:
         discard(path)
         raise unwritten(path, str(error)) from error
+    except ConfigError:
+        discard(path)
+        raise
 
 
 def take_place(path: Path) -> None:
-    """Put the folder that was begun in its place, and drop the one that was there."""
+    """Put the folder that was begun in its place, and drop the checkpoint that was there."""
     partial, old = beside(path, "partial"), beside(path, "old")
     sync(partial)
-    if path.exists():
-        if old.exists():
-            shutil.rmtree(old)
+    check_taken(path)  # again: a save may take long
+    if path.is_dir() and damaged(path):
+        path.rename(aside(path))
+    elif path.is_dir() and entries(path):
+        remove(old)
         path.rename(old)
-    partial.rename(path)
+    partial.rename(path)  # which replaces an empty folder
     sync(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    with suppress(OSError):  # the new one is in its place; what is left is cleared away by the next save
+        remove(old)
+
+
+def aside(path: Path) -> Path:
+    """Return a free name for a checkpoint that is damaged."""
+    number, name = 1, path.with_name(f"{path.name}.damaged")
+    while os.path.lexists(name):
+        number += 1
+        name = path.with_name(f"{path.name}.damaged-{number}")
+    return name
 
 
 def discard(path: Path) -> None:
     """Forget a checkpoint that was begun; one that it was to replace is back in its place."""
-    shutil.rmtree(beside(path, "partial"), ignore_errors=True)
+    with suppress(OSError):  # the error that led here is the one to tell
+        remove(beside(path, "partial"))
     found = settled(path)
     if found != path and not path.exists():
         found.rename(path)
-
-
-def unwritten(path: Path, why: str) -> ConfigError:
-    """The error of a save that came to nothing."""
-    return ConfigError(
-        "the checkpoint could not be written",
-        by="save",
-        facts={"path": str(path), "why": why, "earlier": "every checkpoint that was complete still is"},
-        hint="make room or choose another folder, then save again; training can go on",
-    )
 
 
 def settled(path: Path) -> Path:
@@ -91,19 +109,24 @@ def settled(path: Path) -> Path:
     return old if not (path / FILE).exists() and (old / FILE).exists() else path
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that can be loaded, the oldest first."""
+def by_step(folder: Path) -> list[Path]:
+    """Return what looks like a checkpoint in a folder, the oldest first, complete and intact or not."""
     names: dict[int, Path] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = STEP.fullmatch(path.name) or LEFT.fullmatch(path.name)
         if match is None or match.group(0).endswith((".partial", ".trash")):
             continue
         names[int(match[1])] = settled(path.with_name(path.name.removeprefix(".").removesuffix(".old")))
-    return [path for _, path in sorted(names.items()) if whole(path)]
+    return [path for _, path in sorted(names.items())]
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints in a folder whose files are all there, the oldest first."""
+    return [path for path in by_step(folder) if whole(path)]
 
 
 def whole(path: Path) -> bool:
-    """Whether all of a checkpoint is there."""
+    """Whether all of a checkpoint is there. Its tensors are not read."""
     try:
         read_record(path)
     except ConfigError:
@@ -111,28 +134,80 @@ def whole(path: Path) -> bool:
     return True
 
 
+def verify(path: Path) -> Record:
+    """Read and verify every byte of a checkpoint, and return its record."""
+    record = read_record(path)
+    try:
+        Shelf(path, record).verify()
+    except StorageError as error:
+        raise DamagedError(path, str(error)) from error
+    return record
+
+
+def intact(path: Path) -> bool:
+    """Whether every byte of a checkpoint is as it was written."""
+    try:
+        verify(path)
+    except ConfigError:
+        return False
+    return True
+
+
 def latest(folder: Path | str) -> Path | None:
-    """The newest checkpoint in a folder that can be loaded, if there is one."""
-    return next(reversed(complete(Path(folder))), None)
+    """The newest checkpoint in a folder that is intact, if there is one. Reads all of it."""
+    return next((path for path in reversed(complete(Path(folder))) if intact(path)), None)
 
 
-def retain(folder: Path, keep: int) -> None:
-    """Drop all but the newest complete checkpoints, and what interrupted saves have left."""
+def candidates(folder: Path) -> list[Path | DamagedError]:
+    """Return the checkpoints of a folder, the newest first; for one that cannot be loaded, the reason.
+
+    Only records and sizes are looked at: workers verify the tensors when they load them.
+    """
+    found: list[Path | DamagedError] = []
+    for path in reversed(by_step(folder)):
+        try:
+            read_record(path)
+            found.append(path)
+        except DamagedError as error:
+            found.append(error)
+        except ConfigError:
+            if path.is_dir() and entries(path):
+                found.append(DamagedError(path, f"{FILE} is missing"))
+    return found
+
+
+def retain(folder: Path, keep: int, good: Callable[[Path], bool] = intact) -> None:
+    """Drop all that is older than the newest `keep` good checkpoints, and what interrupted saves have left.
+
+    One that is damaged does not count, and one to which the user has added a file is not dropped.
+    """
     assert keep >= 1
     found = complete(folder)
-    for path in found[:-keep]:
-        trash = beside(path, "trash")
-        shutil.rmtree(trash, ignore_errors=True)
-        try:
-            path.rename(trash)
-        except OSError as error:
-            raise ConfigError(
-                "an old checkpoint could not be dropped",
-                by="save",
-                facts={"path": str(path), "why": str(error), "newest": str(found[-1])},
-                hint="the newest is complete; see who may write to this folder",
-            ) from error
+    place, kept = len(found), 0
+    while place and kept < keep:
+        place -= 1
+        kept += good(found[place])
+    for path in found[: place if kept == keep else 0]:
+        if not strangers(path):
+            drop(path, found[-1])
     for path in folder.iterdir():
         match = LEFT.fullmatch(path.name)
-        if match is not None and path not in found[-keep:]:
-            shutil.rmtree(path, ignore_errors=True)
+        if match is not None and path not in found:
+            with suppress(OSError):  # the next save tries again
+                remove(path)
+
+
+def drop(path: Path, newest: Path) -> None:
+    """Delete an old checkpoint: at once for every reader, then file by file."""
+    trash = beside(path.with_name(path.name.removeprefix(".").removesuffix(".old")), "trash")
+    try:
+        remove(trash)
+        path.rename(trash)
+        remove(trash)
+    except OSError as error:
+        raise UndroppedError(
+            "an old checkpoint could not be dropped",
+            by="save",
+            facts={"path": str(path), "why": str(error), "newest": str(newest)},
+            hint="the newest is complete; see who may write to this folder",
+        ) from error

@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from piper.checkpoint.folder import begin, discard, take_place, unwritten
+from piper.checkpoint.folder import begin, discard, take_place
 from piper.checkpoint.match import listed
 from piper.checkpoint.storage import sync
+from piper.checkpoint.target import EXPORT, MARK, target_of, unwritten
 from piper.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def export_hf(
 ) -> None:
     """Write a causal language model that `from_pretrained` reads, all at once or not at all.
 
+    folder: a new or empty one, or an earlier export, which is replaced. Anything else is refused.
     state: every parameter by transformers' own name, as `run.state_dict()` has them.
     dtype: what to write them as; None: as they are.
     """
@@ -45,19 +47,30 @@ def export_hf(
     if dtype is not None:
         given = {name: value.to(dtype) for name, value in given.items()}
     kinds = {value.dtype for value in given.values() if value.is_floating_point()}
-    path = Path(folder).absolute()
+    path = target_of(folder)
     partial = begin(path)
     try:
+        mark_export(partial, [])  # from now on all in it is ours, whenever this is interrupted
         with quiet():
             model.to(kinds.pop() if len(kinds) == 1 else torch.float32).save_pretrained(
                 partial, state_dict=given
             )
+        mark_export(partial, sorted(file.name for file in partial.iterdir()))
         for file in partial.iterdir():
             sync(file)
         take_place(path)
     except (OSError, SafetensorError) as error:
         discard(path)
         raise unwritten(path, str(error)) from error
+    except ConfigError:
+        discard(path)
+        raise
+
+
+def mark_export(folder: Path, files: list[str]) -> None:
+    """Write down that a folder is an export of ours, and which files it has."""
+    text = json.dumps({"format": EXPORT, "files": [name for name in files if name != MARK]})
+    (folder / MARK).write_text(text + "\n", encoding="utf-8")
 
 
 def shell(config: "PretrainedConfig") -> Any:  # noqa: ANN401  transformers has no types for it

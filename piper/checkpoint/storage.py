@@ -2,16 +2,16 @@
 
 torch.distributed.checkpoint decides which stored pieces meet which wanted ones, and whether the pieces of all
 workers make whole tensors. Its own files are not used: their index is a pickle, which may run code when it is
-read. Pieces lie in safetensors files instead, and the index in JSON.
+read. Pieces lie in safetensors files instead, and the index in JSON. Bytes are verified, see [Note: blocks].
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Size, Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -24,14 +24,30 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from piper.checkpoint.blocks import BlockReader, FileRecord, StorageError, write_blocks
 from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import Record, Stored
+from piper.checkpoint.record import SUFFIX, Record, Stored
 
-SUFFIX = ".safetensors"
-
-
-class StorageError(Exception):
-    """A file of a checkpoint that cannot be read or written, in words."""
+ALIGNED = 8  # bytes: where the data of a safetensors file begins
+LONGEST = 2**30  # bytes of a header that is believed
+CODES = {  # how safetensors names the types
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,19 +72,27 @@ class Placed:
     file: str
 
 
-def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> list[Placed]:
-    """Write parts into one file, which is on the disk when this returns. No two may share memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What one writer has put on the disk: its parts, and the file that holds them."""
+
+    placed: tuple[Placed, ...] = ()
+    files: Mapping[str, FileRecord]
+
+
+def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> Written:
+    """Write parts into one file, which is on the disk when this returns."""
     if not parts:
-        return []
+        return Written(files={})
     file = name + SUFFIX
     tensors = {part.key: part.tensor for part in parts}
     assert len(tensors) == len(parts), "a worker holds one run of a tensor"
     try:
-        save_file(tensors, folder / file)
+        record = write_file(folder / file, tensors)
         sync(folder / file)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StorageError(f"{file}: {error}") from error
-    return [
+    placed = (
         Placed(
             key=part.key,
             dtype=str(part.tensor.dtype).removeprefix("torch."),
@@ -78,7 +102,40 @@ def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> list[Placed]:
             file=file,
         )
         for part in parts
-    ]
+    )
+    return Written(placed=tuple(placed), files={file: record})
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write flat tensors of the host as a safetensors file, and return its size and digests."""
+    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps each aligned
+    header = header_of({key: tensors[key] for key in order})
+    return write_blocks(path, [memoryview(header), *(bytes_of(tensors[key]) for key in order)])
+
+
+def header_of(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the beginning of a safetensors file that holds these tensors in their order."""
+    table: dict[str, object] = {}
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        shape = [tensor.numel()]
+        dtype = tensor.dtype
+        if dtype == torch.complex128:  # safetensors has no such type: pairs of real numbers
+            dtype, shape = torch.float64, [tensor.numel(), 2]
+        if dtype not in CODES:
+            raise StorageError(f"{key} is of type {dtype}, which safetensors files do not hold")
+        table[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a flat tensor of the host."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
 def sync(path: Path) -> None:
@@ -130,18 +187,75 @@ class Shelf:
     def __init__(self, folder: Path, record: Record) -> None:
         self.folder, self.record = folder, record
         self.metadata: Metadata = record.metadata()
+        self.blocks = BlockReader(folder, record.files, record.block)
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
         for file, wanted in by_file(self.metadata, parts).items():
-            try:
-                with safe_open(self.folder / file, framework="pt") as opened:
-                    for part, item in wanted:
-                        (first,), (length,), (at,) = item.storage_offsets, item.lengths, item.dest_offsets
-                        values = opened.get_slice(part.key)[first : first + length]
-                        part.tensor.detach()[at : at + length].copy_(values)
-            except (OSError, SafetensorError) as error:
-                raise StorageError(f"{file}: {error}") from error
+            for part, item in wanted:
+                (first,), (length,), (at,) = item.storage_offsets, item.lengths, item.dest_offsets
+                values = self._values(file, part.key, item.storage_index, first, length)
+                part.tensor.detach()[at : at + length].copy_(values)
+
+    def _values(self, file: str, key: str, piece: MetadataIndex, first: int, length: int) -> Tensor:
+        """Read elements of a stored piece: `length` of them from its element `first` on."""
+        stored = self.record.tensors[key]
+        dtype = dtype_named(stored.dtype)
+        begin, end = self.places(file).get(key, (0, -1))
+        assert piece.offset is not None
+        whole = next(n for offset, n, name in stored.pieces if (offset, name) == (piece.offset[0], file))
+        if end - begin != whole * dtype.itemsize:
+            raise StorageError(f"{file}: it holds another {key} than the record says")
+        raw = torch.empty(length * dtype.itemsize, dtype=torch.uint8)
+        self.blocks.read(file, begin + first * dtype.itemsize, raw.numpy().data)
+        return raw.view(dtype)
+
+    def places(self, file: str) -> dict[str, tuple[int, int]]:
+        """Return which bytes of a file hold each tensor of it."""
+        if file not in self._places:
+            self._places[file] = self._header(file)
+        return self._places[file]
+
+    def _header(self, file: str) -> dict[str, tuple[int, int]]:
+        head = bytearray(8)
+        self.blocks.read(file, 0, memoryview(head))
+        length = int.from_bytes(head, "little")
+        if length > min(LONGEST, self.record.files[file].size - 8):
+            raise StorageError(f"{file}: its header is longer than the file")
+        text = bytearray(length)
+        self.blocks.read(file, 8, memoryview(text))
+        begin, size = 8 + length, self.record.files[file].size
+        found: dict[str, tuple[int, int]] = {}
+        try:
+            for key, entry in json.loads(text).items():
+                if key != "__metadata__":
+                    low, high = (begin + int(offset) for offset in entry["data_offsets"])
+                    if not begin <= low <= high <= size:
+                        raise ValueError(f"{key} lies outside the file")
+                    found[key] = (low, high)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise StorageError(f"{file}: its header cannot be read: {error}") from error
+        return found
+
+    def check_headers(self) -> None:
+        """Refuse files that hold other tensors than the record lists."""
+        listed: dict[str, dict[str, int]] = {file: {} for file in self.record.files}
+        for key, stored in self.record.tensors.items():
+            for _, length, file in stored.pieces:
+                listed[file][key] = length * dtype_named(stored.dtype).itemsize
+        for file, wanted in listed.items():
+            held = {key: high - low for key, (low, high) in self.places(file).items()}
+            if held != wanted:
+                differ = sorted(
+                    key for key in held.keys() | wanted.keys() if held.get(key) != wanted.get(key)
+                )
+                raise StorageError(f"{file}: it holds another {differ[0]} than the record says")
+
+    def verify(self) -> None:
+        """Verify every byte of every file."""
+        self.blocks.verify()
+        self.check_headers()
 
 
 def by_file(metadata: Metadata, parts: Iterable[Part]) -> Mapping[str, list[tuple[Part, ReadItem]]]:
@@ -158,8 +272,10 @@ def reads(metadata: Metadata, part: Part) -> Iterator[ReadItem]:
     length = part.tensor.numel()
     if not length:
         return
-    stored = metadata.state_dict_metadata[part.key]
-    assert isinstance(stored, TensorStorageMetadata) and stored.size == Size([part.size]), part.key
+    stored = metadata.state_dict_metadata.get(part.key)
+    if not isinstance(stored, TensorStorageMetadata) or stored.size != Size([part.size]):
+        size = stored.size.numel() if isinstance(stored, TensorStorageMetadata) else 0
+        raise StorageError(f"the record has {size} elements of {part.key}, not {part.size}")
     chunk = ChunkStorageMetadata(offsets=Size([part.start]), sizes=Size([length]))
     items = create_read_items_for_chunk_list(part.key, stored, [chunk])
     assert sum(item.lengths[0] for item in items) == length, f"{part.key} is not whole"

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.folder import settled
 from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import read_record, unreadable
-from piper.checkpoint.storage import Part, Shelf, StorageError
+from piper.checkpoint.record import DamagedError, read_record
+from piper.checkpoint.storage import Part, Shelf
 
 
 class Values(Mapping[str, Tensor]):
@@ -28,7 +29,7 @@ class Values(Mapping[str, Tensor]):
         try:
             self.shelf.read([Part(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
         except StorageError as error:
-            raise unreadable(self.folder, str(error)) from error
+            raise DamagedError(self.folder, str(error)) from error
         return flat.view(shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -6,12 +6,12 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from piper.data.batches import Batches
-from piper.errors import ConfigError
+from piper.data.taking import Given, begin, call_data, failed, take
+from piper.errors import ConfigError, PiperError
+from piper.usercode import named
 
-Given = Mapping[str, Tensor]
 DataState = dict[str, object]
 MAKING = 1  # sets what is drawn to make an epoch apart from what a step draws
 
@@ -48,19 +48,19 @@ class Feed:
 
     def _next(self) -> Given:
         if self._batches is None:
-            self._batches = iter(self._data)
-        batch = next(self._batches, None)
+            self._batches = begin(self._data, self.make)
+        batch = take(self._batches, self.step + 1, self.make)
         if batch is None:
             self.epoch += 1
             self._data = self._made()
-            self._batches = iter(self._data)
-            batch = next(self._batches, None)
+            self._batches = begin(self._data, self.make)
+            batch = take(self._batches, self.step + 1, self.make)
         if batch is None:
             raise ConfigError(
                 f"data() ended after {self.step} batches",
-                by="Job",
+                by=named("data", self.make),
                 facts={"epoch": f"{self.epoch}, and it holds no batch"},
-                hint="let data() make its batches anew each time it is called, or train fewer steps",
+                hint="let data() make new batches each time it is called, or train fewer steps",
             )
         return batch
 
@@ -70,16 +70,18 @@ class Feed:
         Some draw their order when they are made, so this too depends on the seed alone.
         """
         with dice(self.seed, self.epoch, MAKING):
-            data = self.make()
-        for part in (data, getattr(data, "sampler", None), getattr(data, "dataset", None)):
-            tell = getattr(part, "set_epoch", None)
-            if callable(tell):
-                tell(self.epoch)
+            data = call_data(self.make)
+        with naming(self.make, "set_epoch()"):
+            for part in (data, getattr(data, "sampler", None), getattr(data, "dataset", None)):
+                tell = getattr(part, "set_epoch", None)
+                if callable(tell):
+                    tell(self.epoch)
         return data
 
     def state_dict(self) -> DataState:
         """Where the data is; the data's own state is part of it, where it has one."""
-        own = self._data.state_dict() if isinstance(self._data, Stateful) else None
+        with naming(self.make, "state_dict()"):
+            own = self._data.state_dict() if isinstance(self._data, Stateful) else None
         return {"step": self.step, "epoch": self.epoch, "data": own}
 
     def seek(self, step: int, state: Mapping[str, object] | None = None) -> None:
@@ -92,10 +94,22 @@ class Feed:
             self.epoch = int(str(state["epoch"]))
             self._data = self._made()
             assert isinstance(self._data, Stateful)
-            self._data.load_state_dict(own)
+            with naming(self.make, "load_state_dict()"):
+                self._data.load_state_dict(own)
             self.step = step
         while self.step < step:
             next(self)
+
+
+@contextmanager
+def naming(make: Callable[[], Iterable[Given]], call: str) -> Iterator[None]:
+    """Turn what the user's data raises in a call into one message."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except Exception as error:
+        raise failed(error, make, call) from error
 
 
 @contextmanager

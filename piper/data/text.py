@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piper.errors import ConfigError
+from piper.files import not_replaced
 
 DTYPE = "uint16"  # of a token file, unless it says otherwise
 
@@ -91,8 +92,12 @@ def write_tokens(tokenizer: Tokenizer, text: str, path: Path | str, dtype: str =
             hint="write with a wider type, and read with the same: dtype='uint32'",
         )
     tokens = tokenizer.encode(text).astype(dtype)
-    part = Path(f"{path}.{os.getpid()}.part")
+    part, target = Path(f"{path}.{os.getpid()}.part"), Path(path)
     try:
+        if target.is_file() and target.stat().st_size:
+            if target.read_bytes() != tokens.tobytes():  # a file of numbers does not say who wrote it
+                raise not_replaced(target)
+            return len(tokens)
         tokens.tofile(part)
         os.replace(part, path)
     except OSError as error:

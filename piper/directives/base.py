@@ -140,10 +140,20 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
         raise ScheduleError(
             "the filter matches no node",
             by=by,
-            facts={"asked": str(at), "known": extent(graph)},
+            facts={"asked": str(at), "known": extent(graph), **empty_regions(graph, at)},
             hint="use an index that exists; only an order that asks for halves makes a backward BI and BW",
         )
     return nodes
+
+
+def empty_regions(graph: Graph, at: At) -> dict[str, str]:
+    """Return, as a fact for errors, the regions that `at` names and that hold no operation."""
+    named = [
+        f"{tag}={index} ({graph.outline.empty[tag, index]}) holds no operation"
+        for tag, index in at.tags
+        if isinstance(index, int) and (tag, index) in graph.outline.empty
+    ]
+    return {"empty": "; ".join(named)} if named else {}
 
 
 def check_tags(graph: Graph, at: At, by: str) -> None:

@@ -16,8 +16,10 @@ from piper.directives.base import (
 )
 from piper.directives.shard_axis import ShardAxis, shard_axis
 from piper.errors import ScheduleError
+from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph
 from piper.ir.select import At
+from piper.sharding import Sharding
 
 ROUTED = ("route", "expert", "unroute")
 
@@ -63,7 +65,11 @@ class Shard(Directive):
         policies = dict(graph.policies)
         for name in experts:
             policies[name] = replace(
-                graph.policy(name), ways=ways, exchange_stream=self.stream or "exchange", origin=number
+                graph.policy(name),
+                ways=ways,
+                shardings=by_expert(graph, chunks[name], ways),
+                exchange_stream=self.stream or "exchange",
+                origin=number,
             )
         graph = replace(graph, policies=policies)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
@@ -76,6 +82,15 @@ class Shard(Directive):
                 facts={"asked": f"ways={ways!r}, devices={list(devices)}"},
                 hint="ways is the size of one expert group: a divisor of the number of devices",
             )
+
+
+def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, Sharding]:
+    """Return how an expert chunk's state is divided: along its first dimension, where that is the experts."""
+    if chunk.kind != "expert" or ways == 1:
+        return {}
+    shapes = {param.name: param.shape for param in graph.outline.parameters}
+    params = [name for name in chunk.params if shapes[name][:1] == (chunk.experts,)]
+    return dict.fromkeys((*params, *chunk.buffers), Sharding(dim=0, ways=ways))
 
 
 def shard(

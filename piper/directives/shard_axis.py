@@ -59,7 +59,9 @@ class ShardAxis(Directive):
         for name in dict.fromkeys(node.chunk for node in nodes):
             policy = graph.policy(name)
             others = tuple(held for held in policy.axes if held.axis != self.axis)
-            own = AxisPolicy(axis=self.axis, degree=ways, stream=self.stream or self.axis.lower(), origin=number)
+            own = AxisPolicy(
+                axis=self.axis, degree=ways, stream=self.stream or self.axis.lower(), origin=number
+            )
             policies[name] = replace(policy, axes=(*others, own))
         graph = replace(graph, policies=policies)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
@@ -97,9 +99,15 @@ def shard_axis(
 ) -> ShardAxis:
     """Return the directive, its arguments checked."""
     if between is not None and (not is_whole(between) or between < 1):  # type: ignore[operator]
-        raise refused("shard", f"between={between!r} is not a dimension", "between=1 divides the sequence; 0 is the samples")
+        raise refused(
+            "shard",
+            f"between={between!r} is not a dimension",
+            "between=1 divides the sequence; 0 is the samples",
+        )
     if attention not in ATTENTION:
-        raise refused("shard", f"attention={attention!r} is not known", f"choose one of {', '.join(ATTENTION)}")
+        raise refused(
+            "shard", f"attention={attention!r} is not known", f"choose one of {', '.join(ATTENTION)}"
+        )
     if balance not in BALANCE:
         raise refused("shard", f"balance={balance!r} is not known", 'leave it out or write balance="zigzag"')
     if not weights and not batch:

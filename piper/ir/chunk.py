@@ -97,6 +97,7 @@ class Chunk:
     params: tuple[str, ...] = ()  # what F reads, in call order
     buffers: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()  # buffers F writes back
+    fixed: tuple[int, ...] = ()  # outputs that are the same for all samples
     outputs: tuple[TensorSpec, ...] = ()
     saved: tuple[
         TensorSpec, ...
@@ -167,7 +168,13 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    persistent: bool = True
+    persistent: bool = True  # a state_dict has it, under at least one name
+    names: tuple[str, ...] = ()  # of a tied one: every name that a state_dict has
+
+    @property
+    def saved_as(self) -> tuple[str, ...]:
+        """Every name under which a model's own state_dict has it."""
+        return self.names or ((self.name,) if self.persistent else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,4 +188,9 @@ class Outline:
     buffers: tuple[Buffer, ...] = ()
     batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured
     rows: int = 1  # samples in the captured slice
-    fields: Mapping[str, tuple[ParameterSlice, ...]] = field(default_factory=dict)  # batch fields that are divided
+    fields: Mapping[str, tuple[ParameterSlice, ...]] = field(
+        default_factory=dict
+    )  # batch fields that are divided
+    empty: Mapping[tuple[str, int], str] = field(
+        default_factory=dict
+    )  # regions without operations: their lines

@@ -12,6 +12,7 @@ from piper.devices import Devices
 from piper.ir.chunk import Chunk, Outline, Output, Phase, Tags
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
+from piper.sharding import WHOLE, Sharding
 
 SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
     None: ("F", "B", "BI", "BW"),
@@ -41,6 +42,7 @@ class Policy:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     ways: int = 1  # how many devices divide the experts among them
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)  # of parameters and buffers, by name
     exchange_stream: str = "exchange"
     axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
     origin: int | None = None  # the directive that said so
@@ -49,6 +51,10 @@ class Policy:
     def degree(self) -> int:
         """Return how many devices share the same samples."""
         return math.prod(held.degree for held in self.axes)
+
+    def sharding(self, name: str) -> Sharding:
+        """How a parameter or a buffer is divided."""
+        return self.shardings.get(name, WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,11 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from piper.devices import Devices, show
+from piper.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
 from piper.sharding import Collective, Sharding
-from piper.ids import Pass, Phase, SlotId, Tags, show_part
 
 COMPUTE_STREAM = "compute"
 
@@ -30,8 +31,8 @@ class Compute:
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        name = compute_name(self.chunk, self.phase, self.part)
-        object.__setattr__(self, "name", f"R{name[1:]}" if self.again else name)
+        name = compute_name(self.chunk, AGAIN if self.again else self.phase, self.part)
+        object.__setattr__(self, "name", name)
 
     @property
     def run(self) -> Pass:
@@ -39,7 +40,7 @@ class Compute:
         return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
 
-def compute_name(chunk: str, phase: Phase, part: Tags) -> str:
+def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
     """The name of a compute node, known without having the node. One that runs again has an R for its F."""
     return f"{phase}[{chunk}{show_part(part)}]"
 
@@ -74,7 +75,10 @@ class Transfer:
     writes: tuple[SlotId, ...]
     stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
     sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
-    degrees: tuple[int, int] = (1, 1)  # how many neighbours share their samples at the source, and at the target
+    degrees: tuple[int, int] = (
+        1,
+        1,
+    )  # how many neighbours share their samples at the source, and at the target
     origin: tuple[int, ...] = ()
     name: str = field(init=False, compare=False)
 
@@ -263,11 +267,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Give the replicas the first one's buffers; those of divided experts, the first group's."""
+    """Give the replicas the first one's buffers. Those of divided experts are not written."""
 
     chunk: str
     devices: Devices
-    ways: int  # device i of the set follows device i mod ways
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str = "reduce"

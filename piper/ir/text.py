@@ -4,7 +4,7 @@ What a chunk computes is the outline's, so reading a graph takes the outline it 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import cast
 
@@ -29,6 +29,7 @@ from piper.fields import (
 from piper.ir.chunk import PHASES, Outline, Phase, Tags
 from piper.ir.graph import Asked, Cell, Graph, Index, Ordering, Policy, Step
 from piper.ir.node import Compute
+from piper.sharding import Sharding
 
 STEP = re.compile(r"(F|B|BI|BW)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?")
 NODE: Readers = {"part": pairs, "devices": parse, "stream": str, "origin": numbers}
@@ -44,9 +45,10 @@ CHUNK: Readers = {
     "ways": int,
     "exchange_stream": str,
     "origin": int,
+    "shardings": lambda text: dict(read_sharding(each) for each in text.split(AND)),
 }
 ASKED: Readers = {"verb": str, "places": flag}
-POLICY = tuple(field.name for field in fields(Policy))
+POLICY = tuple(field.name for field in fields(Policy) if field.name != "shardings")
 
 
 def show_graph(graph: Graph) -> str:
@@ -71,6 +73,7 @@ def lines_of(graph: Graph) -> Iterator[str]:
             said += [
                 f"{name}={getattr(policy, name)}" for name in POLICY if getattr(policy, name) is not None
             ]
+            said += [f"shardings={show_shardings(policy.shardings)}"] if policy.shardings else []
         yield line("chunk", shown(chunk.name), said)
     for node in graph.nodes.values():
         yield line("node", show_step(node.chunk, node.phase, node.part), node_fields(node))
@@ -88,6 +91,18 @@ def node_fields(node: Compute) -> Iterator[str]:
     yield f"stream={node.stream}"
     if node.origin:
         yield f"origin={' '.join(map(str, node.origin))}"
+
+
+def show_shardings(shardings: Mapping[str, Sharding]) -> str:
+    """Write how state is divided, name by name."""
+    return AND.join(f"{shown(name)} {each.dim}/{each.ways}" for name, each in shardings.items())
+
+
+def read_sharding(text: str) -> tuple[str, Sharding]:
+    """Read one of what `show_shardings` wrote."""
+    called, _, divided = text.rpartition(" ")
+    axis, _, ways = divided.partition("/")
+    return name(called), Sharding(dim=int(axis), ways=int(ways))
 
 
 def show_step(chunk: str, phase: Phase, part: Tags) -> str:

@@ -14,7 +14,7 @@ from piper.launchers.base import Resumed, StepResult, Trains, result_of
 from piper.launchers.madeup import made_up
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
-from piper.runtime.batch import check_batch, wanted_shapes
+from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.releases import foretold_peak
 from piper.runtime.kernels import KERNELS
@@ -43,7 +43,7 @@ class AloneRun(Trains):
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
         self.program, self.plans, self.device = program, program.plans, device
         setup = setup_of(program)
-        self.setup, self.shapes = setup, wanted_shapes(setup)
+        self.setup, self.wanted = setup, wanted_batch(setup)
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)
         self.network = load_cluster(cluster or CLUSTERS[program.device])
@@ -65,7 +65,7 @@ class AloneRun(Trains):
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch, of which this device takes its rows. The loss is only its own part."""
-        check_batch(batch, self.shapes)
+        check_batch(batch, self.wanted)
         begin = perf_counter()
         sums = self.worker.step(batch)
         self.seconds.append(perf_counter() - begin)

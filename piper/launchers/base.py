@@ -115,9 +115,11 @@ def result_of(plans: Plans, sums: Sums) -> StepResult:
 
 
 def state_by_name(outline: Outline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A full state under every name a model's own state_dict has: those of tied parameters too."""
+    """A full state under every name a model's own state_dict has: those of tied tensors too."""
     found: dict[str, Tensor] = {}
     for parameter in outline.parameters:
         for name in (parameter.name, *parameter.aliases):
             found[name] = values[parameter.name]
-    return found | {buffer.name: values[buffer.name] for buffer in outline.buffers if buffer.persistent}
+    for buffer in outline.buffers:
+        found |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
+    return found

@@ -5,13 +5,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.checkpoint.folder import begin, commit, discard, unwritten
+from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.folder import begin, commit, discard
 from piper.checkpoint.match import check_model, wanted_model
 from piper.checkpoint.plain import dtype_named
 from piper.checkpoint.record import Record, Spec
-from piper.checkpoint.storage import Part, StorageError, index_of, write_parts
+from piper.checkpoint.storage import Part, index_of, write_parts
+from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
-from piper.launchers.checkpoints import sizes_of, whole_parts
+from piper.launchers.checkpoints import whole_parts
 from piper.runtime.setup import ProgramLike, initial_tensors
 
 MOST = 2**30  # bytes of values that are held at a time
@@ -23,7 +25,7 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
     values: every parameter and persistent buffer by name; a tied one by any of its names. Buffers that a
     model does not save are as it makes them.
     """
-    target = Path(path).absolute()
+    target = target_of(path)
     wanted = wanted_model(program.plans, program.outline)
     names = names_here(program, values)
     unsaved = {b.name for b in program.outline.buffers if not b.persistent and b.name not in names} & set(
@@ -42,7 +44,7 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
 
     partial = begin(target)
     try:
-        placed = [
+        written = [
             write_parts(partial, f"values-{number:05}", parts)
             for number, parts in enumerate(batched(wanted, value))
         ]
@@ -52,13 +54,15 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
     except ConfigError:
         discard(target)
         raise
-    files = sizes_of(target, sorted({part.file for parts in placed for part in parts}))
-    commit(target, Record(step=0, model=wanted, tensors=index_of(placed), files=files))
+    files = {name: file for one in written for name, file in one.files.items()}
+    index = index_of(one.placed for one in written)
+    commit(target, Record(step=0, model=wanted, tensors=index, files=files))
 
 
 def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, str]:
     """The name of each given value, by the first name that it has in the model."""
     first = {alias: p.name for p in program.outline.parameters for alias in p.aliases}
+    first |= {alias: b.name for b in program.outline.buffers for alias in b.saved_as}
     return {first.get(name, name): name for name in values}
 
 

@@ -1,25 +1,30 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver says when it counts."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from piper.checkpoint.folder import begin, beside, commit, discard, retain, settled, unwritten
+from piper.checkpoint.blocks import FileRecord, StorageError
+from piper.checkpoint.folder import begin, commit, discard, settled
 from piper.checkpoint.layout import buffers_of
 from piper.checkpoint.match import check_model, check_trainer, wanted_model
 from piper.checkpoint.plain import Plain, decode, dtype_named, encode
-from piper.checkpoint.record import Record, Spec, Trainer, read_record, unreadable
-from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, index_of, write_parts
+from piper.checkpoint.record import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
+from piper.checkpoint.retention import Retention
+from piper.checkpoint.storage import Part, Shelf, Written, index_of, write_parts
+from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
 from piper.launchers.copying import Copied, name_of
 from piper.launchers.member import Call
 from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
+from piper.runtime.trainers import empty_optimizer
 
 T = TypeVar("T")
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
@@ -33,7 +38,7 @@ class Pending:
     path: Path
     keep: int | None
     data: Plain
-    unread: list[Placed]
+    unread: Written
     done: dict[int, Done]
 
 
@@ -52,12 +57,13 @@ class Checkpoints:
         self.program, self.devices, self.ask, self.unread = program, [*devices], ask, unread
         self.give_up = give_up
         self.pending: Pending | None = None
-        self.error: ConfigError | None = None  # of a save that nobody has waited for yet
+        self.error: ConfigError | None = None  # of a save whose end was not waited for
+        self.retention = Retention()
 
     def save(self, path: Path | str, *, data: object, wait: bool, keep: int | None) -> None:
         """Copy the state and let it be written; what was saved before is on the disk first."""
         self.settle()
-        target = Path(path).absolute()
+        target = target_of(path)
         plain = encode(data, "data")
         partial = begin(target)
         try:
@@ -90,6 +96,7 @@ class Checkpoints:
         """Wait until the save that is under way is complete; if it fails, the error comes here."""
         while self.pending is not None:
             self.poll(WAIT)
+        self.error = self.retention.finish() or self.error
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -105,23 +112,29 @@ class Checkpoints:
         if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
             discard(pending.path)
             raise unwritten(pending.path, trouble)
-        placed = [pending.unread, *(done.placed for done in pending.done.values())]
+        written = [pending.unread, *(done.written for done in pending.done.values())]
         copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
-        files = {part.file for parts in placed for part in parts}
+        files: dict[str, FileRecord] = {name: file for one in written for name, file in one.files.items()}
+        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
+        moments, numbers = (
+            merged([copy.moments for copy in copies]),
+            merged([copy.numbers for copy in copies]),
+        )
         record = Record(
             step=copies[0].step,
             seed=self.program.job.seed,
-            trainer=next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer()),
+            trainer=replace(trainer, kept=kept_by(moments, numbers)),
             data=pending.data,
             model=self._model(),
-            moments=merged([copy.moments for copy in copies]),
-            numbers=merged([copy.numbers for copy in copies]),
-            tensors=index_of(placed),
-            files=sizes_of(pending.path, sorted(files)),
+            moments=moments,
+            numbers=numbers,
+            tensors=index_of(one.placed for one in written),
+            files=files,
         )
         commit(pending.path, record)
+        self.retention.trust(pending.path)
         if pending.keep is not None:
-            retain(pending.path.parent, pending.keep)
+            self.retention.start(pending.path.parent, pending.keep)
 
     def _model(self) -> dict[str, Spec]:
         """What this program's checkpoints hold; the types of unread values are those they have."""
@@ -136,17 +149,27 @@ class Checkpoints:
         return {name: value for name, value in self.unread.items() if name in wanted}
 
     def load(self, path: Path | str) -> Resumed:
-        """Take the state of a checkpoint, whatever strategy it was saved under."""
+        """Take the state of a checkpoint, whatever strategy it was saved under.
+
+        Workers read and verify their parts first, and take them once all have: a load that is refused changes
+        nothing, and another may follow.
+        """
         self.settle()
         folder = settled(Path(path).absolute())
         record = read_record(folder)
+        if not record.sealed:
+            text = f"{folder} has no digests: it was saved by an older Piper, and is not verified"
+            warnings.warn(text, stacklevel=2)
         check_model(folder, record, wanted_model(self.program.plans, self.program.outline))
         check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
         try:
             data = decode(record.data)
-            self.unread.update(read_unread(self.program, Shelf(folder, record)))
-        except (StorageError, ValueError, TypeError, KeyError) as error:
-            raise unreadable(folder, str(error)) from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedError(folder, f"{FILE}: {error}") from error
+        try:
+            unread = read_unread(self.program, Shelf(folder, record))
+        except StorageError as error:
+            raise DamagedError(folder, str(error)) from error
         self.ask("load", dict.fromkeys(self.devices, str(folder)))
         waiting, done = set(self.devices), list[Done]()
         while waiting:
@@ -155,12 +178,20 @@ class Checkpoints:
                     waiting.discard(device)
                     done.append(cast(Done, answer))
         if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
-            self.give_up()  # some workers have the new state and some the old
+            self.ask("adopt", dict.fromkeys(self.devices, False))
             raise (
                 failed.refused.told("load", folder)
                 if failed.refused
-                else unreadable(folder, str(failed.trouble))
+                else DamagedError(folder, str(failed.trouble))
             )
+        try:
+            self.ask("adopt", dict.fromkeys(self.devices, True))
+        except BaseException:
+            self.give_up()  # some workers may have the new state and some the old
+            raise
+        self.unread.update(unread)
+        if record.sealed:
+            self.retention.trust(folder)
         return Resumed(step=record.step, data=data)
 
 
@@ -171,16 +202,6 @@ def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[st
         for name, keys in table.items():
             found.setdefault(name, {}).update(keys)
     return found
-
-
-def sizes_of(path: Path, files: Iterable[str]) -> dict[str, int]:
-    """The bytes of the files that a save has written."""
-    partial = beside(path, "partial")
-    try:
-        return {file: (partial / file).stat().st_size for file in files}
-    except OSError as error:
-        discard(path)
-        raise unwritten(path, str(error)) from error
 
 
 def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
@@ -210,9 +231,9 @@ def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
 def trainer_names(program: ProgramLike) -> Trainer:
     """Which optimizer and scheduler a program's workers have."""
     job: JobLike = program.job
-    if not any(bucket.trainable for bucket in program.plans.buckets.values()):
+    optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values())
+    if optimizer is None:
         return Trainer()
-    optimizer = job.optimizer([torch.zeros(1, requires_grad=True)])
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
 

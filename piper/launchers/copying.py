@@ -62,8 +62,7 @@ def copy_state(worker: Worker) -> Copied:
                     parts.append(part)
                     like = elementwise(span.length, value)
                     moments.setdefault(span.name, {})[key] = None if like else tuple(value.shape)
-    nbytes = {buffer.name: buffer.nbytes for buffer in worker.setup.outline.buffers}
-    shares = {d: buffer_shares(plans, nbytes, d) for plan in plans for d in plan.devices if d <= device}
+    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
     for name, (share, value) in worker.buffers(saved_buffers(shares, device)).items():
         if length := value.numel():
             key, size = f"model.{name}", share.ways * length

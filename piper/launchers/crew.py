@@ -14,7 +14,7 @@ from piper.launchers.member import Call
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.assemble import whole_buffers, whole_parameters
-from piper.runtime.batch import check_batch, wanted_shapes
+from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.record import Clock, Recording, compare
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.trail import Mark
@@ -63,7 +63,7 @@ class CrewRun(Saves, Trains):
         """`unread`: the first values of parameters and buffers that no device holds."""
         self.program, self.plans, self.crew, self.unread = program, program.plans, crew, unread
         self.devices = devices_of(program.plans)
-        self.shapes = wanted_shapes(setup_of(program))
+        self.wanted = wanted_batch(setup_of(program))
         self.cutter = Cutter(program.plans)
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
@@ -81,7 +81,7 @@ class CrewRun(Saves, Trains):
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
-        check_batch(batch, self.shapes)
+        check_batch(batch, self.wanted)
         cut = {device: self.cutter.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
         self.checkpoints.poll()

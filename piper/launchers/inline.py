@@ -19,7 +19,7 @@ from piper.launchers.persist import Keeper
 from piper.launchers.restoring import blank_values
 from piper.launchers.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_buffers, whole_parameters
-from piper.runtime.batch import check_batch, wanted_shapes
+from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
 from piper.runtime.env import Dice
 from piper.runtime.record import Clock, Recording
@@ -42,7 +42,7 @@ class InlineRun(Saves, Trains):
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
         initial = blank_values(setup.outline) if options.blank else initial_values(program.job)
-        self.shapes = wanted_shapes(setup)
+        self.wanted = wanted_batch(setup)
         self.failures: list[Failure] = []
         self.watchers = {
             device: Watcher(device, new_cells(streams_of(self.plans)), self.failures.append)
@@ -78,7 +78,7 @@ class InlineRun(Saves, Trains):
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
-        check_batch(batch, self.shapes)
+        check_batch(batch, self.wanted)
         if not self.open:
             raise ended()
         futures = {device: self.threads.submit(w.step, batch) for device, w in self.workers.items()}

@@ -31,7 +31,7 @@ from piper.runtime.worker import Options, Sums, Worker
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
 Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
-Call = Literal["step", "save", "load", "poll"] | Asked
+Call = Literal["step", "save", "load", "adopt", "poll"] | Asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +140,10 @@ class Member:
     def load(self, folder: str) -> None:
         """Begin to read this device's part of a checkpoint."""
         self.keeper.load(folder)
+
+    def adopt(self, wanted: bool) -> None:
+        """Go on with the state that was read, if it is wanted."""
+        self.keeper.adopt(wanted)
 
     def poll(self, wait: float) -> Done | None:
         """What became of it, if it has ended within so many seconds."""

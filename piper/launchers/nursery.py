@@ -6,7 +6,6 @@ when the process that started it is gone, however it went, the nursery kills its
 
 import importlib
 import os
-import select
 import signal
 import socket
 import struct
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from piper.errors import LaunchError
+from piper.launchers.polling import readable
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = "import sys; from piper.launchers.nursery import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
@@ -81,7 +81,7 @@ class Nursery:
 
     def ended(self) -> Mapping[int, int]:
         """How the processes that have ended did so, by process id: an exit code, or a signal below zero."""
-        while select.select([self.end], [], [], 0)[0]:
+        while readable([self.end.fileno()], 0.0):
             try:
                 kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
             except EOFError:
@@ -93,7 +93,7 @@ class Nursery:
     def wait(self, pids: Sequence[int], timeout: float) -> None:
         """Wait until these processes have ended, but not for longer."""
         while not all(pid in self.ended() for pid in pids):
-            if not select.select([self.end], [], [], timeout)[0] or self.process.poll() is not None:
+            if not readable([self.end.fileno()], timeout) or self.process.poll() is not None:
                 return
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     tell(end, READY, os.getpid(), 0)
     try:
         while True:
-            ready, _, _ = select.select([end.fileno(), awake], [], [])
+            ready = readable([end.fileno(), awake])
             if awake in ready:
                 os.read(awake, 4096)
                 for pid, status in reap():

@@ -1,14 +1,16 @@
 """A worker's side of checkpoints: it writes a copy of its state, or reads one, while it may go on."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from piper.checkpoint.storage import Placed, StorageError, write_parts
+from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.storage import Written, write_parts
 from piper.errors import ConfigError
 from piper.launchers.copying import Copied, RefusedError, copy_state
-from piper.launchers.restoring import load_state
+from piper.launchers.restoring import read_state
 from piper.runtime.worker import Worker
 
 
@@ -18,7 +20,7 @@ class Done:
 
     trouble: str | None = None
     refused: RefusedError | None = None
-    placed: list[Placed] = field(default_factory=list)
+    written: Written = field(default_factory=lambda: Written(files={}))
     copied: Copied | None = None  # without its tensors
 
 
@@ -29,6 +31,7 @@ class Keeper:
         self.worker = worker
         self.thread: threading.Thread | None = None
         self.done: Done | None = None
+        self.adoptions: list[Callable[[], None]] = []  # what a load has read and not yet given to the worker
 
     def save(self, folder: str) -> None:
         """Copy the state, and begin to write the copy down."""
@@ -42,8 +45,14 @@ class Keeper:
             self._begin("save", copied, folder)
 
     def load(self, folder: str) -> None:
-        """Begin to take the state that a checkpoint holds."""
+        """Begin to read the state that a checkpoint holds. The worker keeps its own until `adopt`."""
         self._begin("load", None, folder)
+
+    def adopt(self, wanted: bool) -> None:
+        """Give the worker the state that was read; if it is not wanted, forget it."""
+        adoptions, self.adoptions = self.adoptions, []
+        for act in adoptions if wanted else ():
+            act()
 
     def _begin(self, what: Literal["save", "load"], copied: Copied | None, folder: str) -> None:
         assert self.thread is None, "one at a time"
@@ -52,11 +61,11 @@ class Keeper:
         def work() -> None:
             try:
                 if copied is None:
-                    load_state(self.worker, Path(folder))
+                    self.adoptions = read_state(self.worker, Path(folder))
                     self.done = Done()
                 else:
-                    placed = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)
-                    self.done = Done(placed=placed, copied=replace(copied, parts=[]))
+                    written = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)
+                    self.done = Done(written=written, copied=replace(copied, parts=[]))
             except RefusedError as error:
                 self.done = Done(refused=error)
             except StorageError as error:

@@ -1,6 +1,7 @@
 """What a worker takes from a checkpoint, whatever strategy it was saved under."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -8,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.layout import Span, buffers_of, held_buckets, owned_range, spans
 from piper.checkpoint.plain import Plain, decode, dtype_named
-from piper.checkpoint.record import Record, read_record
+from piper.checkpoint.record import FILE, Record, read_record
 from piper.checkpoint.storage import Part, Shelf
 from piper.ir.chunk import Outline
-from piper.launchers.copying import RefusedError, model_part
+from piper.launchers.copying import RefusedError, copied, model_part
 from piper.plan.plan import Bucket
 from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
@@ -33,37 +35,64 @@ def blank_values(outline: Outline) -> Initial:
     return blank
 
 
-def load_state(worker: Worker, folder: Path) -> None:
-    """Give a worker its part of the state that a checkpoint holds."""
+def read_state(worker: Worker, folder: Path) -> list[Callable[[], None]]:
+    """Read a worker's part of a checkpoint into memory of its own, and return what gives it to the worker.
+
+    The worker's state changes only when these are called: after every worker has read and verified its part.
+    """
     record = read_record(folder)
     shelf = Shelf(folder, record)
-    for bucket in held_buckets(worker.setup.plans, worker.device):
-        load_bucket(worker, bucket, shelf)
+    found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
     for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
         length = value.numel()
         flat = torch.empty(length, dtype=value.dtype)
         key, size = f"model.{name}", share.ways * length
         shelf.read([Part(key=key, size=size, start=share.part * length, tensor=flat)])
-        value.copy_(flat.view(value.shape))
+        found.append(partial(copy_buffer, value, flat))
     if worker.env.state.optimizer is not None and record.seed is not None:
-        load_optimizer(worker, worker.env.state.optimizer, shelf)
+        found.append(read_optimizer(worker, worker.env.state.optimizer, shelf))
         scheduler = worker.env.state.scheduler
         if scheduler is not None:
-            scheduler.load_state_dict(cast("dict[str, object]", decode(record.trainer.schedule)))
-    worker.env.step = record.step
+            schedule = cast("dict[str, object]", decode(record.trainer.schedule))
+            check_settings(schedule, scheduler.state_dict(), "last_epoch")
+            found.append(partial(scheduler.load_state_dict, schedule))
+    return [*found, partial(renew, worker, record.step)]
+
+
+def copy_buffer(value: Tensor, flat: Tensor) -> None:
+    """Give a buffer the elements that were read."""
+    value.copy_(flat.view(value.shape))
+
+
+def renew(worker: Worker, step: int) -> None:
+    """Let a worker go on after so many steps."""
+    worker.env.step = step
     worker.renew()
 
 
-def load_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> None:
+def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
+    """Refuse settings of an optimizer or a scheduler that lack what it always has."""
+    if not isinstance(saved, dict) or (key in here and key not in saved):
+        raise StorageError(f"{FILE}: trainer has no {key}")
+
+
+def read_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> Callable[[], None]:
     """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
     own = owned_range(bucket, worker.device)
     low, high = own if bucket.zero == 3 else (0, bucket.numel)
-    exact = holding.flat if holding.master is None else torch.zeros(len(holding.flat), dtype=torch.float32)
+    if holding.master is None:
+        exact = copied(holding.flat)
+    else:
+        exact = torch.zeros(len(holding.flat), dtype=torch.float32)
     shelf.read(parts_between(worker, bucket, (low, high), exact))
-    if holding.master is not None:
-        holding.flat.copy_(exact)
-        holding.master.copy_(exact if bucket.zero == 3 else exact[own[0] : own[1]])
+
+    def adopt() -> None:
+        holding.flat.detach().copy_(exact)
+        if holding.master is not None:
+            holding.master.copy_(exact if bucket.zero == 3 else exact[own[0] : own[1]])
+
+    return adopt
 
 
 def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor) -> Iterator[Part]:
@@ -75,8 +104,8 @@ def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat
         yield model_part(span, sizes[span.name], flat[first : first + span.length])
 
 
-def load_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> None:
-    """Give an optimizer its settings and what it keeps for each parameter."""
+def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> Callable[[], None]:
+    """Read an optimizer's settings and what it keeps for each parameter."""
     record = shelf.record
     groups = cast("list[dict[str, object]]", decode(record.trainer.groups))
     here = optimizer.state_dict()["param_groups"]
@@ -86,6 +115,8 @@ def load_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> None:
             {"saved": f"{len(groups)} groups", "here": f"{len(here)} groups"},
             "go on with the same optimizer",
         )
+    for saved, now in zip(groups, here, strict=True):
+        check_settings(saved, now, "lr")
     numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     state: dict[int, dict[str, object]] = {}
     for name, segments in worker.env.state.segments.items():
@@ -99,7 +130,17 @@ def load_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> None:
         {**now, **saved, **{key: now[key] for key in WAYS if key in now}}
         for now, saved in zip(here, groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": merged})
+    return partial(adopt_optimizer, optimizer, state, merged, numbers)
+
+
+def adopt_optimizer(
+    optimizer: Optimizer,
+    state: dict[int, dict[str, object]],
+    groups: list[dict[str, object]],
+    numbers: Mapping[int, int],
+) -> None:
+    """Give an optimizer what was read; `numbers`: which number its state has for which parameter."""
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in state.get(numbers[id(parameter)], {}).items():

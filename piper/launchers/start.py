@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -69,6 +70,7 @@ def launcher(
     program: ProgramLike, on: str, options: Options, *, cluster: str | None = None
 ) -> AbstractContextManager[Run]:
     """The launcher of a name; the others are not imported."""
+    check_launcher(on)
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
@@ -86,11 +88,19 @@ def launcher(
             from piper.launchers.ray import launch_ray
 
             return launch_ray(program, options)
-    raise ConfigError(
-        f"there is no launcher {on!r}",
-        by="launch",
-        hint="on is one of " + ", ".join((*get_args(On), "rank:N")),
-    )
+    raise AssertionError(f"{on} is checked")
+
+
+def check_launcher(on: str, by: str = "launch") -> None:
+    """Refuse a name that no launcher has."""
+    if on not in get_args(On) and not on.startswith(ALONE):
+        known = (*get_args(On), "rank:N")
+        close = get_close_matches(on, known, n=1)
+        raise ConfigError(
+            f"there is no launcher {on!r}",
+            by=by,
+            hint="on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else ""),
+        )
 
 
 def by_host(program: ProgramLike, on: str) -> bool:

@@ -1,6 +1,5 @@
 """Workers at the ends of sockets: asked all at once, heard as they answer, watched while they do not."""
 
-import select
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
@@ -11,6 +10,7 @@ from piper.launchers.blame import Scene, Sighting, blame
 from piper.launchers.channel import Channel, ClosedError
 from piper.launchers.crew import Crew, devices_of
 from piper.launchers.member import Call
+from piper.launchers.polling import readable
 from piper.launchers.watch import Failure
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -91,8 +91,8 @@ class WiredCrew(Crew):
     def _ready(self, devices: set[int], wait: float = POLL) -> list[int]:
         """The devices that have something to say, after a wait that ends early when a process does."""
         ends = {self.channels[device].fileno(): device for device in devices}
-        found, _, _ = select.select([*ends, *(bell.fileno() for bell in self.bells())], [], [], wait)
-        return [ends[end] for end in found if end in ends]
+        found = readable([*ends, *(bell.fileno() for bell in self.bells())], wait)
+        return [device for end, device in ends.items() if end in found]
 
     def _hear(self, device: int) -> object:
         try:

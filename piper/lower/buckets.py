@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from piper.devices import Devices, show
@@ -64,7 +64,7 @@ def make_buckets(work: Work) -> Work:
             made[bucket.name] = bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
-            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], graph)
+            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
     by_chunk: dict[str, list[str]] = {chunk.name: [] for chunk in graph.outline.chunks}
@@ -119,12 +119,14 @@ class Held:
 
     shape: tuple[int, ...]  # of what one device holds
     shardings: tuple[Sharding, ...] = ()
-    apart: tuple[tuple[int, int], ...] = ()  # (stride, degree): devices that differ there add nothing to each other
+    apart: tuple[
+        tuple[int, int], ...
+    ] = ()  # (stride, degree): devices that differ there add nothing to each other
     alike: int = 1  # how many devices hold the same slice and work out the same gradient
 
 
-def held_by(chunk: Chunk, param: Parameter, home: Home) -> Held:
-    """Return how the devices of a chunk hold a parameter: divided by expert, along an axis, or each all of it."""
+def held_by(param: Parameter, home: Home) -> Held:
+    """Return how the devices of a region hold a parameter: divided by expert, along an axis, or each all of it."""
     found: list[Sharding] = []
     apart: list[tuple[int, int]] = []
     alike, stride = 1, 1
@@ -137,10 +139,10 @@ def held_by(chunk: Chunk, param: Parameter, home: Home) -> Held:
             apart.append((stride, axis.degree))
             alike *= axis.degree if held is None or held.dim is None else 1
         stride *= axis.degree
-    ways = home.policy.ways
-    if chunk.kind == "expert" and ways > 1 and param.shape and param.shape[0] == chunk.experts:
-        found.append(Sharding(dim=0, ways=ways, stride=stride))
-        apart.append((stride, ways))
+    experts = home.policy.sharding(param.name)
+    if experts.ways > 1:
+        found.append(replace(experts, stride=stride))
+        apart.append((stride, experts.ways))
     return Held(
         shape=local_sizes(param.shape, found), shardings=tuple(found), apart=tuple(apart), alike=alike
     )
@@ -158,7 +160,7 @@ def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iter
     """A chunk's own parameters in buckets of at most `bucket_mb`, alike in type and in who holds what."""
     kinds: dict[tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, Held]]] = {}
     for param in params:
-        held = held_by(chunk, param, home)
+        held = held_by(param, home)
         kinds.setdefault((param.dtype, param.trainable, held.apart, held.alike), []).append((param, held))
     limit = home.policy.bucket_mb
     number = 0
@@ -207,14 +209,19 @@ def bucket_for(
     )
 
 
-def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[list[Bucket], list[str]]:
+def tied_buckets(
+    param: Parameter, homes: list[Home], taken: Collection[str]
+) -> tuple[list[Bucket], list[str]]:
     """Buckets for a parameter that several chunks use: one per set of devices, or one over them all."""
+    named = param.name
+    while not {named, *(f"{named}@{home.chunk}" for home in homes)}.isdisjoint(taken):
+        named += "'"  # a parameter may be called as a chunk's bucket is
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)
-    held = {home.chunk: held_by(graph.chunks[home.chunk], param, home) for home in homes}
+    held = {home.chunk: held_by(param, home) for home in homes}
     first = held[homes[0].chunk]
-    by_expert = any(home.policy.ways > 1 and held[home.chunk].shardings for home in homes)
+    by_expert = any(home.policy.sharding(param.name).ways > 1 for home in homes)
     if len(set(held.values())) > 1 or (len(by_set) > 1 and by_expert):
         divided = next(home for home in homes if held[home.chunk].apart)
         what = "experts" if by_expert else "parameter"
@@ -232,13 +239,13 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
         return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, first)
 
     if len(by_set) == 1:
-        return [bucket(param.name, homes)], []
+        return [bucket(named, homes)], []
     sizes = {len(devices) for devices in by_set}
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         zero = min(home.policy.zero for home in homes) if sizes != {1} else 0
-        made = [bucket(f"{param.name}@{members[0].chunk}", members) for members in by_set.values()]
+        made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
         names = [b.name for b in made]
         return [
             replace(
@@ -261,7 +268,7 @@ def tied_buckets(param: Parameter, homes: list[Home], graph: Graph) -> tuple[lis
         f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
         f"({', '.join(show(devices) for devices in by_set)})"
     )
-    return [bucket(param.name, union)], [reason] if any(h.policy.zero for h in homes) else []
+    return [bucket(named, union)], [reason] if any(h.policy.zero for h in homes) else []
 
 
 def shown_held(held: Held) -> str:

@@ -2,10 +2,10 @@
 
 import math
 
+from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Collective, Phase
 from piper.ir.node import Collect
 from piper.lower.values import Flow, Template
-from piper.ids import SlotId
 
 
 def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotId, written: SlotId) -> None:

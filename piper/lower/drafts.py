@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from piper.devices import Devices, columns, groups_of, show, strided_groups
+from piper.devices import Devices, columns, show, strided_groups
 from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, Collective
 from piper.ir.node import (
@@ -29,7 +29,7 @@ from piper.lower.programs import Channel, channels
 from piper.lower.reductions import final_gradient
 from piper.lower.sync import Draft
 from piper.lower.work import Work
-from piper.plan.instr import Collecting, Adding, Field, OfBucket, OfChunk, Routing, Rows
+from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.plan import Bucket, Comm
 
 Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
@@ -146,10 +146,8 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             draft.nbytes = emission.size(node.writes[0])
         case Broadcast():
             draft.op, draft.payload = "broadcast", OfChunk(chunk=node.chunk)
-            key = ("set", show(node.devices), str(node.ways), node.stream)
-            draft.comm, _ = emission.comm(
-                key, lambda: columns(groups_of(node.devices, node.ways)), node.stream
-            )
+            key = ("set", show(node.devices), node.stream)
+            draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
             draft.nbytes = sum(emission.size(value) for value in node.writes)
         case _:
             assert_never(node)

@@ -12,11 +12,18 @@ from piper.lower.programs import channels, classes_of
 from piper.lower.settle import cells_per_device, parts_of
 from piper.lower.sync import Draft, synchronised
 from piper.lower.work import Work
+from piper.plan.check import prove
 from piper.plan.plan import Plan, Plans, Slot
+from piper.proof.values import prove_values
 
 
-def emit(work: Work) -> Plans:
-    """Cut the line into one plan per distinct program."""
+def emit(work: Work) -> Work:
+    """Cut the line into one plan for each distinct program.
+
+    F[PP=0]@0  transfer  F[PP=1]@1
+    -->
+    0: F[PP=0], send     1: recv, F[PP=1]
+    """
     classes = classes_of(device_sets(work))
     emission = Emission(
         work=work,
@@ -30,7 +37,7 @@ def emit(work: Work) -> Plans:
     outline = work.graph.outline
     home = homes_of(work.graph)[outline.loss.chunk]
     slices = home.slices * parts_of(work.graph, outline.loss.chunk)
-    return Plans(
+    plans = Plans(
         plans=tuple(plan_of(work, *program) for program in zip(classes, emission.drafts, strict=True)),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},
         buckets=work.buckets,
@@ -41,6 +48,15 @@ def emit(work: Work) -> Plans:
         axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
         why=work.why,
     )
+    return replace(work, plans=plans)
+
+
+def plans_can_run(work: Work) -> Iterator[str]:
+    """The plans of all devices are proven together: first their order, then the values that they compute."""
+    assert work.plans is not None, "they are emitted"
+    prove(work.plans)
+    prove_values(work.plans, work.graph, clip=work.settings.clip)
+    yield from ()
 
 
 def device_sets(work: Work) -> Iterator[Devices]:

@@ -2,20 +2,18 @@
 
 from piper.devices import show
 from piper.errors import ScheduleError
-from piper.ir.chunk import Outline
 from piper.ir.graph import Graph
 
 
-def check_expert_buffers(graph: Graph, outline: Outline) -> None:
+def check_expert_buffers(graph: Graph) -> None:
     """Refuse to divide a buffer that a region writes, or that a region with other experts uses too."""
+    outline = graph.outline
     homes = {node.chunk: node for node in graph.nodes.values()}
-    ways = {
-        chunk.name: graph.policy(chunk.name).ways if chunk.kind == "expert" else 1 for chunk in outline.chunks
-    }
     users: dict[str, str] = {}
     for chunk in outline.chunks:
         for name in chunk.buffers:
             first = users.setdefault(name, chunk.name)
+            ways = {user: graph.policy(user).sharding(name).ways for user in (first, chunk.name)}
             divided = max(first, chunk.name, key=lambda user: ways[user])
             asked = f"ways {ways[divided]} over {show(homes[divided].devices)}"
             if ways[first] != ways[chunk.name]:

@@ -229,13 +229,11 @@ def broadcasts(work: Work) -> Iterator[Broadcast]:
     homes = homes_of(work.graph)
     for chunk in work.graph.outline.chunks:
         home = homes[chunk.name]
-        ways = home.policy.ways if chunk.kind == "expert" else 1
-        if chunk.mutated and len(home.devices) > ways:
+        if chunk.mutated and len(home.devices) > 1:
             slots = tuple(buffer_slot(name) for name in chunk.mutated)
             yield Broadcast(
                 chunk=chunk.name,
                 devices=home.devices,
-                ways=ways,
                 reads=slots,
                 writes=slots,
                 origin=home.origin,

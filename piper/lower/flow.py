@@ -73,17 +73,20 @@ def forward(flow: Flow, chunk: Chunk) -> None:
         collect(flow, chunk, "F", chunk.collective, inputs[0], output_slot(chunk.name, 0))
         return
     spec = chunk.phases["F"]
+    reads = (*(inputs[i] for i in spec.inputs), *state_reads(flow, chunk, spec))
     writes = [output_slot(chunk.name, index) for index in range(len(chunk.outputs))]
     for kind, members in bundles(chunk).items():
         bundle = SlotId(kind, chunk.name)
         flow.values[bundle] = slot_of(chunk, [chunk.saved[i] for i in members])
         writes.append(bundle)
-    writes += [buffer_slot(name) for name in chunk.mutated]
+    for name in chunk.mutated:
+        add_buffer(flow, chunk, name)  # a forward may overwrite a buffer that no phase reads
+        writes.append(buffer_slot(name))
     node = Compute(
         chunk=chunk.name,
         phase="F",
         devices=flow.homes[chunk.name].devices,
-        reads=(*(inputs[i] for i in spec.inputs), *state_reads(flow, chunk, spec)),
+        reads=reads,
         writes=tuple(writes),
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase="F"))
@@ -96,13 +99,19 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
         bucket = flow.work.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
             yield param_slot(bucket)
-    sizes = {buffer.name: buffer.nbytes for buffer in flow.graph.outline.buffers}
-    ways = (
-        flow.homes[chunk.name].policy.ways if chunk.kind == "expert" else 1
-    )  # each device has its experts' part
     for name in spec.buffers:
-        flow.residents[buffer_slot(name)] = Slot(nbytes=sizes[name] // ways)
+        add_buffer(flow, chunk, name)
         yield buffer_slot(name)
+
+
+def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
+    """Let a buffer live on the chunk's devices; where it is divided, each holds its own part."""
+    home = flow.homes[chunk.name]
+    sharding = replace(home.policy.sharding(name), stride=home.policy.degree)
+    size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
+    placed = home.devices if sharding.ways > 1 else ()
+    held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)
+    flow.residents[buffer_slot(name)] = held
 
 
 def backward(flow: Flow, chunk: Chunk) -> None:

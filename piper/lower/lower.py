@@ -1,12 +1,10 @@
-"""The compiler from a directed graph to plans: read the list to know it."""
-
-from dataclasses import replace
+"""The compiler from a directed graph to proven plans: read the list to know it."""
 
 from piper.collector import no_collection
 from piper.ir.chunk import Outline
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
-from piper.lower.emit import emit
+from piper.lower.emit import emit, plans_can_run
 from piper.lower.finish import (
     add_loads,
     add_losses,
@@ -26,12 +24,13 @@ from piper.lower.reductions import (
 )
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import line_respects_every_edge, schedule
-from piper.lower.settle import every_chunk_has_one_home, settle
-from piper.lower.work import Property, Rewrite, Settings, Work
+from piper.lower.settle import capture, every_chunk_has_one_home, every_node_has_a_phase, settle
+from piper.lower.work import Capture, Completed, Property, Rewrite, Settings, Work
 from piper.plan.plan import Plans
 
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (settle, every_chunk_has_one_home),
+    (capture, every_node_has_a_phase),
     (make_buckets, every_parameter_has_a_bucket),
     (bind_values, no_value_crosses_devices),
     (add_orders, edges_join_nodes_that_exist),
@@ -43,22 +42,24 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_losses, every_value_is_where_it_is_read),
     (add_loads, every_field_is_loaded),
     (add_updates, every_gradient_is_applied),
+    (emit, plans_can_run),
 )
 
 
 def lower(
-    graph: Graph, settings: Settings | None = None, outline: Outline | None = None
+    graph: Graph, settings: Settings | None = None, capture: Capture | Outline | None = None
 ) -> tuple[Plans, Work]:
-    """Lower a graph to plans; `outline` is the differentiated one, where the graph has another.
+    """Lower a graph to plans and prove them.
 
+    capture: gives the outline with every phase, or is that outline; None: the graph has it.
     Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
     """
-    if outline is not None:
-        graph = replace(graph, outline=outline)
-    work = Work(graph=graph, settings=settings or Settings())
+    given = (lambda _: Completed(outline=capture)) if isinstance(capture, Outline) else capture
+    work = Work(graph=graph, settings=settings or Settings(), capture=given)
     with no_collection():
         for rewrite, holds in LOWERING:
             work = rewrite(work)
             broken = next(holds(work), None)
             assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
-        return emit(work), work
+    assert work.plans is not None
+    return work.plans, work

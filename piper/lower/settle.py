@@ -1,4 +1,4 @@
-"""Settle what directives left open: places, phases that do nothing, and whether devices fit the batch."""
+"""Settle what directives left open, refuse what cannot be, and give every chunk its phases."""
 
 import math
 from collections.abc import Iterator
@@ -9,23 +9,22 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.node import Compute
+from piper.lower.expert_buffers import check_expert_buffers
 from piper.lower.work import Work
-
 
 ROUTED = ("route", "expert", "unroute")
 
 
 def settle(work: Work) -> Work:
-    """Place a strategy without places on device 0, drop phases with nothing to do, and check the rest.
+    """Place a strategy without places on device 0, and check the rest: capture, which comes next, is costly.
 
-    F[PP=0]  B[PP=0]  BI[PP=0 MB=1] (nothing to give back)
+    F[PP=0]  B[PP=0]
     -->
     F[PP=0]@0  B[PP=0]@0
     """
     graph = work.graph
     if not any(node.devices for node in graph.nodes.values()):
         graph = graph.update(replace(node, devices=(0,)) for node in graph.nodes.values())
-    graph = drop_idle(graph)
     check_placed(graph)
     check_one_home(graph)
     check_groups(graph)
@@ -46,10 +45,33 @@ def every_chunk_has_one_home(work: Work) -> Iterator[str]:
             yield f"{node.name} is on {show(node.devices)}, its chunk on {show(homes[node.chunk])}"
 
 
-def drop_idle(graph: Graph) -> Graph:
-    """Drop backwards that capture found empty: nothing to differentiate, or all of it in the other half."""
+def capture(work: Work) -> Work:
+    """Give every chunk its phases, and drop the nodes that these leave nothing to do.
+
+    F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
+    -->
+    F[PP=0]  BW[PP=0 MB=1]
+    """
+    graph, settings = work.graph, work.settings
+    if work.capture is not None:
+        made = work.capture(graph)
+        graph = replace(graph, outline=made.outline)
+        if made.state_bytes is not None:
+            settings = replace(settings, state_bytes=made.state_bytes)
     chunks = graph.chunks
-    return graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+    graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+    check_expert_buffers(graph)
+    return replace(work, graph=graph, settings=settings, capture=None)  # what it holds is let go of
+
+
+def every_node_has_a_phase(work: Work) -> Iterator[str]:
+    """Each node is a phase that its chunk has; of a route's backward, half is all of it."""
+    chunks = work.graph.chunks
+    for node in work.graph.nodes.values():
+        chunk = chunks[node.chunk]
+        routes = chunk.kind in ("route", "unroute") and node.phase == "BI"
+        if is_idle(chunk, node) or (node.phase not in chunk.phases and not routes):
+            yield f"{node.name} has nothing to do"
 
 
 def is_idle(chunk: Chunk, node: Compute) -> bool:

@@ -39,7 +39,8 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
         producer = flow.chunks[source.chunk]
         seen_through = source != chunk.inputs[position]
         routed = seen_through or producer.kind != "compute" or chunk.kind != "compute"
-        send(flow, value, arrived, chunk, there, producer.outputs[source.index], spec, routed=routed)
+        left, fixed = producer.outputs[source.index], source.index in producer.fixed
+        send(flow, value, arrived, chunk, there, left, spec, routed=routed, fixed=fixed)
     return arrived
 
 
@@ -67,7 +68,7 @@ def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
         total = summed(flow, chunk, index, reader.devices, gradients)
         if lanes != home.lanes:
             here = total.brought_to(home.devices)
-            send(flow, total, here, chunk, reader, flow.specs[total], spec, gradient=True)
+            send(flow, total, here, chunk, reader, flow.specs[total], spec)
             flow.specs[here] = spec
             total = here
         arrived.append(total)
@@ -104,17 +105,18 @@ def send(
     spec: TensorSpec,
     *,
     routed: bool = False,
-    gradient: bool = False,
+    fixed: bool = False,
 ) -> None:
-    """A transfer of a value to a chunk's devices; between sets of different sizes it slices it anew."""
+    """A transfer of a value to a chunk's devices; between sets of different sizes it slices it anew.
+
+    fixed: the value is the same for all samples, such as a mask.
+    """
     home = flow.homes[chunk.name]
     sliced = True
     if there.slices != home.slices:
         sliced = is_sliced(left, spec, there.slices, home.slices)
-        # What has one shape on both sides, such as a mask, is taken to be the same for all samples. A lone
-        # number is not: a count or a loss is that of its slice. Nor is a gradient, a sum over a slice.
-        alike = left.shape == spec.shape != () and not gradient
-        if routed or not (sliced or alike):
+        # A value without samples that depends on them, such as a mean, is that of its slice.
+        if routed or not (sliced or fixed):
             raise ScheduleError(
                 f"{value} cannot be sliced anew by samples",
                 by=home.by,

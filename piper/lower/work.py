@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ids import SlotId
+from piper.ir.chunk import Outline
 from piper.ir.graph import Graph
 from piper.ir.node import Node
-from piper.plan.plan import Bucket, Slot
+from piper.plan.plan import Bucket, Plans, Slot
 
 Temporal = tuple[str, str, int]  # this node, before that one, said by this directive (-1: our own choice)
 
@@ -22,11 +23,23 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """What is known once a graph's chunks are differentiated."""
+
+    outline: Outline  # with every phase, each chunk for the slice that it gets
+    state_bytes: int | None = None  # optimizer state per parameter, where that was not known before
+
+
+Capture = Callable[[Graph], Completed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A graph, its values and buckets, and the line: every node of the step in one global order."""
+    """A graph on its way to plans: its values, its buckets, and every node of the step in one order."""
 
     graph: Graph
     settings: Settings
+    capture: Capture | None = None  # None: the graph's outline is complete
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     chunk_buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: Mapping[SlotId, Slot] = field(default_factory=dict)  # by `SlotId.base`
@@ -35,6 +48,7 @@ class Work:
     temporal: tuple[Temporal, ...] = ()
     line: tuple[Node, ...] = ()
     why: tuple[str, ...] = ()
+    plans: Plans | None = None  # at the end
 
 
 Rewrite = Callable[[Work], Work]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
+from piper.losses import cross_entropy
 from piper.models.layers import rope
 
 IGNORED = -100  # the label of a position that has no target
@@ -106,24 +107,21 @@ class CausalDecoder(nn.Module):
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count."""
+    """Return the mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count.
+
+    Exact where every row has as many labels that count; `token_loss` always is.
+    """
     return mean_cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy, and how many labels it counts: exact when these differ between parts."""
-    return summed_cross_entropy(model(batch["tokens"]), batch["labels"])
+    """Return the summed cross entropy, and how many labels it counts: exact however a batch is sliced."""
+    return cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over the labels that count."""
     return F.cross_entropy(*_flat(logits, labels), ignore_index=IGNORED)
-
-
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over the labels that count, and their number."""
-    total = F.cross_entropy(*_flat(logits, labels), ignore_index=IGNORED, reduction="sum")
-    return total, (labels != IGNORED).sum().to(total.dtype)
 
 
 def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from piper.errors import ConfigError
 from piper.experts import grouped_mm, route, unroute
-from piper.models.causal import Batch, mean_cross_entropy, summed_cross_entropy
+from piper.losses import cross_entropy
+from piper.models.causal import Batch, mean_cross_entropy
 from piper.models.layers import collect, group_by_expert
 
 NAME = "piper"  # experts_implementation=NAME
@@ -58,13 +59,19 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count."""
+    """Return the mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count.
+
+    Exact where every row has as many labels that count; `token_loss` always is.
+    """
     return mean_cross_entropy(_logits(model, batch), batch["labels"])
 
 
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy, and how many labels it counts: exact when these differ between parts."""
-    return summed_cross_entropy(_logits(model, batch), batch["labels"])
+    """Return the summed cross entropy, and how many labels it counts: exact however a batch is sliced.
+
+    The labels are those of the positions. For batches as transformers takes them, see `piper.losses`.
+    """
+    return cross_entropy(_logits(model, batch), batch["labels"])
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -6,7 +6,9 @@ from typing import Any
 from piper.errors import ConfigError
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a linear layer's weight
-STYLES: Mapping[str, int | None] = {  # what transformers calls it: the dimension; None: every device holds all of it
+STYLES: Mapping[
+    str, int | None
+] = {  # what transformers calls it: the dimension; None: every device holds all of it
     "colwise": OUTPUTS,
     "colwise_rep": OUTPUTS,
     "colwise_gather_output": OUTPUTS,

@@ -106,7 +106,12 @@ class Instr:
     def part(self) -> Tags:
         """The microbatch of a load or a pass, or of rows on their way."""
         match self.payload:
-            case Pass(part=part) | Field(part=part) | Routing(run=Pass(part=part)) | Collecting(run=Pass(part=part)):
+            case (
+                Pass(part=part)
+                | Field(part=part)
+                | Routing(run=Pass(part=part))
+                | Collecting(run=Pass(part=part))
+            ):
                 return part
         return ()
 

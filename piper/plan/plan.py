@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from piper.devices import Devices
 from piper.ids import SlotId
 from piper.plan.instr import Instr
-from piper.sharding import Sharding
+from piper.sharding import WHOLE, Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,8 @@ class Slot:
     nbytes: int
     shares: tuple[tuple[SlotId, int], ...] = ()  # (storage, bytes): live until all who share it are freed
     dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
+    sharding: Sharding = WHOLE  # of what outlives a step: how it is divided
+    placed: Devices = ()  # and, where it is, over which devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

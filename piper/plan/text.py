@@ -78,7 +78,10 @@ def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
     held = [f"nbytes={slot.nbytes}"]
     if slot.shares:
         held.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
-    return line(kind, slot_id, [*held, *(["dynamic=1"] if slot.dynamic else [])])
+    held += ["dynamic=1"] if slot.dynamic else []
+    if slot.sharding.ways > 1:
+        held += [f"sharding={show_shardings([slot.sharding])}", f"placed={show(slot.placed)}"]
+    return line(kind, slot_id, held)
 
 
 def show_bucket(bucket: Bucket) -> str:
@@ -103,6 +106,12 @@ def show_bucket(bucket: Bucket) -> str:
         f"pieces={pieces}",
     ]
     return line("bucket", shown(bucket.name), said)
+
+
+def read_sharding(text: str) -> Sharding:
+    """Read how a set of devices divides a tensor along one dimension."""
+    (held,) = read_shardings(text)
+    return held
 
 
 def show_instr(ins: Instr) -> str:
@@ -192,7 +201,8 @@ def read_slicing(text: str) -> Slicing | None:
 def show_shardings(shardings: Sequence[Sharding]) -> str:
     """Write how a set of devices divides a tensor: `0:2` in two, `1:4*2` in four, two devices apart."""
     return "+".join(
-        f"{show_slicing(held)}:{held.ways}" + (f"*{held.stride}" if held.stride > 1 else "") for held in shardings
+        f"{show_slicing(held)}:{held.ways}" + (f"*{held.stride}" if held.stride > 1 else "")
+        for held in shardings
     )
 
 
@@ -259,7 +269,7 @@ INSTR: Readers = {
     "bucket": name,
     "chunk": name,
 }
-SLOT: Readers = {"nbytes": int, "dynamic": flag}
+SLOT: Readers = {"nbytes": int, "dynamic": flag, "sharding": read_sharding, "placed": parse}
 COMM: Readers = {"kind": str, "groups": read_groups}
 BUCKET: Readers = {
     "devices": parse,
@@ -276,7 +286,13 @@ BUCKET: Readers = {
     "origin": numbers,
     "pieces": read_pieces,
 }
-SHARED: Readers = {"seed": float, "weighted": flag, "cells": int, "copies": int, "axes": lambda text: dict(pairs(text))}
+SHARED: Readers = {
+    "seed": float,
+    "weighted": flag,
+    "cells": int,
+    "copies": int,
+    "axes": lambda text: dict(pairs(text)),
+}
 
 
 class Reading:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from piper.plan.divided import Share
 from piper.devices import Devices
+from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece
 from piper.sharding import runs, whole_sizes
 
@@ -41,9 +41,11 @@ def joined(piece: Piece, parts: Mapping[int, Tensor]) -> Tensor:
 def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
     """A buffer in full, from what devices hold of it; of copies, the first."""
     parts: dict[int, Tensor] = {}
+    axis = 0
     for share, value in held:
         parts.setdefault(share.part, value)
-    return torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
+        axis = share.axis
+    return torch.cat([parts[part] for part in sorted(parts)], axis) if len(parts) > 1 else parts[0]
 
 
 def whole_buffers(answers: Iterable[Mapping[str, tuple[Share, Tensor]]]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The batch that a program was compiled for, and whether a step gets one like it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,11 +11,19 @@ from piper.runtime.compute import home_of, parts_of
 from piper.runtime.setup import Setup
 from piper.sharding import whole_sizes
 
-Shapes = Mapping[str, tuple[int, ...]]
+FLOATING = "a floating type"  # each is cast to the one that computes
 
 
-def wanted_shapes(setup: Setup) -> Shapes:
-    """The shape of every field of the global batch that some chunk reads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The global batch that a program was compiled for."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of every field that some chunk reads
+    types: Mapping[str, str]  # of every field, with FLOATING for all floating types
+
+
+def wanted_batch(setup: Setup) -> Wanted:
+    """Return the fields, shapes and types that every batch of a program has."""
     found: dict[str, tuple[int, ...]] = {}
     plans = setup.plans
     for chunk in setup.outline.chunks:
@@ -29,20 +38,43 @@ def wanted_shapes(setup: Setup) -> Shapes:
                 pieces = len(home_of(plans, chunk.name)) // load.degree * len(parts_of(plans, chunk.name))
                 whole = whole_sizes(spec.shape, load.slices)
                 found[source.field] = (whole[0] * pieces, *whole[1:])
-    return found
+    types = {name: type_of(spec.dtype) for name, spec in setup.outline.batch.items()}
+    return Wanted(shapes=found, types=types)
 
 
-def check_batch(batch: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Refuse a batch that the plan cannot slice."""
-    for field, shape in shapes.items():
-        got = tuple(batch[field].shape) if field in batch else None
-        if got != shape:
-            raise ConfigError(
-                "the batch is not like the one that was compiled",
-                by="step",
-                facts={
-                    "wanted": f"{field} {shape}",
-                    "got": "no such field" if got is None else f"{field} {got}",
-                },
-                hint="give every step a batch of the same shape: drop a smaller last one, or pad it",
-            )
+def type_of(dtype: str) -> str:
+    """Return a type's name; floating types are all the same."""
+    return FLOATING if "float" in dtype else dtype
+
+
+def check_batch(batch: Mapping[str, Tensor], wanted: Wanted, by: str = "step") -> None:
+    """Refuse a batch that has other fields, shapes or types than the program was compiled for.
+
+    by: who gave the batch.
+    """
+    if not isinstance(batch, Mapping):
+        raise unlike(by, "a dict of tensors", type(batch).__name__)
+    for name, shape in wanted.shapes.items():
+        if name not in batch:
+            raise unlike(by, f"{name} {shape}", "no such field")
+    for name, value in batch.items():
+        if name not in wanted.types:
+            raise unlike(by, ", ".join(wanted.types), f"also {name}")
+        if not isinstance(value, Tensor):
+            raise unlike(by, f"{name} as a tensor", f"{name} as {type(value).__name__}")
+        got = tuple(value.shape)
+        if got != wanted.shapes.get(name, got):
+            raise unlike(by, f"{name} {wanted.shapes[name]}", f"{name} {got}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if type_of(dtype) != wanted.types[name]:
+            raise unlike(by, f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
+
+
+def unlike(by: str, wanted: str, got: str) -> ConfigError:
+    """Return the error of a batch that differs from the one that was compiled."""
+    return ConfigError(
+        "the batch is not like the one that was compiled",
+        by=by,
+        facts={"wanted": wanted, "got": got},
+        hint="give every step a batch of the same fields, shapes and types: drop or pad a smaller last one",
+    )

@@ -1,4 +1,4 @@
-"""The captured chunks one after another on one device, under autograd: no directives, no plan."""
+"""Runs the captured chunks one after another on one device, under autograd: no directives, no plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from piper.ir.chunk import Batch, Chunk, Constant, Output, Source, Tags
 from piper.runtime.compute import draw_place
 from piper.runtime.env import Dice, draw_seed
 from piper.runtime.setup import Setup
+from piper.sharding import WHOLE, Sharding
 
 
 @dataclass(slots=True)
@@ -31,7 +32,14 @@ class Chunkwise:
         self.dice = Dice(setup.device)
         self.constants = {name: value.to(setup.device) for name, value in setup.constants.items()}
         self.ways: dict[str, int] = {}
+        self.shardings: dict[str, Sharding] = {
+            slot.owner: held.sharding
+            for plan in setup.plans
+            for slot, held in plan.residents.items()
+            if slot.kind == "buffer"
+        }
         for bucket in setup.plans.buckets.values():
+            self.shardings |= {p.name: p.shardings[0] if p.shardings else WHOLE for p in bucket.pieces}
             for chunk in bucket.chunks:
                 self.ways[chunk] = max(bucket.ways, self.ways.get(chunk, 1))
 
@@ -100,7 +108,10 @@ class Chunkwise:
         parts: list[list[Tensor]] = [
             list(value.chunk(ways) if i == counted else value.split(rows)) for i, value in enumerate(inputs)
         ]
-        parts += [list(value.chunk(ways)) for value in (*params, *buffers)]
+        spec = chunk.phases["F"]
+        for name, value in zip((*spec.params, *spec.buffers), (*params, *buffers), strict=True):
+            sharding = self.shardings[name]
+            parts.append(list(value.chunk(ways, sharding.dim)) if sharding.ways > 1 else [value] * ways)
         results = [self.setup.code(chunk, "F")(*arguments) for arguments in zip(*parts, strict=True)]
         count = len(chunk.outputs)
         joined = (torch.cat(pieces) for pieces in zip(*(result[:count] for result in results), strict=True))

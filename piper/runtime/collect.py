@@ -118,7 +118,9 @@ def cut(value: Tensor, slicing: Slicing, ways: int) -> list[Tensor]:
 def join(parts: Sequence[Tensor], slicing: Slicing) -> Tensor:
     """Return the value of which each member has a part."""
     dim = slicing.dim
-    apart = [p.unflatten(dim, (slicing.blocks, -1)) if slicing.blocks > 1 else p.unsqueeze(dim) for p in parts]
+    apart = [
+        p.unflatten(dim, (slicing.blocks, -1)) if slicing.blocks > 1 else p.unsqueeze(dim) for p in parts
+    ]
     if slicing.zigzag:
         halves = [part.chunk(2, dim + 1) for part in apart]
         apart = [half[0] for half in halves] + [half[1] for half in reversed(halves)]

@@ -11,8 +11,8 @@ from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
-from piper.runtime.flat import own_slice
 from piper.runtime.env import Bound, Env, draw_seed
+from piper.runtime.flat import own_slice
 
 ITSELF = -1  # an argument that is a whole slot, not one of several values in it
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.plan.plan import Plans
+from piper.usercode import raised
 
 Code = Callable[..., tuple[Tensor, ...]]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -125,7 +126,13 @@ def build_model(job: JobLike) -> nn.Module:
     accelerators = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=accelerators):
         torch.manual_seed(job.seed)
-        return job.model()
+        try:
+            return job.model()
+        except Exception as error:
+            hint = "it was built once without memory, and now with values: mend the model at that line"
+            raise raised(
+                "the model cannot be built", error, role="model", thing=job.model, hint=hint
+            ) from error
 
 
 def initial_tensors(job: JobLike) -> dict[str, Tensor]:

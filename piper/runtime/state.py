@@ -49,7 +49,7 @@ class State:
 
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
         self.setup, self.device = setup, device
-        self.shares = buffer_shares(setup.plans, {b.name: b.nbytes for b in setup.outline.buffers}, device)
+        self.shares = buffer_shares(setup.plans, device)
         self.holdings = {
             bucket.name: Holding(bucket, device, initial, setup)
             for bucket in setup.plans.buckets.values()
@@ -95,7 +95,7 @@ class State:
         if slot.kind == "buffer":
             share, value = self.shares[slot.owner], initial(slot.owner)
             if share.ways > 1:
-                value = value.chunk(share.ways)[share.part]
+                value = value.chunk(share.ways, share.axis)[share.part]
             dtype = self.setup.dtype if value.is_floating_point() else value.dtype
             return value.to(self.setup.device, dtype, copy=True)
         if slot.kind == "place":
@@ -124,8 +124,9 @@ class State:
                 self.gradients[name] = torch.cat([part.reshape(-1) for part in parts])
             if scale is not None:
                 torch._foreach_mul_(parts, scale)
-        assert self.optimizer is not None
-        for portion in self._portions(gradients):
+        if self.optimizer is None:
+            return  # the device's shards are padding only
+        for portion in self._portions(self.optimizer, gradients):
             give_gradients(portion)
             self.optimizer.step()
             for tensor, _ in portion:
@@ -146,14 +147,15 @@ class State:
             norm = norm / weight
         return weight, (self.setup.clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _portions(self, gradients: Mapping[str, list[Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _portions(
+        self, optimizer: Optimizer, gradients: Mapping[str, list[Tensor]]
+    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """What is trained with its gradients: all of it, or so much at a time as casts may take memory for.
 
         Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
         """
-        assert self.optimizer is not None
         casts = any(self.holdings[name].master is not None for name in gradients)
-        apart = casts and all(group.get("fused") for group in self.optimizer.param_groups)
+        apart = casts and all(group.get("fused") for group in optimizer.param_groups)
         portion: list[tuple[Tensor, Tensor]] = []
         for name, gradient in gradients.items():
             given = self.holdings[name].layout.apart(gradient)

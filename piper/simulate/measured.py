@@ -11,6 +11,7 @@ from pathlib import Path
 
 from piper.devices import Devices
 from piper.errors import ConfigError
+from piper.files import write_output
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.plan.ops import Op
 from piper.simulate.costs import Talk
@@ -117,7 +118,7 @@ def write_costs(costs: Measured, path: Path) -> None:
         "talks": {**talks, "": {"base_s": costs.any_talk.base, "per_byte_s": costs.any_talk.slope}},
     }
     try:
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        write_output(path, json.dumps(told, indent=1) + "\n", '"piper_costs":')
     except OSError as error:
         raise ConfigError(
             "the costs cannot be written",

@@ -144,6 +144,13 @@ def write_profile(profile: Profile, folder: Path) -> None:
     """Write a profile into a folder of its own."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / ABOUT).is_file() and (others := sorted(path.name for path in folder.iterdir())):
+            raise ConfigError(
+                "this folder holds files that are not a profile's",
+                by=str(folder),
+                facts={"has": others[0] + (f", and {len(others) - 1} more" if len(others) > 1 else "")},
+                hint="move them away, or record into another folder: --out DIR",
+            )
         for name, text in files_of(profile):
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:

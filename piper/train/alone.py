@@ -5,6 +5,7 @@ from itertools import islice
 from statistics import median
 
 from piper.api import compile
+from piper.data.taking import batches_of
 from piper.errors import ConfigError
 from piper.launchers.alone import AloneRun, launch_alone
 from piper.recipe import load_recipe
@@ -39,7 +40,7 @@ def train_alone(wanted: Wanted) -> str:
     program = compile(job, device=wanted.device, compile=wanted.compile)
     options = Options(graphs=wanted.graphs)
     with launch_alone(program, wanted.on, options, cluster=wanted.cluster) as run:
-        for batch in islice(job.data(), steps):
+        for batch in islice(batches_of(job.data), steps):
             run.step(batch)
         return summary(run, wanted.on, warm)
 

@@ -3,6 +3,7 @@
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
 run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/, tensorboard/
 view.json     what made the plans' nodes, and what chunks cost, for `piper view`
+run.lock      held while the run lasts: who runs in the folder
 """
 
 import json
@@ -20,11 +21,13 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.plan.text import show_plans
 from piper.train.background import background_of, strategy_text
+from piper.train.lock import LOCK, read_lock
 from piper.train.measure import Measure
 from piper.view.background import FILE, show_background
 
 RUNS = "runs"  # where folders go that nobody names
 METRICS, ABOUT = "metrics.jsonl", "run.json"
+MOST = 3  # names that an error lists
 PACKAGES = ("piper", "torch", "numpy", "transformers", "ray")
 
 
@@ -43,15 +46,43 @@ def choose(out: Path | None, recipe: str, resume: bool) -> Path:
     return Path(RUNS) / (base if number == 1 else f"{base}-{number}")
 
 
-def prepare(folder: Path, job: Job, resume: bool) -> None:
-    """Make the folder; refuse one that holds another run, or cannot be written."""
+def claim(folder: Path) -> None:
+    """Make the folder of a run; refuse one that holds files that no run of ours has written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(path.name for path in folder.iterdir())
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise unwritable(folder, error) from None
+    if names and not is_run(folder):
+        more = f", and {len(names) - MOST} more" if len(names) > MOST else ""
+        raise ConfigError(
+            "this folder holds files that are not a run's",
+            by=str(folder),
+            facts={"has": ", ".join(names[:MOST]) + more},
+            hint="name a new or empty folder: --out DIR",
+        )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: its lock or its record says so."""
+    try:
+        lock = (folder / LOCK).read_bytes()
+        if read_lock(lock) is not None or (not lock and len([*folder.iterdir()]) == 1):
+            return True
+    except OSError:
+        pass  # a run of an older Piper has no lock
+    try:
+        about = json.loads((folder / ABOUT).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and {"recipe", "seed", "versions"} <= about.keys()
+
+
+def prepare(folder: Path, job: Job, resume: bool) -> None:
+    """Refuse a folder that holds another run."""
     if not resume and (folder / METRICS).exists():
         raise ConfigError(
             "this folder holds a run already",
@@ -100,7 +131,7 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         "versions": {"python": platform.python_version(), **versions()},
     }
     try:
-        shutil.copyfile(recipe.rpartition(":")[0], folder / "recipe.py")
+        keep_recipe(Path(recipe.rpartition(":")[0]), folder)
         texts = {
             "strategy.txt": strategy_text(strategy_of(job)),
             "plan.txt": show_plans(program.plans),
@@ -111,6 +142,18 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise unwritable(folder, error) from None
+
+
+def keep_recipe(source: Path, folder: Path) -> None:
+    """Copy a recipe's source into the run's folder. An earlier copy that differs is kept under a number."""
+    target, number = folder / "recipe.py", 1
+    if target.exists():
+        if source.samefile(target) or source.read_bytes() == target.read_bytes():
+            return
+        while (earlier := folder / f"recipe-{number}.py").exists():
+            number += 1
+        target.rename(earlier)
+    shutil.copyfile(source, target)
 
 
 def versions() -> dict[str, str]:
@@ -130,9 +173,12 @@ class Metrics:
     def __init__(self, folder: Path, done: int) -> None:
         """`done`: the steps that stay; what a killed run told of later ones is told anew."""
         self.path = folder / METRICS
-        kept = [line for line, step in told(self.path) if step <= done]
+        kept = "".join(line for line, step in told(self.path) if step <= done)
         try:
-            self.path.write_text("".join(kept), encoding="utf-8")
+            if not self.path.exists() or self.path.read_text(encoding="utf-8") != kept:
+                part = self.path.with_name(f".{METRICS}.part")
+                part.write_text(kept, encoding="utf-8")
+                part.replace(self.path)  # a kill leaves the earlier lines
             self.file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise unwritable(folder, error) from None

@@ -1,14 +1,19 @@
-"""Ctrl-C: the first asks for an end after the step, the second ends now."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an end after the step, the second ends now."""
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def interrupts(asked: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Whether somebody has asked for an end; `asked` is called when they do."""
+def interrupts(asked: Callable[[int], None]) -> Iterator[Callable[[], bool]]:
+    """Yield whether an end was asked for; `asked` is called with the signal when it comes.
+
+    SIGHUP stays ignored where it is ignored already: that is what `nohup` does.
+    """
     seen = False
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -16,9 +21,11 @@ def interrupts(asked: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         if seen:
             raise KeyboardInterrupt
         seen = True
-        asked()
+        with suppress(OSError):  # a terminal that is gone takes no message, and the run is still to be saved
+            asked(number)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in caught}
     try:
         yield lambda: seen
     finally:

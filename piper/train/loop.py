@@ -8,9 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Batch
+from piper.runtime.batch import Wanted, check_batch
 from piper.train.measure import Measure, Rate, counted
+from piper.usercode import named
 
 Told = Callable[[Measure], None]
 
@@ -56,6 +59,8 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
     A step is told of before it is saved: a run that ends between the two repeats the step, and says so again.
     """
     for step in range(course.done + 1, course.steps + 1):
+        lr = rate.now
+        rate.advance(step)  # first: a schedule that is too short is named here, not by a worker
         began = perf_counter()
         batch = next(batches)
         result = run.step(batch)
@@ -67,18 +72,24 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
                 step=step,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                lr=rate.now,
+                lr=lr,
                 tokens_per_s=counted(batch) / seconds,
                 step_s=seconds,
             )
         )
-        rate.advance()
         last = step == course.steps or course.stopping()
         if course.saves is not None and (last or step % course.saves.every == 0):
             course.saves.save(step, last)
         if last:
             return step
     return course.done
+
+
+def checked(feed: Feed, wanted: Wanted) -> Iterator[Batch]:
+    """Yield the batches of a job's data; one unlike the compiled batch is refused with the data's line."""
+    for batch in feed:
+        check_batch(batch, wanted, by=f"{named('data', feed.make)}, step {feed.step}")
+        yield batch
 
 
 def not_a_number(step: int, result: Result, course: Course) -> ConfigError:

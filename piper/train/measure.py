@@ -1,14 +1,17 @@
 """What a step of training tells, and how the learning rate goes on."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
-import torch
 from torch import Tensor
 
+from piper.checkpoint.plain import decode
+from piper.checkpoint.record import Trainer
 from piper.job import Job
+from piper.plan.plan import Bucket
+from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
 
-SIDE = 2  # of the parameter that is trained with nothing; some optimizers take matrices only
 TOKENS = ("tokens", "input_ids")  # the fields that are counted, where a batch has one
 
 
@@ -27,23 +30,31 @@ class Measure:
 class Rate:
     """The learning rate of each step, from an optimizer like the workers' that has nothing to train."""
 
-    def __init__(self, job: Job, done: int) -> None:
-        """`done`: steps that have been taken before."""
-        self._optimizer = job.optimizer([torch.zeros(SIDE, SIDE, requires_grad=True)])
-        self._scheduler = None if job.scheduler is None else job.scheduler(self._optimizer)
-        for _ in range(done):
-            self.advance()
+    def __init__(self, job: Job, buckets: Iterable[Bucket], resumed: Trainer | None = None) -> None:
+        """`resumed`: what workers took from a checkpoint, which wins over the recipe. None: a new run."""
+        self._job = job
+        self._optimizer = empty_optimizer(job.optimizer, buckets)
+        self._scheduler = None
+        if self._optimizer is None:
+            return
+        if job.scheduler is not None:
+            self._scheduler = make_scheduler(job.scheduler, self._optimizer)
+        if resumed is not None and resumed.optimizer is not None:
+            groups = cast("list[dict[str, object]]", decode(resumed.groups))
+            for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(cast("dict[str, object]", decode(resumed.schedule)))
 
     @property
     def now(self) -> float:
         """The rate of the next step, of the first group of parameters."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
 
-    def advance(self) -> None:
-        """Go on by a step."""
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+    def advance(self, step: int) -> None:
+        """Go on by a step, as workers do at its end."""
+        if self._scheduler is not None and self._job.scheduler is not None:
+            advance(self._scheduler, self._job.scheduler, step)
 
 
 def unit_of(fields: Collection[str]) -> str:

@@ -1,10 +1,12 @@
 """Checkpoints of a run: where they lie, when they are made, and going on from the newest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from piper.checkpoint.folder import latest, step_path
+from piper.checkpoint.folder import by_step, candidates, step_path
+from piper.checkpoint.record import DamagedError
+from piper.checkpoint.target import UndroppedError, UnwrittenError, unwritten
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
@@ -27,6 +29,7 @@ class Saved(Protocol):
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None: ...
     def load(self, path: Path | str) -> Resumed: ...
+    def settle(self) -> None: ...
 
 
 def checkpoints_of(folder: Path, job: Job) -> Path | None:
@@ -34,20 +37,50 @@ def checkpoints_of(folder: Path, job: Job) -> Path | None:
     return None if job.checkpoint is None else folder / job.checkpoint.folder
 
 
-def saves_of(run: Saved, folder: Path, job: Job, feed: Feed) -> Saves | None:
-    """How to save, if the job asks for it."""
+def prepare_saves(folder: Path, job: Job, resume: bool) -> Path | None:
+    """Make the folder of a run's checkpoints and return it; refuse one that holds another run's."""
+    where = checkpoints_of(folder, job)
+    if where is None:
+        return None
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritten(where, str(error)) from None
+    if not resume and (earlier := by_step(where)):
+        raise ConfigError(
+            "this folder holds the checkpoints of another run",
+            by=str(where),
+            facts={"newest": earlier[-1].name},
+            hint="add --resume to go on with it, or let the job save elsewhere: Checkpoint(folder=...)",
+        )
+    return where
+
+
+def saves_of(run: Saved, folder: Path, job: Job, feed: Feed, warn: Callable[[str], None]) -> Saves | None:
+    """How to save, if the job asks for it. A save that fails is a warning, except at the end of the run."""
     where, wanted = checkpoints_of(folder, job), job.checkpoint
     if where is None or wanted is None:
         return None
 
     def save(step: int, last: bool) -> None:
-        run.save(step_path(where, step), data=feed.state_dict(), wait=last, keep=wanted.keep)
+        try:
+            run.settle()  # the save before this one, which was left to finish by itself
+        except (UnwrittenError, UndroppedError) as error:
+            warn(f"warning: {error}")
+        try:
+            run.save(step_path(where, step), data=feed.state_dict(), wait=last, keep=wanted.keep)
+        except UndroppedError as error:
+            warn(f"warning: {error}")
+        except UnwrittenError as error:
+            if last:
+                raise
+            warn(f"warning: {error}")
 
     return Saves(every=wanted.every, save=save)
 
 
-def newest(folder: Path, job: Job) -> Path | None:
-    """The checkpoint that a run goes on from; none, if none is complete yet."""
+def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
+    """Return the checkpoints that a run may go on from, the newest first, or what is wrong with one."""
     where = checkpoints_of(folder, job)
     if where is None:
         raise ConfigError(
@@ -55,11 +88,41 @@ def newest(folder: Path, job: Job) -> Path | None:
             by="--resume",
             hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
         )
-    return latest(where)
+    found = candidates(where)
+    if found and not any(isinstance(one, Path) for one in found):
+        raise none_left(where, [one for one in found if isinstance(one, DamagedError)])
+    return found
 
 
-def go_on(run: Saved, path: Path, feed: Feed) -> int:
-    """Take up a checkpoint, and let the data go on from there; how many steps it has seen."""
-    found = run.load(path)
-    feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
-    return found.step
+def none_left(where: Path, damaged: Sequence[DamagedError]) -> ConfigError:
+    """The error of a run that has checkpoints, of which none can be loaded."""
+    return ConfigError(
+        "no checkpoint of this run can be loaded",
+        by="--resume",
+        facts={"folder": str(where), **{error.path.name: error.why for error in damaged}},
+        hint="bring one back from a copy, or start a run of its own with another --out",
+    )
+
+
+def go_on(
+    run: Saved, past: Sequence[Path | DamagedError], feed: Feed, say: Callable[[str], None]
+) -> tuple[Path, int]:
+    """Take up the newest checkpoint that is intact, and let the data go on from there.
+
+    Return the checkpoint and how many steps it has seen. Say which newer ones are damaged.
+    """
+    damaged: list[DamagedError] = []
+    for one in past:
+        if isinstance(one, DamagedError):
+            damaged.append(one)
+            continue
+        try:
+            found = run.load(one)
+        except DamagedError as error:
+            damaged.append(error)
+            continue
+        for bad in damaged:
+            say(f"{bad.path} is damaged ({bad.why}): using {one} instead")
+        feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
+        return one, found.step
+    raise none_left(damaged[0].path.parent, damaged)

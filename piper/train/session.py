@@ -1,29 +1,36 @@
 """One run from start to end: compile, launch, go on or begin, train, and say what came of it."""
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from piper.api import Program, compile
+from piper.checkpoint.record import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.start import launcher
+from piper.launchers.start import check_launcher, launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
+from piper.runtime.batch import wanted_batch
+from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
-from piper.train.folder import Metrics, choose, prepare, record
+from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import interrupts
-from piper.train.loop import Course, Told, train
+from piper.train.lock import locked
+from piper.train.loop import Course, Told, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.saving import go_on, newest, saves_of
+from piper.train.saving import go_on, past_of, prepare_saves, saves_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +83,30 @@ class Memory:
 
 def train_recipe(asked: Asked, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
+    check_launcher(asked.on, "piper train")
     job = asked_job(asked)
     check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
-    prepare(folder, job, asked.resume)
-    begin = newest(folder, job) if asked.resume else None
-    if asked.resume and begin is None:
+    claim(folder)
+    with ExitStack() as held:
+        if (warning := held.enter_context(locked(folder))) is not None:
+            console.print(warning)
+        prepare(folder, job, asked.resume)
+        where = prepare_saves(folder, job, asked.resume)
+        if where is not None and not where.resolve().is_relative_to(folder.resolve()):
+            held.enter_context(locked(where))  # runs of other folders may save there too
+        return train_in(folder, job, asked, console)
+
+
+def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
+    """Train a job in a folder that no other run uses."""
+    past = past_of(folder, job) if asked.resume else []
+    if asked.resume and not past:
         console.print(f"{folder} has no complete checkpoint yet: starting at the first step")
     console.print(f"Compiling {asked.recipe}")
     program = compile(job, device=asked.device, compile=asked.compile)
+    for warning in program.warnings:
+        console.print(f"Warning: {warning}")
     record(folder, program, asked.recipe, asked.on, job.steps)
     devices = sum(len(plan.devices) for plan in program.plans)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
@@ -92,12 +114,14 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
         keep_outputs=asked.detect_nan,
         profile=asked.profile,
         graphs=asked.graphs,
-        blank=begin is not None,
+        blank=bool(past),
     )
     with launcher(program, asked.on, options) as run:
         feed = Feed(job.data, job.seed)
-        done = 0 if begin is None else go_on(run, begin, feed)
-        if begin is not None:
+        done, trainer = 0, None
+        if past:
+            begin, done = go_on(run, past, feed, console.print)
+            trainer = read_record(begin).trainer
             console.print(f"Going on from {begin}, after step {done}")
             check_profile(asked.profile, job.steps - done)
         memory = Memory()
@@ -107,17 +131,19 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
 
         with (
             watching(console, folder, program, done, memory) as tell,
-            interrupts(lambda: console.print("Stopping after this step; once more to stop now")) as stopping,
+            interrupts(partial(stopping_now, console)) as stopping,
         ):
             course = Course(
                 done=done,
                 steps=job.steps,
                 tell=tell,
-                saves=saves_of(run, folder, job, feed),
+                saves=saves_of(run, folder, job, feed, console.print),
                 stopping=stopping,
                 culprit=culprit if asked.detect_nan else None,
             )
-            begun, done = done, train(run, feed, Rate(job, done), course)
+            rate = Rate(job, program.plans.buckets.values(), trainer)
+            batches = checked(feed, wanted_batch(setup_of(program)))
+            begun, done = done, train(run, batches, rate, course)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
@@ -129,6 +155,13 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
         first=memory.first,
         last=memory.last,
     )
+
+
+def stopping_now(console: Console, number: int) -> None:
+    """Tell that the run ends after this step. A terminal that hung up is not written to any more."""
+    if number == signal.SIGHUP and console.is_terminal:
+        console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
+    console.print("Stopping after this step; once more to stop now")
 
 
 def asked_job(asked: Asked) -> Job:

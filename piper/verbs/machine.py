@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import piper
 from piper.api import compile
 from piper.errors import ConfigError
+from piper.files import write_output
 from piper.launchers.start import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
@@ -168,7 +169,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         lines += ["", "[[link]]", f'name = "{link.name}"', f"devices = {link.devices}"]
         lines += [f"bandwidth = {link.bandwidth:.4g}", f"latency = {link.latency:.3g}"]
     try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_output(path, "\n".join(lines) + "\n", lines[0])
     except OSError as error:
         raise ConfigError(
             "the cluster cannot be written",

@@ -13,7 +13,7 @@ Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
 ]
 MACHINE = "a100, h100, h200, cpu, or a TOML file; else h100, and cpu for a run on CPU."
-PAGE = Path("report.html")
+REPORT = Path("report.html")
 WIDTH = 100  # of the text timeline
 
 
@@ -36,8 +36,8 @@ def view(
     """
     from piper.verbs.subject import subject_of  # torch is paid for only where it is used
     from piper.view.cells import of_plans
+    from piper.view.files import DRAWING, PAGE, PICTURE, TRACE, write
     from piper.view.files import png as draw_png
-    from piper.view.files import write
     from piper.view.grid import grid as grid_text
     from piper.view.report import page
     from piper.view.svg import grid
@@ -49,23 +49,23 @@ def view(
     if svg or png:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
     if svg:
-        write(svg, drawn)
+        write(svg, drawn, DRAWING)
     if png:
-        write(png, draw_png(drawn))
+        write(png, draw_png(drawn), PICTURE)
     if trace:
-        write(trace, chrome_trace(subject))
+        write(trace, chrome_trace(subject), TRACE)
     if text:
         sys.stdout.write(f"{grid_text(subject.plans, subject.tags)}\n\n{timeline_text(subject, WIDTH)}\n")
     if out or not (svg or png or trace or text):
-        written = out or PAGE
-        write(written, page(subject))
+        written = out or REPORT
+        write(written, page(subject), PAGE)
         sys.stdout.write(f"{written}: open it in a browser\n")
 
 
 def write_schedule(schedule: Grid, title: str, path: Path) -> None:
     """Write a schedule as an SVG picture."""
     from piper.view.cells import of_schedule
-    from piper.view.files import write
+    from piper.view.files import DRAWING, write
     from piper.view.svg import grid
 
-    write(path, grid(of_schedule(schedule, title)))
+    write(path, grid(of_schedule(schedule, title)), DRAWING)

@@ -1,17 +1,29 @@
 """Writes drawings and pages; PNG through a browser, where there is one."""
 
 import shutil
+import zlib
 from pathlib import Path
 
 from piper.errors import ConfigError
+from piper.files import write_output
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Write a file, or say why it cannot be."""
+PAGE, DRAWING, PICTURE, TRACE = (
+    " · Piper</title>",
+    'aria-labelledby="title about"',
+    "Software\0Piper",
+    '"Piper"',
+)
+# ^ what each kind of file holds, by which an earlier one is known to be ours
+HEADER = 33  # bytes of a PNG's signature and first chunk
+
+
+def write(path: Path, content: str | bytes, mark: str) -> None:
+    """Write a file, or say why it cannot be; one without `mark` is not replaced."""
     try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        write_output(path, content, mark)
     except OSError as error:
         raise ConfigError(
             "this file cannot be written",
@@ -43,7 +55,14 @@ def png(svg: str, *, scale: float = 2.0) -> bytes:
             drawn: bytes = page.locator("svg").screenshot()
         finally:
             started.close()
-    return drawn
+    return signed(drawn)
+
+
+def signed(png: bytes) -> bytes:
+    """Return a PNG that says which program wrote it."""
+    body = b"tEXt" + PICTURE.encode()
+    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+    return png[:HEADER] + chunk + png[HEADER:]
 
 
 def no_browser(why: str) -> ConfigError:

@@ -14,7 +14,7 @@ Event = dict[str, object]
 
 def chrome_trace(subject: Subject) -> str:
     """Planned times of every program, and under them measured times of every device that has them."""
-    about = {"title": subject.title, "clock": subject.clock}
+    about = {"title": subject.title, "clock": subject.clock, "by": "Piper"}
     return json.dumps({"traceEvents": list(events(subject)), "displayTimeUnit": "ms", "otherData": about})
 
 

@@ -1,13 +1,18 @@
 """Regions are numbered in the order they are made, and cost nothing when nobody captures."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from piper.capture.annotate import annotate, annotate_modules
 from piper.capture.trace import trace
-from piper.errors import ConfigError
+from piper.directives import apply, place
+from piper.errors import ConfigError, ScheduleError
 from piper.ir.chunk import Tags
+from piper.ir.graph import start
+from piper.ir.select import at
 from tests import zoo
 
 
@@ -26,6 +31,27 @@ class Loop(nn.Module):
                 with annotate("inner"):
                     x = x.tanh()
         result: Tensor = self.head(x)
+        return result
+
+
+class Gaps(nn.Module):
+    """Five regions, of which PP=1 is empty and no result of PP=3 is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.unused, self.b = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.a(x)
+        with annotate("PP"):
+            pass
+        with annotate("PP"):
+            x = x.tanh()
+        with annotate("PP"):
+            self.unused(x)
+        with annotate("PP"):
+            result: Tensor = self.b(x)
         return result
 
 
@@ -62,6 +88,54 @@ def test_regions_count_from_zero_in_the_order_entered() -> None:
 def test_a_second_capture_counts_from_zero_again() -> None:
     model = Loop()
     assert tags_of(model) == tags_of(model)
+
+
+def test_empty_regions_count() -> None:
+    assert tags_of(Gaps()) == [(("PP", 0),), (("PP", 2),), (("PP", 4),)]
+
+
+def test_empty_regions_are_named_when_they_are_selected() -> None:
+    traced = trace(Gaps, zoo.regression, zoo.vectors(2, 0), 2)
+    first = inspect.getsourcelines(Gaps.forward)[1]
+    lines = {1: first + 3, 3: first + 7}
+    assert traced.outline.empty == {
+        ("PP", index): f"test_annotate.py:{line}" for index, line in lines.items()
+    }
+    with pytest.raises(ScheduleError) as raised:
+        apply(start(traced.outline), [place(at(), [0]), place(at(PP=1), [1])])
+    assert str(raised.value).splitlines()[1:4] == [
+        "  asked: at(PP=1)",
+        "  known: PP=0..4",
+        f"  empty: PP=1 (test_annotate.py:{lines[1]}) holds no operation",
+    ]
+
+
+def test_modules_that_run_nothing_count() -> None:
+    model = Plain()
+    model.idle, model.layers[1] = nn.Linear(2, 2), nn.Identity()
+    annotate_modules(model, {"PP": ["layers.0", "layers.1", "idle", ["layers.2", "layers.3"], "head"]})
+    traced = trace(lambda: model, zoo.regression, zoo.vectors(2, 0), 2)
+    assert [chunk.name for chunk in traced.outline.chunks] == ["PP=0", "PP=3", "PP=4"]
+    assert traced.outline.empty == {("PP", 1): "layers.1", ("PP", 2): "idle"}
+
+
+def test_regions_of_a_trace_that_begins_again_count_once() -> None:
+    """Dynamo gives an attempt up and begins again where it meets an exception that the model handles."""
+
+    class Retried(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                with annotate("stage"):
+                    try:
+                        x = layer(x)
+                        if len(self.layers) == 3:
+                            raise KeyError
+                    except KeyError:
+                        x = x.tanh()
+            result: Tensor = self.head(x)
+            return result
+
+    assert tags_of(Retried()) == [(("stage", i),) for i in range(3)]
 
 
 def test_annotate_does_nothing_outside_a_capture() -> None:

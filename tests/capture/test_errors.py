@@ -105,13 +105,24 @@ def test_shapes_that_do_not_fit() -> None:
 
 def test_a_constructor_that_fails() -> None:
     def model() -> nn.Module:
-        return nn.Linear(int(torch.randn(3).sum()), 4)
+        return nn.Linear(16 // int(torch.zeros(())), 4)
 
-    message = refusal(model=model)
-    assert message.startswith(f"capture ({HERE}:N): the model cannot be built\n  why:  ")
-    assert message.endswith(
-        "\n  hint: the model is built without memory: its constructor may not read a tensor's values"
+    assert refusal(model=model) == lines(
+        f"capture ({HERE}:N): the model cannot be built",
+        "  why:  ZeroDivisionError: integer division or modulo by zero",
+        "  hint: build the model alone, without Piper, to see the whole traceback",
     )
+
+
+def test_a_constructor_may_read_values() -> None:
+    def model() -> nn.Module:
+        return nn.Linear(int(torch.full((), 16.0)), 4)
+
+    traced = trace(model, zoo.regression, zoo.vectors(2, 0), 2, "fp64")
+    assert [(p.name, p.shape, p.dtype) for p in traced.outline.parameters] == [
+        ("weight", (4, 16), "float64"),
+        ("bias", (4,), "float64"),
+    ]
 
 
 def test_a_model_that_is_no_module() -> None:
@@ -139,6 +150,33 @@ def test_a_loss_that_is_no_loss(result: Callable[[Tensor], object], got: str) ->
         return result(zoo.regression(model, batch))
 
     assert refusal(loss=loss) == lines("loss: the loss is not a loss", f"  got:  {got}", f"  hint: {A_LOSS}")
+
+
+@pytest.mark.parametrize("weight", ["parameter", "output"])
+def test_a_weight_that_has_a_gradient(weight: str) -> None:
+    """Gradients are those of the sum alone, so the weight's own would be lost."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> object:
+        out = model(batch["x"])
+        return (out**2).sum(), (next(model.parameters()) if weight == "parameter" else out).abs().sum()
+
+    assert refusal(loss=loss) == lines(
+        f"loss ({HERE}:N): the weight of the loss depends on parameters",
+        "  but:  gradients are those of the sum, divided by the total weight of the batch",
+        "  hint: detach it: return loss, weight.detach(); or return a mean, whose gradient is that of both",
+    )
+
+
+@pytest.mark.parametrize(
+    "weigh", [lambda out: out.detach().abs().sum(), lambda out: (out > 0).sum(), lambda out: out.new_ones(())]
+)
+def test_a_weight_without_a_gradient(weigh: Callable[[Tensor], Tensor]) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> object:
+        out = model(batch["x"])
+        return (out**2).sum(), weigh(out)
+
+    outline = trace(Small, loss, zoo.vectors(2, 0), 2).outline
+    assert outline.weight is not None
 
 
 def test_a_loss_that_trains_nothing() -> None:

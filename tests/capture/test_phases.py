@@ -258,6 +258,7 @@ class Weights(nn.Module):
 
 def test_copies_of_weights_are_not_saved() -> None:
     chunk = check(Weights, zoo.regression, zoo.vectors(4, 0), "fp32").outline.chunks[0]
+    assert chunk.saved
     assert all(spec.shape[0] == 4 for spec in chunk.saved)  # rows of activations, and no [16, 16]
 
 
@@ -266,6 +267,13 @@ def test_mutated_buffers_are_results_of_the_forward() -> None:
     names = ("num_batches_tracked", "running_mean", "running_var")
     assert chunk.mutated == tuple(f"layers.0.1.{name}" for name in names)
     assert traced("convnet").outline.chunks[0].mutated == chunk.mutated
+
+
+def test_a_buffer_that_the_forward_overwrites_is_saved_for_its_backward() -> None:
+    """BatchNorm's backward takes the running mean and variance: those that its forward was given."""
+    chunk = chunks_of("convnet")["PP=0"]
+    assert [chunk.phases[phase].buffers for phase in ("B", "BI", "BW")] == [(), (), ()]
+    assert [spec.shape for spec in chunk.saved].count((8,)) == 4  # of the batch, and before it
 
 
 def test_experts_are_divided_by_the_asked_number_of_ways() -> None:

@@ -149,3 +149,33 @@ def test_weights_of_another_model_start_nothing(tmp_path: Path) -> None:
           hint:  load it into the model and precision that it was saved from
     """)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_an_export_deletes_nothing_of_the_users(tmp_path: Path) -> None:
+    """A tokenizer that was saved into the folder first, and one that was added to an export."""
+    from transformers import LlamaForCausalLM
+
+    state = LlamaForCausalLM(small()).state_dict()
+    for name in ("first", "later"):
+        if name == "later":
+            export_hf(state, small(), tmp_path / name)
+            assert "piper-export.json" in {path.name for path in (tmp_path / name).iterdir()}
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "tokenizer.json").write_text("mine")
+        before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(ConfigError, match=r"holds (files that are not its own: )?tokenizer\.json"):
+            export_hf(state, small(), tmp_path / name)
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "later"]
+
+
+def test_an_export_that_was_interrupted_is_cleared_away(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / "piper-export.json").write_text('{"format": "piper export", "files": []}')
+    (left / "model-00001-of-00002.safetensors").write_bytes(b"half")
+    export_hf(LlamaForCausalLM(small()).state_dict(), small(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "model.norm.weight" in import_hf(tmp_path / "out")

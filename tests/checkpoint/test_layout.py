@@ -5,15 +5,18 @@ from dataclasses import replace
 import pytest
 
 from piper.checkpoint.layout import buffers_of, held_buckets, owned_range, saved_buckets, saved_buffers, spans
+from piper.devices import WHOLE, Sharding
 from piper.ids import SlotId
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
 
 
-def bucket(name: str, sizes: dict[str, int], devices: tuple[int, ...], **fields: object) -> Bucket:
+def bucket(
+    name: str, sizes: dict[str, int], devices: tuple[int, ...], sharding: Sharding = WHOLE, **fields: object
+) -> Bucket:
     pieces, offset = [], 0
     for piece, size in sizes.items():
-        pieces.append(Piece(name=piece, shape=(size,), offset=offset))
+        pieces.append(Piece(name=piece, shape=(size,), offset=offset, sharding=sharding))
         offset += size
     made = Bucket(
         name=name,
@@ -43,7 +46,7 @@ def plans(*buckets: Bucket, buffers: dict[int, list[str]] | None = None) -> Plan
 
 REPLICAS = bucket("r", {"a": 5, "b": 2}, (0, 1, 2))
 SHARDS = bucket("s", {"c": 4, "d": 9}, (0, 1, 2, 3), zero=3)
-EXPERTS = bucket("e", {"f": 6}, (0, 1, 2, 3), ways=2, groups=((0, 2), (1, 3)), zero=1)
+EXPERTS = bucket("e", {"f": 6}, (0, 1, 2, 3), Sharding(ways=2), groups=((0, 2), (1, 3)), zero=1)
 TIED = [bucket("t@0", {"g": 4}, (0, 1), zero=2), bucket("t@1", {"g": 4}, (2, 3), zero=2)]
 FULL = {"a": 5, "b": 2, "c": 4, "d": 9, "f": 12, "g": 4}
 
@@ -74,6 +77,15 @@ def test_where_a_device_finds_what_it_owns(
 ) -> None:
     found = spans(made, device, *owned_range(made, device))
     assert [(span.name, span.start, span.at, span.length) for span in found] == wanted
+
+
+def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> None:
+    """Of 2 x 6 in three parts of 2 x 2, the second one: elements 2, 3 and 8, 9."""
+    piece = Piece(name="w", shape=(2, 2), offset=5, sharding=Sharding(axis=1, ways=3))
+    made = replace(bucket("c", {"v": 5}, (0, 1, 2)), groups=((0,), (1,), (2,)))
+    made = replace(made, pieces=(piece,))
+    assert [(s.start, s.at, s.length) for s in spans(made, 1, 0, 9)] == [(2, 5, 2), (8, 7, 2)]
+    assert [(s.start, s.at, s.length) for s in spans(made, 2, 6, 8)] == [(5, 6, 1), (10, 7, 1)]
 
 
 def test_a_device_holds_what_others_write() -> None:

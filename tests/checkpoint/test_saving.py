@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from piper.api import Program, compile
 from piper.checkpoint import storage
+from piper.checkpoint.blocks import FileRecord
 from piper.checkpoint.folder import latest, step_path
 from piper.checkpoint.match import check_model, check_trainer
-from piper.checkpoint.record import Record, Spec, Trainer, read_record
+from piper.checkpoint.record import Record, Spec, Trainer, read_record, seal
+from piper.checkpoint.storage import write_file
 from piper.errors import ConfigError
 from piper.launchers.inline import InlineRun, launch_inline
 from tests.checkpoint.jobs import batches, case, equal_bits, program, strategy
@@ -47,11 +48,11 @@ def test_training_goes_on_while_a_save_is_written(
 ) -> None:
     gate = threading.Event()
 
-    def slowly(tensors: dict[str, Tensor], path: Path) -> None:
+    def slowly(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
         assert gate.wait(20)
-        save_file(tensors, path)
+        return write_file(path, tensors)
 
-    monkeypatch.setattr(storage, "save_file", slowly)
+    monkeypatch.setattr(storage, "write_file", slowly)
     before = run.state_dict()
     run.save(step_path(tmp_path, 1), wait=False)
     after = [run.step(BATCH).loss for _ in range(2)]
@@ -80,7 +81,7 @@ def test_a_full_disk_is_one_error_and_training_goes_on(
 ) -> None:
     run.save(step_path(tmp_path, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "save_file", full_disk)
+        patched.setattr(storage, "write_file", full_disk)
         run.save(step_path(tmp_path, 2), wait=False, keep=1)
         run.step(BATCH)
         calls: dict[str, Callable[[], None]] = {
@@ -144,7 +145,16 @@ def pickle_it(path: Path) -> None:
 def edit(**fields: object) -> Callable[[Path], None]:
     def edited(path: Path) -> None:
         record = path / "checkpoint.json"
-        record.write_text(json.dumps(json.loads(record.read_text()) | fields))
+        record.write_text(seal(json.loads(record.read_text()) | fields))
+
+    return edited
+
+
+def replaced(old: str, new: str) -> Callable[[Path], None]:
+    def edited(path: Path) -> None:
+        record = path / "checkpoint.json"
+        assert record.read_text().count(old) == 1
+        record.write_text(record.read_text().replace(old, new))
 
     return edited
 
@@ -160,17 +170,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         pickle_it,
         "checkpoint.json: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",
     ),
-    "other": (edit(format="zip"), "checkpoint.json: ValueError: it is not a piper checkpoint"),
+    "other": (
+        replaced('"format": "piper checkpoint"', '"format": "zip"'),
+        "checkpoint.json: ValueError: it is not a piper checkpoint",
+    ),
     "newer": (
-        edit(version=9),
-        "checkpoint.json: ValueError: it has version 9, and this Piper reads version 1",
+        replaced('"version": 2', '"version": 9'),
+        "checkpoint.json: ValueError: it has version 9, and this Piper reads version 2",
+    ),
+    "unsealed": (
+        replaced('"step": 1', '"step": 7'),
+        "checkpoint.json: ValueError: its text is not what was written (its digest differs)",
     ),
     "outside": (edit(files={"../a": 1}), "checkpoint.json: ValueError: '../a' is not the name of a file"),
     "gap": (
-        edit(tensors={"model.w": STORED}, files={"a": 1}),
+        edit(tensors={"model.w": STORED}, files={"a": {"size": 1, "digests": ["0" * 64]}}),
         "checkpoint.json: ValueError: a tensor of 4 elements ends at 3",
     ),
-    "data": (edit(data={"call": []}), "there is no kind of value 'call'"),
+    "data": (edit(data={"call": []}), "checkpoint.json: there is no kind of value 'call'"),
 }
 
 
@@ -192,9 +209,12 @@ def test_a_damaged_checkpoint_is_refused(run: InlineRun, damage: str, tmp_path: 
     assert equal_bits(run.state_dict(), before)
 
 
-def test_bytes_that_are_wrong_end_the_run(run: InlineRun, tmp_path: Path) -> None:
-    """Some workers may have read their part by then."""
+def test_bytes_that_are_wrong_change_nothing(run: InlineRun, tmp_path: Path) -> None:
+    """One worker reads its part, the other finds the damage: neither takes anything, and the run goes on."""
+    run.save(tmp_path / "good")
+    run.step(BATCH)
     run.save(tmp_path / "a")
+    before = run.state_dict()
     file = tmp_path / "a" / "device-00000.safetensors"
     file.write_bytes(b"\xff" * file.stat().st_size)
     with pytest.raises(ConfigError) as error:
@@ -202,10 +222,12 @@ def test_bytes_that_are_wrong_end_the_run(run: InlineRun, tmp_path: Path) -> Non
     assert text_of(error, tmp_path) == cleandoc("""
         load: this checkpoint is damaged
           path: TMP/a
-          why:  device-00000.safetensors: Error while deserializing header: header too large
+          why:  device-00000.safetensors: bytes 0 to SIZE are not those that were written (their digest differs)
           hint: load an earlier one; a save that is interrupted never leaves one like this
-    """)
-    assert not run.open
+    """).replace("SIZE", str(file.stat().st_size - 1))
+    assert run.open and equal_bits(run.state_dict(), before)
+    assert run.load(tmp_path / "good").step == 1
+    assert not equal_bits(run.state_dict(), before)
 
 
 def two_groups(params: Iterable[Tensor]) -> torch.optim.Optimizer:

@@ -40,6 +40,19 @@ def test_a_shuffle_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(shuffled), np.arange(size))
 
 
+def test_a_shuffle_in_numbers() -> None:
+    """A run that was begun with an older version goes on with the same order: these may never change."""
+    assert Shuffle(8, 3, 2)(np.arange(8)).tolist() == [2, 4, 0, 7, 3, 1, 5, 6]
+    assert Shuffle(8, 2, 3)(np.arange(8)).tolist() == [2, 3, 0, 1, 6, 5, 7, 4]
+    assert Shuffle(10**14, 5, 1)(np.arange(3)).tolist() == [82072766942829, 2636889754545, 99321876749706]
+
+
+def test_seeds_do_not_share_their_epochs() -> None:
+    """Epoch 1 of seed 0 is not epoch 0 of seed 1, nor are any two of one sum."""
+    orders = {(s, e): tuple(Shuffle(50, s, e)(np.arange(50)).tolist()) for s in range(4) for e in range(4)}
+    assert len(set(orders.values())) == 16
+
+
 def test_a_shuffle_does_not_store_what_it_permutes() -> None:
     shuffle = Shuffle(10**14, 0, 0)
     places = np.arange(1000, dtype=np.int64)

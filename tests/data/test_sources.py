@@ -49,6 +49,12 @@ def test_a_text_as_bytes_and_back(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["tokens.bin"]
 
 
+def test_a_type_that_just_holds_every_token(tmp_path: Path) -> None:
+    """256 tokens are the numbers up to 255."""
+    assert write_tokens(ByteTokenizer(), "abc\u00ff", tmp_path / "narrow.bin", dtype="uint8") == 5
+    assert (tmp_path / "narrow.bin").read_bytes() == b"abc\xc3\xbf"
+
+
 def test_a_text_file_equals_its_token_file(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the tide comes in and the tide goes out " * 10, encoding="utf-8")
@@ -252,9 +258,9 @@ def read(data: object, steps: int = 1) -> list[Tensor]:
         (
             lambda folder: read(spent(), 2),
             """
-            Job: data() ended after 1 batches
+            data (test_sources.py:93): data() ended after 1 batches
               epoch: 1, and it holds no batch
-              hint:  let data() make its batches anew each time it is called, or train fewer steps
+              hint:  let data() make new batches each time it is called, or train fewer steps
             """,
         ),
     ],

@@ -1,7 +1,10 @@
 """What each directive makes of the graph."""
 
+from dataclasses import replace
+
 import pytest
 
+from piper.devices import Sharding
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chain import chain
 from piper.ir.graph import Graph, Policy, Step, start
@@ -43,8 +46,10 @@ def test_shard_divides_experts_and_keeps_the_rest_of_the_policy() -> None:
     graph = after(
         replicate(at(), [0, 1, 2, 3], zero=2), shard(at(PP=0), range(4), ways=2, stream="ep"), experts=4
     )
-    for chunk in ("PP=0 EP=0 route", "PP=0 EP=0", "PP=0 EP=0 unroute"):
-        assert graph.policy(chunk) == Policy(zero=2, ways=2, exchange_stream="ep", origin=1)
+    policy = Policy(zero=2, ways=2, exchange_stream="ep", origin=1)
+    assert graph.policy("PP=0 EP=0 route") == graph.policy("PP=0 EP=0 unroute") == policy
+    by_expert = {"experts.0.0": Sharding(axis=0, ways=2)}
+    assert graph.policy("PP=0 EP=0") == replace(policy, shardings=by_expert)
     assert graph.policy("PP=0").ways == 1
 
 
@@ -55,6 +60,14 @@ def test_shard_over_all_its_devices_by_default() -> None:
 def test_a_later_replicate_undoes_a_shard() -> None:
     graph = after(shard(at(EP=0), [0, 1]), replicate(at(), [0, 1]), experts=4)
     assert graph.policy("PP=0 EP=0").ways == 1
+
+
+def test_a_directive_is_noted_once_on_what_it_touches_twice() -> None:
+    """An order by halves makes the halves, and then puts them in order."""
+    graph = after(place(at(), [0]), order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]]))
+    assert graph.nodes["BI[PP=0]"].origin == (0, 1)
+    assert graph.nodes["BW[PP=0]"].origin == (0, 1)
+    assert graph.nodes["B[PP=1]"].origin == (0,)
 
 
 def test_split_copies_everything_per_part() -> None:

@@ -42,6 +42,20 @@ def test_the_published_form_says_the_same_as_python() -> None:
     ]
 
 
+def test_ways_is_the_size_of_an_expert_group() -> None:
+    entry = '{"op": "shard", "filter": {"EP": "*"}, "devices": [0, 1, 2, 3], "ways": 2, "stream": "ep"}'
+    (read,) = parse_strategy(f"[{entry}]")
+    assert read == shard(at(EP="*"), [0, 1, 2, 3], ways=2, stream="ep")
+    assert getattr(read, "ways") == 2  # noqa: B009  directives share no such field
+
+
+def test_the_highest_level_of_sharding_wins() -> None:
+    flags = '"shard_optimizer": true, "shard_grads": true, "shard_params": true'
+    entry = f'{{"op": "replicate", "filter": {{}}, "devices": [0, 1], {flags}}}'
+    assert parse_strategy(f"[{entry}]") == [replicate(at(), [0, 1], zero=3)]
+    assert parse_strategy(f"[{entry.replace('true', 'false')}]") == [replicate(at(), [0, 1], zero=0)]
+
+
 def test_a_directive_knows_where_it_was_written() -> None:
     first, *_ = parse_strategy(PUBLISHED, source="paper.json")
     assert first.title(0) == "place #0 (paper.json[0])"

@@ -50,7 +50,9 @@ def test_markers_have_nothing_to_recompute() -> None:
 def test_the_text_of_a_graph_keeps_budgets() -> None:
     graph = after(remat(at(PP=1), 0.125))
     assert "chunk  PP=1  budget=0.125" in show_graph(graph)
-    assert read_graph(show_graph(graph), DENSE).budgets == graph.budgets
+    assert read_graph(show_graph(graph), DENSE).budgets == {"PP=1": 0.125}
+    none = after(remat(at(PP=0), 0))
+    assert read_graph(show_graph(none), DENSE).budgets == {"PP=0": 0.0}
 
 
 def test_across_names_the_region_of_each_chunk() -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 RAISING = {  # the call, and which of its arguments may say what is wrong
     "CaptureError": (0,),
     "ConfigError": (0,),
+    "UndroppedError": (0,),
+    "UnwrittenError": (0,),
     "LaunchError": (0,),
     "RefusedError": (0,),
     "ScheduleError": (0,),
     "WorkerError": (0,),
     "need": (2,),
+    "raised": (0,),
     "refused": (0, 1),
     "user_error": (2,),
 }

@@ -1,6 +1,8 @@
 """One suite that every launcher passes: the same bits, the same errors, and an end that can be asked for twice."""
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from piper.api import Program, compile
 from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import Run, StepResult
 from piper.launchers.inline import launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.local import LocalCrew, launch_local
+from piper.launchers.look import gone
 from piper.launchers.nursery import nursery
 from piper.launchers.start import launch
 from piper.runtime.setup import ProgramLike
@@ -117,6 +120,20 @@ def test_a_batch_of_another_shape_is_refused_and_the_run_goes_on(
         assert run.step(batch).loss > 0
         run.close()
         run.close()
+
+
+@pytest.mark.timeout(180)
+def test_closing_kills_a_worker_that_does_not_answer(
+    launcher: Launcher, programs: dict[str, Program]
+) -> None:
+    with launcher(programs[str(PAIR)], Options()) as run:
+        crew = getattr(run, "crew", None)
+        if not isinstance(crew, LocalCrew):
+            pytest.skip("its workers are no processes of this machine")
+        pids = [*crew.pids.values()]
+        assert len(pids) == 2 and not any(gone(pid) for pid in pids)
+        os.kill(pids[1], signal.SIGSTOP)
+    assert [gone(pid) for pid in pids] == [True, True]
 
 
 @pytest.mark.parametrize("on", ["inline", pytest.param("local", marks=pytest.mark.slow)])

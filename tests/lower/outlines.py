@@ -73,19 +73,20 @@ class Drawing:
         kind: str = "compute",
     ) -> Output:
         """A chunk; its first output."""
-        reads = tuple(reads)
+        reads, outputs = tuple(reads), tuple(outputs)
         self.chunks.append(
             Chunk(
                 name=name,
                 tags=tags,
                 kind=kind,  # type: ignore[arg-type]
+                fixed=tuple(index for index, spec in enumerate(outputs) if spec == TABLE),
                 key=name,
                 inputs=reads,
                 input_specs=tuple(map(self.spec, reads)),
                 params=tuple(params),
                 buffers=tuple(buffers),
                 mutated=tuple(mutated),
-                outputs=tuple(outputs),
+                outputs=outputs,
                 experts=0 if kind == "compute" else EXPERTS,
             )
         )
@@ -108,8 +109,7 @@ class Drawing:
         rows = replace(HIDDEN, dynamic_rows=True)
         self.chunk(f"{name} route", tags, [owner, counts], outputs=[rows, COUNTS], kind="route")
         routed, arrived = Output(chunk=f"{name} route", index=0), Output(chunk=f"{name} route", index=1)
-        written = tuple(buffers)
-        out = self.chunk(name, tags, [routed, arrived], params, [rows], written, written, kind="expert")
+        out = self.chunk(name, tags, [routed, arrived], params, [rows], buffers, kind="expert")
         return self.chunk(f"{name} unroute", tags, [out, arrived], kind="unroute")
 
     def outline(self, loss: Output, weight: Output | None = None, halves: str = "carried") -> Outline:

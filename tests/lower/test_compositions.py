@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from piper.plan.check import prove
+from piper.proof.values import prove_values
 from tests.lower.compositions import Composition, every, pairwise
 from tests.lower.oracle import examine
 
@@ -12,6 +13,7 @@ from tests.lower.oracle import examine
 def check(cell: Composition) -> None:
     plans, graph = cell.plans()
     prove(plans)
+    prove_values(plans, graph)
     examine(plans, graph, 0, 1)
 
 

@@ -114,7 +114,7 @@ def test_what_writes_a_buffer_cannot_run_again() -> None:
           hint:    leave this region out of the filter, or leave across= out
     """)
     fine = apply(start(normed()), [remat(at(), 1, across="PP"), remat(at(PP=1), 0.5)])
-    lower(fine, outline=fitted(fine))
+    lower(fine, capture=fitted(fine))
 
 
 def test_what_reads_a_buffer_that_another_writes_cannot_run_again() -> None:
@@ -256,9 +256,24 @@ def test_a_number_of_one_slice_means_nothing_on_another() -> None:
     """)
 
 
+def test_a_mean_over_a_slice_means_nothing_on_another() -> None:
+    """A vector of one shape on both sides may still be that of one slice."""
+    d = Drawing()
+    first = d.chunk("PP=0", pp(0), [X], [d.param("a")], [HIDDEN, replace(HIDDEN, shape=(WIDTH,))])
+    mean = Output(chunk="PP=0", index=1)
+    last = d.chunk("PP=1", pp(1), [first, mean, Y], [d.param("b")], [SCALAR])
+    assert said(d.outline(last), place(at(PP=0), [0, 1]), place(at(PP=1), [2])) == cleandoc(f"""
+        place #1 (here): PP=0.out1 cannot be sliced anew by samples
+          on 0,1: ({WIDTH},)
+          on 2:   ({WIDTH},), for PP=1
+          hint:   place both regions on sets of devices of the same size
+    """)
+
+
 def test_a_gradient_summed_over_samples_cannot_be_sliced_anew() -> None:
     d = Drawing()
     first = d.chunk("PP=0", pp(0), [X], [d.param("a")], [replace(HIDDEN, shape=(3, WIDTH))])
+    d.chunks[0] = replace(d.chunks[0], fixed=(0,))
     last = d.chunk("PP=1", pp(1), [first, Y], [d.param("b")], [SCALAR])
     assert said(d.outline(last), place(at(PP=0), [0, 1]), place(at(PP=1), [2])) == cleandoc(f"""
         place #0 (here): PP=1.din0 cannot be sliced anew by samples

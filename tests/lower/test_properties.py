@@ -40,6 +40,11 @@ def unplaced(work: Work) -> Work:
     return replace(work, graph=work.graph.update([replace(node, devices=())]))
 
 
+def idle(work: Work) -> Work:
+    chunks = tuple(replace(chunk, phases={"F": chunk.phases["F"]}) for chunk in work.graph.outline.chunks)
+    return replace(work, graph=replace(work.graph, outline=replace(work.graph.outline, chunks=chunks)))
+
+
 def bucketless(work: Work) -> Work:
     return replace(work, chunk_buckets={**work.chunk_buckets, "PP=0": ()})
 
@@ -103,6 +108,7 @@ def ungathered(work: Work) -> Work:
     [
         ("settle", moved, "B[PP=1 MB=0] is on 9, its chunk on 2,3"),
         ("settle", unplaced, "B[PP=1 MB=0] is not placed"),
+        ("capture", idle, "B[PP=0 MB=0] has nothing to do"),
         ("make_buckets", bucketless, "PP=0 finds a in 0 of its buckets"),
         ("bind_values", untransferred, "F[PP=1 MB=0] on 2,3 reads PP=0.out0@2,3[MB=0], written on None"),
         ("bind_values", written_twice, "PP=0.out0[MB=0] is written twice"),
@@ -136,4 +142,4 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
 
 
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 12
+    assert len(LOWERING) == len(stages()) == 14

@@ -1,5 +1,7 @@
 """Memory along a plan: what is held, storage by storage, and where it peaks."""
 
+from dataclasses import replace
+
 from piper.directives import Directive, apply, place, replicate, split
 from piper.ir.chain import chain
 from piper.ir.graph import start
@@ -7,7 +9,7 @@ from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.instr import Instr
 from piper.plan.memory import timeline
-from piper.plan.plan import Plan, Slot
+from piper.plan.plan import Bucket, Piece, Plan, Slot
 from piper.schedules import gpipe, one_f_one_b
 from tests.slots import slot, slots
 
@@ -67,6 +69,29 @@ def test_a_shared_storage_counts_once_until_its_last_slot_is_freed() -> None:
     )
     assert found.live == (152, 151, 150)
     assert found.at_peak == (("w.out0", 100), ("PP=0.storage0", 50), ("a.out0", 1), ("workspace", 1))
+
+
+def test_of_equal_peaks_the_first_is_told() -> None:
+    instrs = [
+        Instr(op="compute", node=name, stream="compute", writes=(name,), frees=(name,)) for name in "ab"
+    ]
+    found = timeline(plan_of(*instrs, a=Slot(nbytes=10), b=Slot(nbytes=10)))
+    assert (found.live, found.peak_at) == ((110, 110), 0)
+    assert found.at_peak == (("param", 100), ("a", 10))
+
+
+def test_only_a_sharded_bucket_is_padded() -> None:
+    whole = Bucket(
+        name="b",
+        pieces=(Piece(name="w", shape=(5,), offset=0),),
+        devices=(0, 1),
+        groups=((0, 1),),
+        chunks=("PP=0",),
+        dtype="float32",
+        itemsize=4,
+    )
+    assert (whole.nbytes, whole.padded, whole.shard_nbytes) == (20, 6, 12)
+    assert replace(whole, zero=1).nbytes == 24
 
 
 def test_a_plan_without_instructions_holds_what_is_resident() -> None:

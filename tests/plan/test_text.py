@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from piper import ConfigError, at, place, replicate, schedules, shard, split
+from piper.devices import Sharding
 from piper.directives import Directive, apply
 from piper.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.chain import chain
@@ -111,10 +112,16 @@ def test_any_name_survives(name: str) -> None:
         for op, payload in payloads(name)
     )  # fmt: skip
     plan = Plan(
-        devices=(0, 2, 4), instrs=instrs, slots=held, residents={SlotId("buffer", name): Slot(nbytes=4)}
+        devices=(0, 2, 4),
+        instrs=instrs,
+        slots=held,
+        residents={SlotId("buffer", name): Slot(nbytes=4, sharding=Sharding(axis=1, ways=2), placed=(2, 0))},
     )
     bucket = Bucket(
-        name=name, pieces=(Piece(name=name, shape=(2, 3), offset=0), Piece(name="b", shape=(), offset=6)),
+        name=name, pieces=(
+            Piece(name=name, shape=(2, 3), offset=0, sharding=Sharding(axis=1, ways=4)),
+            Piece(name="b", shape=(), offset=6),
+        ),
         devices=(0, 2), groups=((0, 2),), chunks=(name, "PP=0"), dtype="float32", itemsize=4, siblings=(name,),
     )  # fmt: skip
     plans = Plans(

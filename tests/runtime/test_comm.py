@@ -15,7 +15,7 @@ from piper.launchers.channel import Channel
 from piper.launchers.nursery import nursery
 from piper.launchers.store import LOOPBACK, store_on
 from piper.plan.plan import Comm, Plans
-from piper.runtime.comm.base import CommError, Comms, Form, summed
+from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import World
 
@@ -79,14 +79,44 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=rng, dtype=torch.float64).mul(1000).to(dtype) for _ in DEVICES]
 
 
+def first_to_last(given: list[Tensor]) -> Tensor:
+    """The sum that every communicator must give, written out; short types are added in float32."""
+    a, b, c, d = given
+    if a.dtype == torch.bfloat16:
+        return (((a.float() + b.float()) + c.float()) + d.float()).to(torch.bfloat16)
+    return ((a + b) + c) + d
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("length", [1, 3, 4096, 4097, 10_001])
 def test_all_reduce_adds_from_first_to_last(everyone: Everyone, dtype: torch.dtype, length: int) -> None:
     given = values((length,), dtype)
-    wanted = summed(given)
+    wanted = first_to_last(given)
     for got in everyone(lambda device, comms: comms.group("all").all_reduce(given[device])):
         assert isinstance(got, Tensor)
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "wanted"),
+    [
+        # float32 has steps of 8 at 1e8: the first 1 is lost, and the last is not.
+        (torch.float32, [1e8, 1.0, -1e8, 1.0], 1.0),
+        (torch.float64, [1e16, 1.0, -1e16, 1.0], 1.0),
+        # bf16 has steps of 2 at 256: added in bf16, each 1 would be lost.
+        (torch.bfloat16, [256.0, 1.0, 1.0, 1.0], 260.0),
+        (torch.int64, [2**60, 1, 2, 3], 2**60 + 6),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 4097])
+def test_a_sum_in_numbers(
+    everyone: Everyone, dtype: torch.dtype, given: list[float], wanted: float, length: int
+) -> None:
+    rows = [torch.full((length,), number, dtype=dtype) for number in given]
+    for got in everyone(lambda device, comms: comms.group("all").all_reduce(rows[device])):
+        assert isinstance(got, Tensor)
+        assert got.tolist() == [wanted] * length
 
 
 def test_a_group_knows_only_its_members(everyone: Everyone) -> None:
@@ -101,7 +131,7 @@ def test_reduce_scatter_pads_with_zeros(everyone: Everyone, length: int) -> None
     shard = -(-length // len(DEVICES))
     got = everyone(lambda device, comms: comms.group("all").reduce_scatter(given[device], shard))
     whole = torch.cat(got)  # type: ignore[arg-type]
-    assert torch.equal(whole[:length], summed(given))
+    assert torch.equal(whole[:length], first_to_last(given))
     assert not whole[length:].any()
 
 
@@ -180,10 +210,13 @@ def test_a_wait_for_nobody_ends(everyone: Everyone) -> None:
 
 
 def test_stopping_a_world_ends_every_wait() -> None:
-    world = World(PLANS, timeout=60)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(world.member(0).incoming("ring").recv, Form())
+    """Those that wait now, two of them on one pipe, and those that come later."""
+    world = World(PLANS, timeout=2)
+    with ThreadPoolExecutor(2) as threads:
+        pipe = world.member(0).incoming("ring")
+        waiting = [threads.submit(pipe.recv, Form()) for _ in range(2)]
         world.stop()
-        with pytest.raises(CommError) as caught:
-            waiting.result(timeout=5)
+        for wait in (waiting[0].result, waiting[1].result, lambda timeout: pipe.recv(Form())):
+            with pytest.raises(CommError) as caught:
+                wait(timeout=5)
     assert str(caught.value) == "device 0 stops waiting on ring for device 3: a worker has failed"

@@ -1,7 +1,6 @@
 """A model that draws random numbers is the model that was captured: given the same draws, it gives the same.
 
-The reference of such a model runs its captured chunks, because a plan seeds each of them. So what the chunks
-draw is written down, and given to the plain model in place of what it would draw.
+What the captured chunks draw is written down, and given to the plain model in place of what it would draw.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from piper.api import compile
 from piper.capture.annotate import annotate
 from piper.job import Job
 from piper.runtime.chunkwise import Chunkwise
-from piper.runtime.reference import Reference, cut
+from piper.runtime.localise import ChunkwiseReference, cut
 from tests.runtime.grid import Cell, batches, job
 
 aten = torch.ops.aten
@@ -81,7 +80,7 @@ def jobs() -> Iterator[tuple[str, Callable[[], Job]]]:
 @pytest.mark.parametrize("made", [pytest.param(made, id=name) for name, made in jobs()])
 def test_the_plain_model_gives_the_same_for_the_same_draws(made: Callable[[], Job]) -> None:
     program = compile(made())
-    reference = Reference(program)
+    reference = ChunkwiseReference(program)
     setup, outline = reference.setup, program.outline
     chunks = Chunkwise(setup, reference.params, dict(reference.model.named_buffers()))
     seen = set()

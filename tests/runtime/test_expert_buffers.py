@@ -1,7 +1,7 @@
 """Buffers of an expert region: divided as its experts are, whole again in a state_dict and a checkpoint."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from pathlib import Path
 
@@ -48,8 +48,10 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))}
 
 
-def job(dp: int, ways: int, model: Callable[[], nn.Module] = Scaled) -> Job:
-    devices = [*range(dp)]
+def job(
+    dp: int, ways: int, model: Callable[[], nn.Module] = Scaled, order: Sequence[int] | None = None
+) -> Job:
+    devices = [*(order or range(dp))]
     strategy = [piper.replicate(piper.at(), devices, zero=2), piper.split(piper.at(), parts=2)]
     if ways > 1:
         strategy.append(piper.shard(piper.at(EP="*"), devices, ways=ways))
@@ -75,6 +77,16 @@ def test_each_device_holds_the_part_of_its_experts(dp: int, ways: int) -> None:
     assert torch.equal(torch.cat([value for value in held[:ways] if value is not None]), whole)
 
 
+def test_devices_in_any_order_hold_the_buffers_of_their_own_experts() -> None:
+    program = compile(job(4, 2, order=[3, 0, 2, 1]))
+    report = check(program, launch_inline, [batch(0), batch(1)])
+    assert report.ok, report
+    with launch_inline(program) as run:
+        held = [run.workers[device].buffer("scale") for device in (3, 0)]
+        whole = run.state_dict()["scale"]
+    assert torch.equal(torch.cat([value for value in held if value is not None]), whole)
+
+
 def test_a_checkpoint_holds_the_whole(tmp_path: Path) -> None:
     """Saved with experts in four parts, loaded in two, and whole."""
     with launch_inline(compile(job(4, 4))) as run:
@@ -94,6 +106,7 @@ def test_processes_give_the_whole_too() -> None:
         wanted = run.state_dict()
     with launch_local(program) as crew:
         found = crew.state_dict()
+    assert found.keys() == wanted.keys() and wanted
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 

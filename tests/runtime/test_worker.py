@@ -215,5 +215,5 @@ def test_a_batch_of_another_shape_is_refused() -> None:
         step: the batch is not like the one that was compiled
           wanted: x (8, 16)
           got:    x (6, 16)
-          hint:   give every step a batch of the same shape: drop a smaller last one, or pad it
+          hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
     """)

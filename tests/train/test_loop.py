@@ -1,5 +1,6 @@
 """The loop by itself: when it saves, when it stops, and what it tells first."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -7,11 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from piper.checkpoint.plain import encode
+from piper.checkpoint.record import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
+from piper.plan.plan import Bucket, Piece
 from piper.train.loop import Course, Saves, train
 from piper.train.measure import Measure, Rate, counted, unit_of
 
+WEIGHT = Piece(name="w", shape=(2, 2), offset=0)
+BUCKETS = [
+    Bucket(
+        name="all",
+        pieces=(WEIGHT,),
+        devices=(0,),
+        groups=((0,),),
+        chunks=("all",),
+        dtype="float32",
+        itemsize=4,
+    )
+]
 JOB = Job(model=torch.nn.Identity, loss=lambda model, batch: batch["x"].sum(), data=list)
 
 
@@ -51,7 +67,7 @@ def course(
 
 def test_a_step_is_told_of_before_it_is_saved_and_the_last_always_is() -> None:
     events: list[str] = []
-    assert train(Counting(), batches(), Rate(JOB, 0), course(events, 5)) == 5
+    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 5)) == 5
     assert events == [
         "told 1",
         "told 2",
@@ -66,15 +82,15 @@ def test_a_step_is_told_of_before_it_is_saved_and_the_last_always_is() -> None:
 
 def test_a_request_to_stop_is_heard_after_the_step() -> None:
     events: list[str] = []
-    assert train(Counting(), batches(), Rate(JOB, 0), course(events, 9, stop_at=3)) == 3
+    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 9, stop_at=3)) == 3
     assert events[-2:] == ["told 3", "saved 3 last"]
 
 
 def test_a_run_goes_on_from_the_step_after() -> None:
     events: list[str] = []
-    assert train(Counting(), batches(), Rate(JOB, 7), course(events, 8, done=7)) == 8
+    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 8, done=7)) == 8
     assert events == ["told 8", "saved 8 last"]
-    assert train(Counting(), batches(), Rate(JOB, 8), course(events, 8, done=8)) == 8
+    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 8, done=8)) == 8
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
@@ -85,7 +101,7 @@ def test_numbers_that_are_none_are_neither_told_nor_saved(loss: float, norm: flo
 
     events: list[str] = []
     with pytest.raises(ConfigError) as error:
-        train(Bad(), batches(), Rate(JOB, 0), course(events, 5, every=1))
+        train(Bad(), batches(), Rate(JOB, BUCKETS), course(events, 5, every=1))
     assert str(error.value) == (
         "step 1: the numbers are not finite any more\n"
         f"  loss:     {loss:g}\n"
@@ -100,12 +116,33 @@ def test_a_rate_is_the_workers_rate() -> None:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
     job = Job(model=JOB.model, loss=JOB.loss, data=list, scheduler=scheduler)
-    rate, seen = Rate(job, 0), []
-    for _ in range(5):
+    rate, seen = Rate(job, BUCKETS), []
+    for step in range(1, 6):
         seen.append(rate.now)
-        rate.advance()
+        rate.advance(step)
     assert seen == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]
-    assert Rate(job, 4).now == 2.5e-4
+
+
+def test_a_resumed_rate_is_that_of_the_checkpoint() -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    job = Job(model=JOB.model, loss=JOB.loss, data=list, scheduler=scheduler)
+    kept = scheduler(torch.optim.SGD([torch.zeros(1)], lr=8.0))
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(3):
+            kept.step()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in kept.optimizer.param_groups]
+    resumed = Trainer(
+        optimizer="AdamW",
+        groups=encode(groups, "groups"),
+        scheduler="StepLR",
+        schedule=encode(kept.state_dict(), "schedule"),
+    )
+    rate = Rate(job, BUCKETS, resumed)
+    assert rate.now == 4.0
+    rate.advance(4)
+    assert rate.now == 2.0
 
 
 def test_what_is_counted() -> None:

@@ -75,6 +75,22 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(piper: Piper, recipe: Pat
         assert all(bool((one[key] == other[key]).all()) for key in one)
 
 
+@pytest.mark.parametrize("after", ["faster", "faster_elsewhere"])
+def test_the_rate_after_a_resume_is_the_one_in_use(
+    after: str, piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    """A checkpoint's rate and schedule win over those of a changed recipe, and the metrics say so."""
+    piper(f"{recipe}:job", "--out", "whole")
+    piper(f"{recipe}:job", "--out", "parts", "--steps", "3")
+    done = piper(f"{recipe}:{after}", "--out", "parts", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert [m["lr"] for m in metrics(tmp_path / "parts")] == pytest.approx(
+        [0.001, 0.0028, 0.0046, 0.0064, 0.0082, 0.01]
+    )
+    whole, parts = ([m["loss"] for m in metrics(tmp_path / run)] for run in ("whole", "parts"))
+    assert parts == pytest.approx(whole, rel=1e-5), "these are the rates that were used"
+
+
 def test_a_resumed_run_builds_no_model(piper: Piper, recipe: Path) -> None:
     """The model is made for the capture, of tensors that hold nothing; the checkpoint has the rest."""
     assert piper(f"{recipe}:noticed", "--out", "run", "--steps", "2").returncode == 0

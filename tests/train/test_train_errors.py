@@ -7,19 +7,32 @@ from inspect import cleandoc
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 from torch import Tensor
 
 from piper.checkpoint import storage
-from tests.train.conftest import Piper
+from piper.checkpoint.blocks import FileRecord
+from piper.checkpoint.storage import write_file
+from tests.train.conftest import RECIPE, Piper
 
+ABOUT = {"recipe": "net.py:job", "seed": 0, "versions": {}}  # what makes a folder that of a run
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(RECIPE.splitlines(), 1) if text in line)
+
+
+LINES = {
+    "uneven": line_of("piper.split(piper.at(), parts=3)"),
+    "changed": line_of("    def data():"),
+    "short": line_of("data=lambda: iter_once"),
+}
 EVERYTHING_IS_WRITABLE = os.geteuid() == 0
 
 
 def refused(piper: Piper, recipe: Path, name: str, message: str, *words: str) -> None:
     done = piper(f"{recipe}:{name}", *words)
     assert done.returncode == 2
-    assert done.stderr.strip() == cleandoc(message).format(recipe=recipe)
+    assert done.stderr.strip() == cleandoc(message).format(recipe=recipe, **LINES)
 
 
 def test_fewer_steps_than_one(piper: Piper, recipe: Path) -> None:
@@ -41,7 +54,7 @@ def test_a_recipe_that_is_not_there(piper: Piper, tmp_path: Path) -> None:
 
 def test_a_batch_that_does_not_divide(piper: Piper, recipe: Path) -> None:
     message = """
-        error: strategy: 8 samples do not divide into 3 equal pieces
+        error: strategy (net.py:{uneven}): 8 samples do not divide into 3 equal pieces
           devices: 1 slices of the samples
           parts:   3 in each slice (MB=3)
           hint:    use a batch that is a multiple of 3, fewer parts or fewer devices
@@ -51,10 +64,10 @@ def test_a_batch_that_does_not_divide(piper: Piper, recipe: Path) -> None:
 
 def test_a_later_batch_of_another_size(piper: Piper, recipe: Path) -> None:
     message = """
-        error: step: the batch is not like the one that was compiled
+        error: data (net.py:{changed}), step 3: the batch is not like the one that was compiled
           wanted: x (8, 8)
           got:    x (4, 8)
-          hint:   give every step a batch of the same shape: drop a smaller last one, or pad it
+          hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
     """
     refused(piper, recipe, "smaller", message)
 
@@ -62,9 +75,9 @@ def test_a_later_batch_of_another_size(piper: Piper, recipe: Path) -> None:
 def test_data_that_ends(piper: Piper, recipe: Path) -> None:
     """The first of its two batches was looked at when the job was compiled."""
     message = """
-        error: Job: data() ended after 1 batches
+        error: data (net.py:{short}): data() ended after 1 batches
           epoch: 1, and it holds no batch
-          hint:  let data() make its batches anew each time it is called, or train fewer steps
+          hint:  let data() make new batches each time it is called, or train fewer steps
     """
     refused(piper, recipe, "short", message)
 
@@ -102,6 +115,7 @@ def test_a_folder_that_nobody_can_make(piper: Piper, recipe: Path) -> None:
 def test_a_folder_of_another_run(piper: Piper, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(ABOUT))
     message = """
         error: run: this folder holds a run already
           has:  metrics.jsonl
@@ -112,7 +126,7 @@ def test_a_folder_of_another_run(piper: Piper, recipe: Path, tmp_path: Path) -> 
 
 def test_a_resume_under_another_seed(piper: Piper, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"seed": 0}))
+    (tmp_path / "run" / "run.json").write_text(json.dumps(ABOUT))
     message = """
         error: run: the run was started with another seed, so its samples came in another order
           run:  seed 0
@@ -138,40 +152,49 @@ def saved(folder: Path) -> list[str]:
 def test_a_disk_that_is_full_leaves_earlier_checkpoints(
     piper: Piper, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(tensors: dict[str, Tensor], path: Path) -> None:
-        if "step-00000004" in str(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(tensors, path)
+    full = {"step-00000004"}
 
-    monkeypatch.setattr(storage, "save_file", write)
+    def write(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
+        if any(name in str(path) for name in full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_file(path, tensors)
+
+    monkeypatch.setattr(storage, "write_file", write)
     message = """
-        error: save: the checkpoint could not be written
-          path:    {folder}/step-00000004
+        {kind}: save: the checkpoint could not be written
+          path:    {folder}/step-0000000{step}
           why:     device-00000.safetensors: [Errno 28] No space left on device
           earlier: every checkpoint that was complete still is
           hint:    make room or choose another folder, then save again; training can go on
     """
-    folder = tmp_path / "run" / "checkpoints"
-    refused(piper, recipe, "single", message.replace("{folder}", str(folder)), "--out", "run")
-    assert saved(tmp_path / "run") == ["step-00000002"]
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    done = piper(f"{recipe}:single", "--out", "run", "--resume")
-    assert done.returncode == 0 and "after step 2\n" in done.stdout
+    message = cleandoc(message).replace("{folder}", str(tmp_path / "run" / "checkpoints"))
+    done = piper(f"{recipe}:single", "--out", "run")
+    assert (done.returncode, done.stderr) == (0, ""), "a save on the way may fail"
+    assert done.stdout.count(message.format(kind="warning", step=4)) == 1
+    assert saved(tmp_path / "run") == ["step-00000002", "step-00000006"]
+    full |= {"step-00000007"}
+    done = piper(f"{recipe}:single", "--out", "run", "--resume", "--steps", "7")
+    assert done.returncode == 2, "the last one may not"
+    assert done.stderr.strip() == message.format(kind="error", step=7)
+    assert saved(tmp_path / "run") == ["step-00000002", "step-00000006"]
+    full.clear()
+    done = piper(f"{recipe}:single", "--out", "run", "--resume", "--steps", "7")
+    assert done.returncode == 0 and "after step 6\n" in done.stdout
+    assert saved(tmp_path / "run") == ["step-00000006", "step-00000007"]
 
 
 def test_a_place_for_checkpoints_that_cannot_be_written(piper: Piper, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(ABOUT))
     (tmp_path / "run" / "checkpoints").touch()
     message = """
         error: save: the checkpoint could not be written
-          path:    {folder}/step-00000002
+          path:    {folder}
           why:     [Errno 17] File exists: '{folder}'
           earlier: every checkpoint that was complete still is
           hint:    make room or choose another folder, then save again; training can go on
     """
-    folder = tmp_path / "run" / "checkpoints"
-    refused(piper, recipe, "single", message.replace("{folder}", str(folder)), "--out", "run")
+    refused(piper, recipe, "single", message.replace("{folder}", "run/checkpoints"), "--out", "run")
 
 
 def test_a_checkpoint_of_another_model(piper: Piper, recipe: Path, tmp_path: Path) -> None:

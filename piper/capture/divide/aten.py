@@ -30,7 +30,9 @@ def as_aten(recording: Recording) -> Recording:
         if node.op != "output":
             copies[node] = source.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
-            copies[node].meta[MODE] = Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+            copies[node].meta[MODE] = (
+                Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+            )
     source.output(tuple(copies[result] for result in recording.results))
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     module = fx.GraphModule(recording.root, source)
@@ -62,7 +64,9 @@ def as_aten(recording: Recording) -> Recording:
         results=tuple(node for node in results if isinstance(node, fx.Node)),
         tags=number_regions({node: node.meta.get("custom") or {} for node in graph.nodes}),
         modes={
-            node: node.meta.get(MODE, Mode()) for node in graph.nodes if node.op not in ("placeholder", "output")
+            node: node.meta.get(MODE, Mode())
+            for node in graph.nodes
+            if node.op not in ("placeholder", "output")
         },
         bundles={},
         constants=recording.constants,

@@ -38,7 +38,9 @@ def _alike(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.No
     d.done(node, _attend(d, node, local, have), have)
 
 
-def _attend(d: Divider, node: fx.Node, local: list[fx.Node], have: Divided, mask: fx.Node | None = None) -> fx.Node:
+def _attend(
+    d: Divider, node: fx.Node, local: list[fx.Node], have: Divided, mask: fx.Node | None = None
+) -> fx.Node:
     given = argument(node, 3, "attn_mask")
     if mask is None and isinstance(given, fx.Node):
         mask = d.to(given, aligned(d, given, have, 4), varies=True)
@@ -61,7 +63,9 @@ def _by_heads_for_a_while(
     d.done(node, back, have)
 
 
-def _by_queries(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Divided) -> None:
+def _by_queries(
+    d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Divided
+) -> None:
     """Attend from a device's own queries to the keys and values of all devices."""
     own = d.to(query, have, varies=True)
     local = [own, d.to(key, WHOLE, varies=True), d.to(value, WHOLE, varies=True)]

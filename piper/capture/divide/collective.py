@@ -71,4 +71,3 @@ def change(axis: str, degree: int, have: Layout, want: Layout, varies: bool) -> 
         case Whole(), Whole():
             return made("none", "all_reduce")
     raise AssertionError(f"no collective leads from {have} to {want}")
-

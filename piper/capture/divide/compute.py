@@ -7,12 +7,14 @@ from torch import fx
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.divide.divider import Divider, NoRuleError, Rule, aten
-from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, divides, local_shape
+from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum
 from piper.capture.divide.shapes import argument, getitem, number, operand
 
 ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
 SCALES = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar))
-LINEAR = frozenset((aten.neg.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default))
+LINEAR = frozenset(
+    (aten.neg.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
+)
 CASTS = frozenset((aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.to.other))
 POINTWISE = CASTS | frozenset(
     (
@@ -38,7 +40,9 @@ POINTWISE = CASTS | frozenset(
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether an operation treats every element by itself."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in POINTWISE)
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target in POINTWISE
+    )
 
 
 def by_family(node: fx.Node) -> Rule | None:
@@ -85,7 +89,9 @@ def pointwise(d: Divider, node: fx.Node) -> None:
     if node.target is aten.dropout.default and node.args[2]:
         made = _dropout(d, node, local[sources[0]], layout)
     else:
-        made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
+        made = d.emit(
+            node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
+        )
     d.done(node, made, layout)
 
 
@@ -98,7 +104,9 @@ def _stays_sum(d: Divider, node: fx.Node, sources: list[fx.Node]) -> bool:
         return False
     if node.target in ADDS and len(sources) < 2 and node.args[0] is not node.args[1]:
         return False  # a number is added once, not by every device
-    made = d.emit(node.target, map_arg(node.args, d.local.__getitem__), map_arg(node.kwargs, d.local.__getitem__))
+    made = d.emit(
+        node.target, map_arg(node.args, d.local.__getitem__), map_arg(node.kwargs, d.local.__getitem__)
+    )
     d.done(node, made, Sum())
     return True
 
@@ -187,7 +195,9 @@ def matmul(d: Divider, node: fx.Node) -> None:
     wa: Layout = WHOLE
     wb: Layout = WHOLE
     out: Layout = WHOLE
-    if (isinstance(la, Divided) and la.dim == len(sa) - 1) or (isinstance(lb, Divided) and lb.dim == len(sb) - 2):
+    if (isinstance(la, Divided) and la.dim == len(sa) - 1) or (
+        isinstance(lb, Divided) and lb.dim == len(sb) - 2
+    ):
         have = la if isinstance(la, Divided) and la.dim == len(sa) - 1 else lb
         assert isinstance(have, Divided)
         wa, wb, out = have.at(len(sa) - 1), have.at(len(sb) - 2), Sum()
@@ -258,7 +268,11 @@ def gather(d: Divider, node: fx.Node) -> None:
         d.done(node, masked(d, d.emit(node.target, (d.local[x], dim, rows)), outside), Sum())
         return
     layout = have if isinstance(have, Divided) else d.layout(index)
-    if not isinstance(layout, Divided) or layout.dim == dim or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]:
+    if (
+        not isinstance(layout, Divided)
+        or layout.dim == dim
+        or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]
+    ):
         raise NoRuleError("its index is divided in another way than its values")
     made = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
     d.done(node, made, layout)
@@ -293,7 +307,10 @@ def reduction(d: Divider, node: fx.Node) -> None:
     """Reduce other dimensions locally; over the divided one every device has a term."""
     x = operand(d, node)
     if isinstance(d.layout(x), Sum):
-        if node.target in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim) and d.layout(x) == Sum():
+        if (
+            node.target in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+            and d.layout(x) == Sum()
+        ):
             made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
             d.done(node, made, Sum())
             return

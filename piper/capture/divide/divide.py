@@ -45,7 +45,9 @@ def divide(
         if not mixed:
             break
         marked |= mixed  # used both ways: its divided uses go through a collective
-    origins: dict[fx.Node, Origin] = {divider.local[node]: origin for node, origin in recording.origins.items()}
+    origins: dict[fx.Node, Origin] = {
+        divider.local[node]: origin for node, origin in recording.origins.items()
+    }
     if divider.rank is not None:
         origins[divider.rank] = Place(axis=division.axis)
     made = replace(
@@ -59,13 +61,18 @@ def divide(
     return DividedForward(recording=made, division=division, summed=frozenset(divider.summed))
 
 
-PRODUCTS = {aten.linear.default: (1, 0, 2), aten.addmm.default: (2, 1, 0)}  # weight, its dimension of outputs, bias
+PRODUCTS = {
+    aten.linear.default: (1, 0, 2),
+    aten.addmm.default: (2, 1, 0),
+}  # weight, its dimension of outputs, bias
 SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
 
 
 def _with_blocks(recording: Recording, weights: Mapping[str, Divided]) -> dict[str, Divided]:
     """Divide a weight whose outputs are split right away block by block: query, key and value each by itself."""
-    names = {node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)}
+    names = {
+        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
+    }
     found = dict(weights)
     for node in recording.graph.nodes:
         if node.target not in PRODUCTS:

@@ -72,7 +72,9 @@ class Divider:
         self.summed: set[str] = set()  # parameters whose gradient is one
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.moved: dict[tuple[object, ...], fx.Node] = {}
-        self.leaders: dict[Tags | None, fx.Node] = {}  # one node of each region, to stand for all of its readers
+        self.leaders: dict[
+            Tags | None, fx.Node
+        ] = {}  # one node of each region, to stand for all of its readers
         self.rank: fx.Node | None = None
         self.node: fx.Node | None = None  # what is being divided
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
@@ -104,7 +106,9 @@ class Divider:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def emit(self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None) -> fx.Node:
+    def emit(
+        self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None
+    ) -> fx.Node:
         """Write one operation over local values; its result varies where one of its whole operands does."""
         assert self.node is not None
         made = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
@@ -129,13 +133,17 @@ class Divider:
         made = local.meta["example_value"]
         if isinstance(made, Tensor) and not isinstance(layout, list):
             want = local_shape(self.shape(node), layout, self.degree)
-            assert tuple(made.shape) == want, f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
+            assert tuple(made.shape) == want, (
+                f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
+            )
 
     def plain(self, node: fx.Node) -> None:
         """Write an operation as it stands, over whole operands."""
         varies = self._varies(node.all_input_nodes)
         local = {source: self.to(source, WHOLE, varies=varies) for source in node.all_input_nodes}
-        made = self.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
+        made = self.emit(
+            node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
+        )
         value = made.meta["example_value"]
         self.done(node, made, WHOLE if isinstance(value, Tensor) else [WHOLE for _ in value])
 
@@ -292,7 +300,9 @@ class Divider:
             self.settle(result)
             local = self.to(result, WHOLE, varies=False)
             assert local not in self.varying, f"{result} has a different gradient on every device"
-            if local.target is collective:  # what the loss returns is computed, as its chunk is one that computes
+            if (
+                local.target is collective
+            ):  # what the loss returns is computed, as its chunk is one that computes
                 local = self.emit(aten.clone.default, (local,))
             self.local[result], self.layouts[result] = local, WHOLE
 
@@ -307,9 +317,9 @@ class Divider:
         value = node.meta["example_value"]
         shape = local_shape(tuple(value.shape), given, self.degree)
         with self.fakes:
-            local.meta["example_value"] = torch.empty(shape, dtype=value.dtype, device=value.device).requires_grad_(
-                value.requires_grad
-            )
+            local.meta["example_value"] = torch.empty(
+                shape, dtype=value.dtype, device=value.device
+            ).requires_grad_(value.requires_grad)
         self.local[node], self.layouts[node] = local, given
 
     def _attribute(self, node: fx.Node) -> None:
@@ -356,7 +366,9 @@ class Divider:
         """Return the error of an operation that cannot be divided, with its layouts and its source line."""
         assert self.node is not None
         facts = {"operation": f"{self.node.target}{node_line(self.node)}"}
-        held = [f"{source.name} {list(self.shape(source))} {self.layouts[source]}" for source in self._operands()]
+        held = [
+            f"{source.name} {list(self.shape(source))} {self.layouts[source]}" for source in self._operands()
+        ]
         facts["operands"] = ", ".join(held)
         return CaptureError(what, by=self.division.by, facts=facts, hint=hint)
 

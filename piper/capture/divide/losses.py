@@ -29,7 +29,9 @@ def softmax(d: Divider, node: fx.Node) -> None:
     d.done(node, made, have)
 
 
-def _exponentials(d: Divider, x: fx.Node, have: Divided, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node]:
+def _exponentials(
+    d: Divider, x: fx.Node, have: Divided, dim: int, *, varies: bool
+) -> tuple[fx.Node, fx.Node]:
     """Return x less its maximum over a divided dimension, and the sum of the exponentials of that.
 
     varies: divided work reads the sum.

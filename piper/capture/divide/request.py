@@ -43,11 +43,16 @@ class DividedModel:
 
     recording: Recording
     parameters: tuple[Parameter, ...]  # with how each is divided
-    batch: Mapping[str, tuple[ParameterSlice, ...]]  # the fields of the batch that are divided, along which axes
+    batch: Mapping[
+        str, tuple[ParameterSlice, ...]
+    ]  # the fields of the batch that are divided, along which axes
 
 
 def divide_model(
-    recording: Recording, requests: Sequence[Request], parameters: Sequence[Parameter], batch: Mapping[str, TensorSpec]
+    recording: Recording,
+    requests: Sequence[Request],
+    parameters: Sequence[Parameter],
+    batch: Mapping[str, TensorSpec],
 ) -> DividedModel:
     """Divide a model by one axis after another; the first directive's groups are innermost."""
     recording = as_aten(recording)
@@ -75,7 +80,10 @@ def _merged(requests: Sequence[Request]) -> list[list[Request]]:
 
 
 def _divided(
-    recording: Recording, requests: Sequence[Request], parameters: Sequence[Parameter], batch: Mapping[str, TensorSpec]
+    recording: Recording,
+    requests: Sequence[Request],
+    parameters: Sequence[Parameter],
+    batch: Mapping[str, TensorSpec],
 ) -> tuple[Recording, tuple[Parameter, ...]]:
     first = requests[0]
     sizes = {tags: size for request in requests for tags, size in request.regions.items()}
@@ -123,7 +131,9 @@ def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
     """Return the parameters that the operations of some regions read."""
     inside = set(regions)
     homes = find_regions(recording, simplify(recording)).homes
-    names = {node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)}
+    names = {
+        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
+    }
 
     def reads(node: fx.Node) -> bool:
         return any(homes.get(user) in inside or (user not in homes and reads(user)) for user in node.users)
@@ -144,7 +154,9 @@ def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) 
                     f"{pattern!r} names no module with a weight and no parameter",
                     by=request.by,
                     facts={"parameters": ", ".join(list(known)[:6]) + (" ..." if len(known) > 6 else "")},
-                    hint=f"did you mean {close[0].removesuffix('.weight')!r}?" if close else "check the pattern",
+                    hint=f"did you mean {close[0].removesuffix('.weight')!r}?"
+                    if close
+                    else "check the pattern",
                 )
             for name in matched:
                 parameter = known[name]
@@ -191,4 +203,3 @@ def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
                 facts={"shape": str(list(shape)), "slices": str(slices)},
                 hint="dimension 0 is the samples; choose a later one whose size divides by the slices",
             )
-

@@ -51,7 +51,9 @@ def reshape(d: Divider, node: fx.Node) -> None:
     new = d.shape(node)
     found = reshaped(d.shape(source), new, have, d.degree)
     if found is None:
-        raise NoRuleError(f"{list(d.shape(source))} divided along {have.dim} has no even division as {list(new)}")
+        raise NoRuleError(
+            f"{list(d.shape(source))} divided along {have.dim} has no even division as {list(new)}"
+        )
     local = d.emit(aten.reshape.default, (d.local[source], list(local_shape(new, found, d.degree))))
     d.done(node, local, found)
 
@@ -71,7 +73,11 @@ def transpose(d: Divider, node: fx.Node) -> None:
     """Swap two dimensions."""
     rank = len(d.shape(operand(d, node)))
     order = list(range(rank))
-    a, b = (-2, -1) if node.target in (aten.t.default, aten.mT.default) else (number(node.args[1]), number(node.args[2]))
+    a, b = (
+        (-2, -1)
+        if node.target in (aten.t.default, aten.mT.default)
+        else (number(node.args[1]), number(node.args[2]))
+    )
     if rank > 1:
         order[a], order[b] = order[b], order[a]
     _permuted(d, node, order)
@@ -113,7 +119,9 @@ def piece(d: Divider, size: int, have: Divided, start: int, length: int) -> tupl
     if start == 0 and length == size:
         return have, 0, size // d.degree
     if have.zigzag or start % block or length % block:
-        raise NoRuleError(f"elements {start} to {start + length} of a divided dimension of {size} are not one slice")
+        raise NoRuleError(
+            f"elements {start} to {start + length} of a divided dimension of {size} are not one slice"
+        )
     return Divided(have.dim, length // block), start // d.degree, length // d.degree
 
 
@@ -221,10 +229,16 @@ def cat(d: Divider, node: fx.Node) -> None:
     if stacked:
         out = have.at(have.dim + (dim <= have.dim))
     elif dim == have.dim:
-        sizes = {(d.shape(part)[dim] // layout.blocks) for part in parts if isinstance(layout := d.layout(part), Divided)}
+        sizes = {
+            (d.shape(part)[dim] // layout.blocks)
+            for part in parts
+            if isinstance(layout := d.layout(part), Divided)
+        }
         if len(sizes) > 1 or any(not isinstance(d.layout(part), Divided) for part in parts) or have.zigzag:
             raise NoRuleError("it joins values along their divided dimension")
-        out = Divided(dim, sum(layout.blocks for part in parts if isinstance(layout := d.layout(part), Divided)))
+        out = Divided(
+            dim, sum(layout.blocks for part in parts if isinstance(layout := d.layout(part), Divided))
+        )
         local = d.emit(node.target, ([d.local[part] for part in parts], dim))
         d.done(node, local, out)
         return
@@ -274,4 +288,3 @@ RULES: dict[object, Rule] = {
         )
     },
 }
-

@@ -89,7 +89,9 @@ def compare(
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         held = weights.get(name)
-        parts = lockstep.cut(value, slicing_of(held), degree) if held else [value.clone() for _ in range(degree)]
+        parts = (
+            lockstep.cut(value, slicing_of(held), degree) if held else [value.clone() for _ in range(degree)]
+        )
         for i, part in enumerate(parts):
             params[i][name] = part.requires_grad_()
     for name, value in batch.items():
@@ -112,7 +114,9 @@ def compare(
         else:
             got = found[0]
             assert all(torch.equal(grad, got) for grad in found), f"{name} differs between devices"
-        torch.testing.assert_close(got, parameter.grad, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got, parameter.grad, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
     return {name: count for name, count in ran.items() if count}
 
 
@@ -173,7 +177,9 @@ def test_cross_entropy_never_gathers_the_logits(degree: int, reduction: str, div
         by = Divided(1, zigzag=zigzag)
         if zigzag and degree == 4:
             by = Divided(1, zigzag=True)
-        ran = compare(call, {"head": (8, 8)}, batch, {}, {"x": by, "labels": by}, degree=degree, zigzag=zigzag)
+        ran = compare(
+            call, {"head": (8, 8)}, batch, {}, {"x": by, "labels": by}, degree=degree, zigzag=zigzag
+        )
         assert set(ran) <= {"all_reduce", "back none"}
 
 
@@ -198,9 +204,12 @@ def test_a_table_divided_by_columns_needs_no_collective_to_look_up() -> None:
 @pytest.mark.parametrize("how", ["heads of weights", "gather", "zigzag", "heads"])
 def test_attention(how: str) -> None:
     def call(net: nn.Module, batch: Batch) -> Tensor:
-        q, k, v = (F.linear(batch["x"], w).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (net.q, net.k, net.v))
+        q, k, v = (
+            F.linear(batch["x"], w).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (net.q, net.k, net.v)
+        )
         k, v = (
-            t[:, :, None].expand(*t.shape[:2], 2, *t.shape[2:]).reshape(t.shape[0], -1, *t.shape[2:]) for t in (k, v)
+            t[:, :, None].expand(*t.shape[:2], 2, *t.shape[2:]).reshape(t.shape[0], -1, *t.shape[2:])
+            for t in (k, v)
         )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.linear(out.transpose(1, 2).flatten(2), net.o).pow(2).mean()
@@ -213,7 +222,9 @@ def test_attention(how: str) -> None:
         return
     zigzag = how == "zigzag"
     by = {"x": Divided(1, zigzag=zigzag)}
-    ran = compare(call, shapes, batch, {}, by, attention="heads" if how == "heads" else "gather", zigzag=zigzag)
+    ran = compare(
+        call, shapes, batch, {}, by, attention="heads" if how == "heads" else "gather", zigzag=zigzag
+    )
     if how == "heads":
         assert ran["all_to_all"] == ran["back all_to_all"] == 4
     else:  # keys and values before they are repeated
@@ -306,4 +317,3 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="no even division"):
         divided(call, {"w": (12, 8)}, X, {"w": Divided(0)})
-

@@ -1,0 +1,120 @@
+"""Files that are written once and verified on every read: a digest for each block of their bytes.
+
+[Note: blocks] A reader that needs some elements of a large file reads and verifies only the blocks that hold
+them, and uses the very bytes that it verified. Digests are computed while a file is written, from memory.
+"""
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK = 2**22  # bytes for which there is one digest
+CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
+DIGEST = 2 * hashlib.sha256().digest_size  # characters
+
+
+class StorageError(Exception):
+    """A file of a checkpoint that cannot be read or written, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file of a checkpoint: its bytes, and the digest of each block of them."""
+
+    size: int
+    digests: tuple[str, ...] | None = None  # None: written before there were digests
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """Return the digest of some bytes as text."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
+    """Write a new file and return its size and digests. Raise an OSError if a file of this name exists."""
+    digests: list[str] = []
+    hasher, filled, size = hashlib.sha256(), 0, 0
+    with path.open("xb", buffering=0) as file:
+        for piece in content:
+            for start, end in cuts(len(piece), filled, block):
+                data = piece[start:end]
+                write_all(file.fileno(), data)
+                hasher.update(data)
+                filled += len(data)
+                size += len(data)
+                if filled == block:
+                    digests.append(hasher.hexdigest())
+                    hasher, filled = hashlib.sha256(), 0
+    if filled:
+        digests.append(hasher.hexdigest())
+    return FileRecord(size=size, digests=tuple(digests))
+
+
+def cuts(length: int, filled: int, block: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a piece that end where blocks end; the current block holds `filled` bytes."""
+    start = 0
+    while start < length:
+        end = min(length, start + block - filled)
+        yield start, end
+        filled = (filled + end - start) % block
+        start = end
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all bytes: the system may take only some of them at a time."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class BlockReader:
+    """Reads byte ranges of the files of one folder, and verifies every block that it touches."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], block: int = BLOCK) -> None:
+        self.folder, self.files, self.block = folder, files, block
+        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from `start` on."""
+        end = start + len(out)
+        if end > self.files[name].size:
+            raise StorageError(f"{name}: it ends at byte {self.files[name].size}, before byte {end}")
+        number = start // self.block
+        while number * self.block < end:
+            first = number * self.block
+            low, high = max(start, first), min(end, first + self.block)
+            out[low - start : high - start] = self._block(name, number)[low - first : high - first]
+            number += 1
+
+    def _block(self, name: str, number: int) -> bytes:
+        key = (name, number)
+        if key not in self._cache:
+            self._cache[key] = self._verified(name, number)
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def _verified(self, name: str, number: int) -> bytes:
+        record, first = self.files[name], number * self.block
+        wanted = min(self.block, record.size - first)
+        try:
+            with (self.folder / name).open("rb") as file:
+                file.seek(first)
+                data = file.read(wanted)
+        except OSError as error:
+            raise StorageError(f"{name}: {error}") from error
+        if len(data) != wanted:
+            raise StorageError(f"{name} has {first + len(data)} bytes, not {record.size}")
+        if record.digests is not None and digest_of(data) != record.digests[number]:
+            span = f"{first} to {first + wanted - 1}"
+            raise StorageError(f"{name}: bytes {span} are not those that were written (their digest differs)")
+        return data
+
+    def verify(self) -> None:
+        """Read and verify all bytes of all files."""
+        for name, record in self.files.items():
+            for number in range(-(-record.size // self.block)):
+                self._verified(name, number)

@@ -1,0 +1,174 @@
+"""Where a checkpoint or an export may be written: never over anything that Piper did not write.
+
+[Note: ours] A folder is a checkpoint of ours if its record can be read and lists all its files, and an export
+of ours if its mark can be read and lists all its files. Such a folder may be replaced. An empty folder may be
+used. Everything else stays as it is, and the save is refused. Files are removed one by one, by name.
+"""
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from piper.checkpoint.record import FILE, FORMAT, OURS, DamagedError, parse
+from piper.errors import ConfigError
+
+MARK, EXPORT = "piper-export.json", "piper export"
+STEP = re.compile(r"step-(\d+)")
+MOST = 3  # names that an error lists
+
+
+class UnwrittenError(ConfigError):
+    """A checkpoint that was not written. Everything that was on the disk before still is."""
+
+
+class UndroppedError(ConfigError):
+    """An old checkpoint that was not dropped. The new one is complete."""
+
+
+def unwritten(path: Path, why: str) -> UnwrittenError:
+    """The error of a save that came to nothing."""
+    return UnwrittenError(
+        "the checkpoint could not be written",
+        by="save",
+        facts={"path": str(path), "why": why, "earlier": "every checkpoint that was complete still is"},
+        hint="make room or choose another folder, then save again; training can go on",
+    )
+
+
+def not_ours(path: str, why: str) -> UnwrittenError:
+    """The error of a place that a checkpoint or an export must not take."""
+    return UnwrittenError(
+        "nothing is written here, because something of yours could be lost",
+        by="save",
+        facts={"path": path, "why": why},
+        hint="name a new folder, or an earlier checkpoint or export that may be replaced",
+    )
+
+
+def target_of(given: Path | str) -> Path:
+    """Return where to write, as an absolute path; refuse a place that may hold anything of the user's."""
+    if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes):
+        raise not_ours(repr(given), "it is not a path")
+    text = os.fspath(given)
+    if not text.strip():
+        raise not_ours(repr(text), "the name is empty")
+    if "\0" in text:
+        raise not_ours(repr(text), "the name holds a NUL character")
+    path = Path(text)
+    try:
+        path = path.absolute()
+        real = Path(os.path.realpath(path))
+        if path.name in ("", ".", ".."):
+            path = real
+        check_place(path, real)
+        check_taken(path)
+    except OSError as error:
+        raise unwritten(path, str(error)) from error
+    return path
+
+
+def check_place(path: Path, real: Path) -> None:
+    """Refuse the places that are never a checkpoint: the current folder, what holds it, homes and roots."""
+    if path.is_symlink():
+        raise not_ours(str(path), "it is a symbolic link")
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        here = Path.cwd().resolve()
+        if real == here:
+            raise not_ours(str(path), "it is the current folder")
+        if real in here.parents:
+            raise not_ours(str(path), "the current folder lies in it")
+    if real == Path(os.path.realpath(os.path.expanduser("~"))):
+        raise not_ours(str(path), "it is your home folder")
+    if os.path.ismount(real):
+        raise not_ours(str(path), "it is the root of a file system")
+
+
+def check_taken(path: Path) -> None:
+    """Refuse a place where something is that Piper did not write, see [Note: ours]."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise not_ours(str(path), "a file of this name exists")
+    if damaged(path):
+        return  # it is set aside, not replaced
+    foreign = strangers(path)
+    if foreign is None:
+        raise not_ours(
+            str(path), f"the folder exists, and is not a checkpoint: it holds {some(entries(path))}"
+        )
+    if foreign:
+        raise not_ours(str(path), f"the checkpoint there holds files that are not its own: {some(foreign)}")
+
+
+def entries(path: Path) -> list[str]:
+    """Return the names in a folder."""
+    return sorted(os.listdir(path))
+
+
+def some(names: list[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = [f"and {len(names) - MOST} more"] if len(names) > MOST else []
+    return ", ".join([*names[:MOST], *more])
+
+
+def strangers(path: Path) -> list[str] | None:
+    """Return the names in a folder of ours that it does not list; None: the folder is not ours."""
+    found = entries(path)
+    if not found:
+        return []
+    listed = listed_in(path)
+    return None if listed is None else [name for name in found if name not in listed]
+
+
+def listed_in(path: Path) -> set[str] | None:
+    """Return the files that a checkpoint or an export of ours lists; None: it is neither."""
+    try:
+        if (path / FILE).is_file():
+            return {FILE, *parse(path, (path / FILE).read_bytes().decode("utf-8")).files}
+        if (path / MARK).is_file():
+            found = json.loads((path / MARK).read_bytes())
+            if found["format"] == EXPORT:
+                return {MARK, *map(str, found["files"])}
+    except (DamagedError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return None
+
+
+def damaged(path: Path) -> bool:
+    """Whether a folder can only be a checkpoint of ours with a damaged or lost record: its names say so."""
+    names = entries(path)
+    if not names or not all(OURS.fullmatch(name) for name in names):
+        return False
+    if FILE not in names:
+        return STEP.fullmatch(path.name) is not None
+    try:
+        text = (path / FILE).read_bytes().decode("utf-8")
+        parse(path, text)
+    except UnicodeDecodeError:
+        return True
+    except DamagedError:
+        return len(names) > 1 or not other_format(text)
+    return False
+
+
+def other_format(text: str) -> bool:
+    """Whether a text is a record of another program, and whole."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return not isinstance(found, dict) or found.get("format") != FORMAT
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of ours: its files one by one, then the folder. Raise an OSError if others are left."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    listed = listed_in(folder) or set()
+    begun = listed == {MARK}  # an export that was never completed: all in its hidden folder is ours
+    for name in sorted(entries(folder), key=lambda name: name in (FILE, MARK)):  # what says so goes last
+        if begun or name in listed or OURS.fullmatch(name):
+            (folder / name).unlink()
+    folder.rmdir()

@@ -1,0 +1,120 @@
+"""Batches taken from the user's data: what it raises, and what is no batch, becomes one message."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+
+from torch import Tensor
+
+from piper.errors import ConfigError, PiperError
+from piper.usercode import defined_at, named, raised, users_frames
+
+Given = Mapping[str, Tensor]
+Make = Callable[[], Iterable[Given]]
+
+
+def call_data(make: Make) -> Iterable[Given]:
+    """Call the user's `data`, and return the batches it gives."""
+    try:
+        data = make()
+    except PiperError as error:
+        raise placed(error, make) from error.__cause__
+    except Exception as error:
+        raise failed(error, make, "the call of data()") from error
+    if isinstance(data, Mapping | Tensor | str):
+        raise ConfigError(
+            f"data() returned one {type(data).__name__}, not batches",
+            by=named("data", make),
+            hint="return the batches: data=lambda: [batch], a generator or a DataLoader of dicts of tensors",
+        )
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"data() returned {type(data).__name__}, which cannot be iterated",
+            by=named("data", make),
+            hint="return the batches: a list, a generator or a DataLoader of dicts of tensors",
+        )
+    return data
+
+
+def begin(data: Iterable[Given], make: Make) -> Iterator[Given]:
+    """Return an iterator over the batches."""
+    try:
+        return iter(data)
+    except PiperError as error:
+        raise placed(error, make) from error.__cause__
+    except Exception as error:
+        raise failed(error, make, "the beginning of an epoch") from error
+
+
+def take(batches: Iterator[Given], step: int, make: Make) -> Given | None:
+    """Return the next batch, which is for step `step`, counted from 1. None: there are no more."""
+    try:
+        batch = next(batches, None)
+    except PiperError as error:
+        raise placed(error, make) from error.__cause__
+    except Exception as error:
+        raise failed(error, make, f"the batch of step {step}") from error
+    if batch is not None:
+        check_fields(batch, step, make)
+    return batch
+
+
+def batches_of(make: Make) -> Iterator[Given]:
+    """Yield the batches of one call of `data`, until they end."""
+    batches = begin(call_data(make), make)
+    for step in count(1):
+        batch = take(batches, step, make)
+        if batch is None:
+            return
+        yield batch
+
+
+def failed(error: Exception, make: Make, at: str) -> ConfigError:
+    """Return the error of data that raises."""
+    return raised(
+        "data() failed", error, role="data", thing=make, facts={"at": at}, hint="mend the data at that line"
+    )
+
+
+def placed(error: PiperError, make: Make) -> PiperError:
+    """Return an error of our own data classes with the user's line that made or called them."""
+    frames = users_frames(error)
+    where = frames[-1][0].partition(" in ")[0] if frames else defined_at(make)
+    return error.located(f"{error.by} ({where})") if where else error
+
+
+def check_fields(batch: object, step: int, make: Make) -> None:
+    """Refuse a batch that is not a dict of tensors with the same number of samples each."""
+    by, at = named("data", make), f"the batch of step {step}"
+    bad = not isinstance(batch, Mapping) or not batch
+    if bad or not all(isinstance(v, Tensor) and v.dim() for v in batch.values()):  # type: ignore[attr-defined]
+        got = type(batch).__name__ if bad else describe(batch)  # type: ignore[arg-type]
+        raise ConfigError(
+            "a batch is not a dict of tensors",
+            by=by,
+            facts={"at": at, "got": got},
+            hint='yield batches such as {"tokens": ..., "labels": ...}, whose first axis is the samples; '
+            "leave texts and lists out",
+        )
+    assert isinstance(batch, Mapping)
+    sizes = {str(name): len(value) for name, value in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            "the fields of a batch disagree on the number of samples",
+            by=by,
+            facts={"at": at, **{name: f"{size} samples" for name, size in sizes.items()}},
+            hint="the first axis of every field is the samples",
+        )
+    if not all(sizes.values()):
+        raise ConfigError(
+            "a batch holds no samples", by=by, facts={"at": at}, hint="leave empty batches out of the data"
+        )
+
+
+def describe(batch: Mapping[str, object]) -> str:
+    """Return the fields of a batch with the types of their values."""
+    return ", ".join(f"{name}: {kind(value)}" for name, value in batch.items())
+
+
+def kind(value: object) -> str:
+    """Return what a field's value is, in words."""
+    return "a tensor without axes" if isinstance(value, Tensor) and not value.dim() else type(value).__name__

@@ -1,0 +1,39 @@
+"""Writes single files that a user names, and never replaces one that Piper did not write."""
+
+import os
+from pathlib import Path
+
+from piper.errors import ConfigError
+
+LOOKED = 4096  # bytes at the beginning and at the end in which the mark is looked for
+
+
+def write_output(path: Path, content: str | bytes, mark: str) -> None:
+    """Write a file. One that exists is replaced if it is empty or holds `mark`, and refused otherwise.
+
+    mark: a text that each file of this kind holds near its beginning or its end. OSErrors are the caller's.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    assert mark.encode() in data[:LOOKED] + data[-LOOKED:], "else it could not be replaced later"
+    if path.is_file() and not marked(path, mark):
+        raise not_replaced(path)
+    path.write_bytes(data)
+
+
+def marked(path: Path, mark: str) -> bool:
+    """Whether a file is empty, or holds the mark of what Piper writes."""
+    with path.open("rb") as file:
+        head = file.read(LOOKED)
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - LOOKED))
+        return not size or mark.encode() in head or mark.encode() in file.read()
+
+
+def not_replaced(path: Path) -> ConfigError:
+    """The error of a file that is in the way."""
+    return ConfigError(
+        "this file exists, and Piper did not write it",
+        by=str(path),
+        facts={"has": f"{path.stat().st_size} bytes"},
+        hint="name another file, or move this one away first",
+    )

@@ -1,0 +1,192 @@
+"""Which samples a value holds, on all devices of a program at once.
+
+The samples are cut into cells. A cover says for each device of one program which cells its value holds, as
+segments (from, to, how often). Where experts are divided, share `s` of them works on cells of its own range,
+`s * cells` further on, so that the rows of one sample at two shares are two different things.
+
+Covers are interned, and everything worked out about them is worked out once: a step on a thousand
+microbatches uses the same few. So the devices of a program are walked a few times for each communicator, and
+never for an instruction.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from piper.devices import Devices
+from piper.plan.plan import Comm, Plans
+
+Segment = tuple[int, int, int]  # from cell, to cell, how often
+Held = tuple[Segment, ...]  # on one device, in order and without overlap
+Cover = int  # the number of an interned cover
+Contributor = tuple[int, Cover]  # a program, and a cover of its devices
+
+
+class Covers:
+    """Interns covers, and works out those of sets of devices, slices, pieces and sums."""
+
+    def __init__(self, plans: Plans, cells: int) -> None:
+        self.plans, self.cells = plans, cells
+        self.where = {
+            device: (number, place)
+            for number, plan in enumerate(plans)
+            for place, device in enumerate(plan.devices)
+        }
+        self._held: list[tuple[Held, ...]] = []
+        self._numbers: dict[tuple[Held, ...], Cover] = {}
+        self._sets: dict[tuple[int, Devices, int], Cover | None] = {}
+        self._cuts: dict[tuple[Cover, int, int, int], Cover | None] = {}
+        self._joins: dict[tuple[Cover, ...], Cover | None] = {}
+        self._sums: dict[tuple[str, tuple[Contributor, ...]], dict[int, Cover]] = {}
+        self._received: dict[tuple[str, int, tuple[Contributor, ...]], Cover] = {}
+        self._groups: dict[str, dict[int, int]] = {}
+        self._sending: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._senders: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}
+
+    def held(self, cover: Cover) -> tuple[Held, ...]:
+        """Return what each device of the program holds."""
+        return self._held[cover]
+
+    def of_set(self, program: int, devices: Devices, degree: int = 1) -> Cover | None:
+        """Return the slices that a program's devices have as members of a set; None for other devices.
+
+        `degree`: experts are divided over groups of so many devices; each works on all rows of its group.
+        """
+        key = (program, devices, degree)
+        if key not in self._sets:
+            position = {device: i for i, device in enumerate(devices)}
+            members = [position.get(device, -1) for device in self.plans.plans[program].devices]
+            inside = min(members) >= 0 and self.cells % len(devices) == 0 and len(devices) % degree == 0
+            each = self.cells // len(devices) * degree
+            self._sets[key] = (
+                self._intern(tuple(self._slice(i // degree, i % degree, each) for i in members))
+                if inside
+                else None
+            )
+        return self._sets[key]
+
+    def _slice(self, group: int, share: int, each: int) -> Held:
+        start = share * self.cells + group * each
+        return ((start, start + each, 1),)
+
+    def everything(self, program: int, shares: int = 1) -> Cover:
+        """Return the cover of all cells, at every share of the experts, on each device."""
+        held = ((0, shares * self.cells, 1),)
+        return self._intern((held,) * len(self.plans.plans[program].devices))
+
+    def own_share(self, program: int, devices: Devices, degree: int) -> Cover:
+        """Return the cover of all cells at each device's own share of the experts."""
+        position = {device: i for i, device in enumerate(devices)}
+        shares = [position[device] % degree for device in self.plans.plans[program].devices]
+        return self._intern(tuple(self._slice(0, share, self.cells) for share in shares))
+
+    def cut(self, cover: Cover, start: int, stop: int, of: int) -> Cover | None:
+        """Return the cover of some rows; None where they are not whole cells of one slice."""
+        key = (cover, start, stop, of)
+        if key not in self._cuts:
+            found = [_cut(held, start, stop, of) for held in self._held[cover]]
+            whole = tuple(held for held in found if held is not None)
+            self._cuts[key] = self._intern(whole) if len(whole) == len(found) else None
+        return self._cuts[key]
+
+    def joined(self, covers: tuple[Cover, ...]) -> Cover | None:
+        """Return the cover of pieces in a row; None where a piece does not begin at the end of the last."""
+        if covers not in self._joins:
+            found = [_joined(pieces) for pieces in zip(*(self._held[c] for c in covers), strict=True)]
+            whole = tuple(held for held in found if held is not None)
+            self._joins[covers] = self._intern(whole) if len(whole) == len(found) else None
+        return self._joins[covers]
+
+    def senders(self, comm: Comm, program: int) -> tuple[tuple[int, int], ...]:
+        """Return for each device of a program the program and the place of the device it receives from."""
+        key = (comm.name, program)
+        if key not in self._senders:
+            sender = {target: source for source, target in reversed(comm.groups)}
+            devices = self.plans.plans[program].devices
+            self._senders[key] = tuple(self.where[sender[device]] for device in devices)
+        return self._senders[key]
+
+    def sending_programs(self, comm: Comm, program: int) -> tuple[int, ...]:
+        """Return the programs that a program receives from."""
+        key = (comm.name, program)
+        if key not in self._sending:
+            self._sending[key] = tuple(dict.fromkeys(sender for sender, _ in self.senders(comm, program)))
+        return self._sending[key]
+
+    def received(self, comm: Comm, program: int, sent: tuple[Contributor, ...]) -> Cover:
+        """Return the cover of what a program receives, given the cover of what each sender sends."""
+        key = (comm.name, program, sent)
+        if key not in self._received:
+            by_program = dict(sent)
+            found = [self._held[by_program[p]][place] for p, place in self.senders(comm, program)]
+            self._received[key] = self._intern(tuple(found))
+        return self._received[key]
+
+    def summed(self, comm: Comm, given: tuple[Contributor, ...], programs: Sequence[int]) -> dict[int, Cover]:
+        """Return for each program the cover of a sum over each group, of what its members contribute."""
+        key = (comm.name, given)
+        if key not in self._sums:
+            groups: dict[int, list[Segment]] = {}
+            group_of = self.group_of(comm)
+            for program, cover in given:
+                for device, held in zip(self.plans.plans[program].devices, self._held[cover], strict=True):
+                    groups.setdefault(group_of[device], []).extend(held)
+            sums = {group: _overlaid(segments) for group, segments in groups.items()}
+            self._sums[key] = {
+                program: self._intern(
+                    tuple(sums.get(group_of[device], ()) for device in self.plans.plans[program].devices)
+                )
+                for program in programs
+            }
+        return self._sums[key]
+
+    def group_of(self, comm: Comm) -> dict[int, int]:
+        """Return the number of the group that each device of a communicator is in."""
+        if comm.name not in self._groups:
+            found: dict[int, int] = {}
+            for number, group in enumerate(comm.groups):
+                for device in group:
+                    found.setdefault(device, number)
+            self._groups[comm.name] = found
+        return self._groups[comm.name]
+
+    def _intern(self, held: tuple[Held, ...]) -> Cover:
+        found = self._numbers.get(held)
+        if found is None:
+            found = self._numbers[held] = len(self._held)
+            self._held.append(held)
+        return found
+
+
+def _cut(held: Held, start: int, stop: int, of: int) -> Held | None:
+    """Return some of the rows of one slice, None where that cuts a cell or there are several slices."""
+    if len(held) != 1 or not 0 <= start < stop <= of:
+        return None
+    low, high, count = held[0]
+    if (high - low) % of or count != 1:
+        return None
+    each = (high - low) // of
+    return ((low + start * each, low + stop * each, 1),)
+
+
+def _joined(pieces: Iterable[Held]) -> Held | None:
+    """Return neighbouring slices as one, None where they are not neighbours in this order."""
+    segments = [segment for held in pieces for segment in held]
+    follows = all(a[1] == b[0] and a[2] == b[2] for a, b in pairwise(segments))
+    return ((segments[0][0], segments[-1][1], segments[0][2]),) if follows else None
+
+
+def _overlaid(segments: list[Segment]) -> Held:
+    """Return the sum of segments: how often each cell is in them."""
+    changes: dict[int, int] = {}
+    for low, high, count in segments:
+        changes[low] = changes.get(low, 0) + count
+        changes[high] = changes.get(high, 0) - count
+    found: list[Segment] = []
+    level = 0
+    for low, high in pairwise(sorted(changes)):
+        level += changes[low]
+        if level and found and found[-1][1] == low and found[-1][2] == level:
+            found[-1] = (found[-1][0], high, level)
+        elif level:
+            found.append((low, high, level))
+    return tuple(found)

@@ -1,0 +1,102 @@
+"""Reads the payloads of instructions and the ids of slots as the runtime reads them.
+
+So a plan that names the wrong chunk, rows, bucket or slot is refused.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from piper.ids import Pass, Phase, SlotId
+from piper.plan.instr import Adding, Field, Instr, OfBucket, Payload, Routing, Rows
+
+SEED = SlotId("seed")
+LOSS = SlotId("loss")
+WEIGHT = SlotId("weight")
+TOTAL = SlotId("total")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """The payload of an exchange of rows."""
+
+    chunk: str
+    outward: bool  # to the experts; else back to the owners of the rows
+
+
+def subject(ins: Instr) -> Payload:
+    """Return what an instruction is about, whatever its microbatch: members of a collective agree on it."""
+    match ins.payload:
+        case Routing(run=run, outward=outward):
+            return Routing(run=Pass(phase="F", chunk=run.chunk), outward=outward)
+        case OfBucket(bucket=bucket):
+            return OfBucket(bucket=bucket)
+    return ins.payload
+
+
+def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:
+    """Return the phase and the chunk of a compute instruction, None where it has none."""
+    return (ins.payload.phase, ins.payload.chunk) if isinstance(ins.payload, Pass) else None
+
+
+def exchanged(ins: Instr) -> Exchanged | None:
+    """Return the chunk of an exchange and its direction."""
+    found = ins.payload
+    return Exchanged(chunk=found.run.chunk, outward=found.outward) if isinstance(found, Routing) else None
+
+
+def counted_chunk(ins: Instr) -> str:
+    """Return the route whose rows a `counts` instruction counts."""
+    return ins.payload.run.chunk if isinstance(ins.payload, Routing) else ""
+
+
+def loaded(ins: Instr) -> Field | None:
+    """Return the field of the batch that a load takes, and for which devices and microbatch."""
+    return ins.payload if isinstance(ins.payload, Field) else None
+
+
+def rows_of(ins: Instr) -> tuple[int, int, int]:
+    """Return the rows that a send or a copy takes: from, to, out of."""
+    rows = ins.payload
+    return (rows.start, rows.stop, rows.of) if isinstance(rows, Rows) else (0, 1, 1)
+
+
+def bucket_named(ins: Instr) -> str:
+    """Return the bucket that a gather or a reduction names."""
+    return ins.payload.bucket if isinstance(ins.payload, OfBucket) else ""
+
+
+def accumulated_slot(ins: Instr) -> SlotId | None:
+    """Return the slot by which the runtime finds what an accumulation adds to."""
+    return ins.writes[0] if isinstance(ins.payload, Adding) and ins.writes else None
+
+
+def param_slot(bucket: str) -> SlotId:
+    """Return the slot of a bucket's parameters between uses."""
+    return SlotId("param", bucket)
+
+
+def buffer_slot(name: str) -> SlotId:
+    """Return the slot of a buffer."""
+    return SlotId("buffer", name)
+
+
+def constant_slot(name: str) -> SlotId:
+    """Return the slot of a constant."""
+    return SlotId("constant", name)
+
+
+def is_shard_slot(slot: SlotId) -> bool:
+    """Return whether a slot holds a shard of a gradient."""
+    return slot.kind == "grad_shard"
+
+
+class GradientSlots:
+    """Finds the bucket whose gradient a slot holds."""
+
+    def __init__(self, buckets: Collection[str]) -> None:
+        self._buckets = buckets
+
+    def bucket(self, slot: SlotId) -> str | None:
+        """Return the bucket of a slot of summed gradients, None for any other slot."""
+        held = slot.kind in ("grad", "grad_shard") and slot.owner in self._buckets
+        return slot.owner if held else None

@@ -1,0 +1,262 @@
+"""What each phase of each chunk must read and gives on each program, once for all microbatches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from piper.ids import show_part
+from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, Tags, bundles
+from piper.plan.plan import Bucket, Plans
+from piper.proof.amounts import NOTHING, Amount, Amounts
+from piper.proof.covers import Cover, Covers
+from piper.proof.specification import Specification
+from piper.proof.things import Terms, Thing, Things
+
+Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Gradients that a backward gives for one bucket."""
+
+    thing: int
+    cover: Cover
+    suffix: str  # of the contribution's label: which parameters, where not all of the bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What an instruction on a chunk must read and gives."""
+
+    chunk: str
+    reads: tuple[Entry, ...]
+    writes: tuple[Entry, ...]
+    alike: frozenset[int] = frozenset()  # reads that are the same for all samples: any slice will do
+    buffers: frozenset[int] = frozenset()  # reads of buffers that change during the step
+    weights: tuple[Weights, ...] = ()
+    mutated: tuple[str, ...] = ()
+
+
+class Expectations:
+    """Works out what instructions must read, from the specification alone."""
+
+    def __init__(
+        self, plans: Plans, spec: Specification, covers: Covers, amounts: Amounts, things: Things
+    ) -> None:
+        self.plans, self.spec, self.covers, self.amounts, self.things = plans, spec, covers, amounts, things
+        self._phases: dict[tuple[int, str, str], Expected | None] = {}
+        self._finals: dict[tuple[int, str], Terms] = {}
+        self._sums: dict[tuple[str, str], Amount] = {}
+        self._weights: dict[str, int] = {}  # by bucket
+        self._buckets: dict[str, list[Bucket]] = {name: [] for name in spec.chunks}
+        for bucket in plans.buckets.values():
+            for name in bucket.chunks:
+                self._buckets.setdefault(name, []).append(bucket)
+
+    def of_phase(self, program: int, chunk: str, phase: Phase) -> Expected | None:
+        """Return what a phase must read and gives on a program, None where it must not run there."""
+        key = (program, chunk, phase)
+        if key not in self._phases:
+            self._phases[key] = self._of_phase(program, self.spec.chunks.get(chunk), phase)
+        return self._phases[key]
+
+    def _of_phase(self, program: int, chunk: Chunk | None, phase: Phase) -> Expected | None:
+        if chunk is None or chunk.kind in ("route", "unroute") or phase not in chunk.phases:
+            return None
+        cover = self.output_cover(program, chunk.name, chunk.name)
+        if cover is None:
+            return None
+        spec = chunk.phases[phase]
+        reads = [self._input(program, chunk, position) for position in spec.inputs]
+        alike = [i for i, position in enumerate(spec.inputs) if self.spec.is_alike(chunk.name, position)]
+        for bucket in self._buckets[chunk.name]:
+            if any(piece.name in spec.params for piece in bucket.pieces):
+                reads.append((self._number(Thing("param", bucket.name)), "old", NOTHING))
+        buffers = [len(reads) + i for i, name in enumerate(spec.buffers) if name in self.spec.mutated]
+        reads += [(self._number(Thing("buffer", name)), "own", NOTHING) for name in spec.buffers]
+        used = [name for name, members in bundles(chunk).items() if set(members) & set(spec.saved)]
+        reads += [self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in used]
+        reads += [self._of_chunk("carried", chunk.name, 0, cover)] if spec.carried else []
+        reads += [self._tangent(chunk.name, index, cover) for index in spec.tangents]
+        forward = phase == "F"
+        return Expected(
+            chunk=chunk.name,
+            reads=tuple(reads),
+            writes=tuple(
+                self._forward(chunk, cover) if forward else self._backward(program, chunk, phase, cover)
+            ),
+            alike=frozenset(alike),
+            buffers=frozenset(buffers),
+            weights=() if forward else tuple(self._given_weights(chunk, phase, cover)),
+            mutated=chunk.mutated if forward else (),
+        )
+
+    def _forward(self, chunk: Chunk, cover: Cover) -> Iterator[Entry]:
+        """Yield what a forward gives, but for the buffers it writes."""
+        for index in range(len(chunk.outputs)):
+            yield self._of_chunk("output", chunk.name, index, cover)
+        for name in bundles(chunk):
+            yield self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover)
+
+    def _backward(self, program: int, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Entry]:
+        """Yield what a backward gives, but for the gradients of parameters."""
+        for position in chunk.phases[phase].grad_inputs:
+            yield self._given(program, chunk, position)
+        if phase == "BI" and chunk.carried:
+            yield self._of_chunk("carried", chunk.name, 0, cover)
+
+    def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Weights]:
+        """Yield the gradients of parameters that a backward gives, bucket by bucket."""
+        for bucket in self._buckets[chunk.name]:
+            names = given_names(bucket, chunk.phases[phase].grad_params)
+            if names:
+                yield Weights(thing=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
+
+    def of_exchange(self, program: int, chunk: str, outward: bool) -> Expected | None:
+        """Return what an exchange of rows must read and gives, None where there must be none."""
+        key = (program, chunk, "out" if outward else "back")
+        if key not in self._phases:
+            found = self.spec.chunks.get(chunk)
+            divided = found is not None and found.kind in ("route", "unroute") and self.spec.degree(chunk) > 1
+            self._phases[key] = self._of_exchange(program, found, outward) if found and divided else None
+        return self._phases[key]
+
+    def _of_exchange(self, program: int, chunk: Chunk, outward: bool) -> Expected | None:
+        cover = self.output_cover(program, chunk.name, chunk.name)
+        if cover is None:
+            return None
+        splits = self._splits(program, chunk)
+        if outward == (chunk.kind == "route"):  # the forward of a route goes out, that of an unroute back
+            reads = (self._input(program, chunk, 0), splits)
+            return Expected(
+                chunk=chunk.name, reads=reads, writes=(self._of_chunk("output", chunk.name, 0, cover),)
+            )
+        if "B" not in chunk.phases:
+            return None
+        reads = (self._tangent(chunk.name, 0, cover), splits)
+        return Expected(chunk=chunk.name, reads=reads, writes=(self._given(program, chunk, 0),))
+
+    def of_counts(self, program: int, chunk: str) -> Expected | None:
+        """Return what the counting of a route's rows must read and gives."""
+        key = (program, chunk, "counts")
+        if key not in self._phases:
+            found = self.spec.chunks.get(chunk)
+            route = found is not None and found.kind == "route" and self.spec.degree(chunk) > 1
+            cover = self.output_cover(program, chunk, chunk) if route else None
+            self._phases[key] = None
+            if found is not None and cover is not None:
+                self._phases[key] = Expected(
+                    chunk=chunk,
+                    reads=(self._input(program, found, 1),),
+                    writes=(self._splits(program, found), self._of_chunk("output", chunk, 1, cover)),
+                )
+        return self._phases[key]
+
+    def output_cover(self, program: int, producer: str, reader: str) -> Cover | None:
+        """Return which samples a producer's output holds where its reader runs."""
+        if self.spec.routed(producer):
+            degree = self.spec.degree(producer)
+            return self.covers.of_set(program, self.spec.placement[producer], degree)
+        return self.covers.of_set(program, self.spec.placement[reader])
+
+    def weights(self, bucket: Bucket) -> int:
+        """Return the thing that gradients of a bucket are."""
+        found = self._weights.get(bucket.name)
+        if found is None:
+            thing = Thing("weights", names=tuple(piece.name for piece in bucket.pieces))
+            found = self._weights[bucket.name] = self._number(thing)
+        return found
+
+    def final_gradient(self, program: int, bucket: Bucket) -> Terms:
+        """Return the gradient that an update must apply: every chunk, microbatch and sample, once."""
+        key = (program, bucket.name)
+        if key not in self._finals:
+            found: dict[Cover, Amount] = {}
+            pieces = [piece.name for piece in bucket.pieces]
+            chunks = dict.fromkeys(c for name in pieces for c in self.spec.contributors.get(name, ()))
+            for chunk in chunks:
+                degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
+                if bucket.ways > 1:
+                    cover = self.covers.own_share(program, bucket.devices, bucket.ways)
+                else:
+                    cover = self.covers.everything(program, degree)
+                names = given_names(bucket, self.spec.chunks[chunk].phases["B"].grad_params)
+                amount = self._over_microbatches(chunk, partial(bucket, names))
+                found[cover] = self.amounts.add(found.get(cover, NOTHING), amount)
+            self._finals[key] = tuple(sorted(found.items()))
+        return self._finals[key]
+
+    def sum_of(self, program: int, source: Output) -> Terms | None:
+        """Return the sum of losses or weights that a program must hold, None where it has none."""
+        cover = self.covers.of_set(program, self.spec.placement[source.chunk])
+        return None if cover is None else ((cover, self._over_microbatches(source.chunk, "")),)
+
+    def _over_microbatches(self, chunk: str, suffix: str) -> Amount:
+        key = (chunk, suffix)
+        if key not in self._sums:
+            total = NOTHING
+            for microbatch in self.spec.microbatches[chunk]:
+                total = self.amounts.add(total, self.single(chunk, microbatch, suffix))
+            self._sums[key] = total
+        return self._sums[key]
+
+    def single(self, chunk: str, microbatch: Tags, suffix: str = "") -> Amount:
+        """Return the contribution of a chunk on one microbatch."""
+        return self.amounts.single(f"{chunk}{show_part(microbatch)}{suffix}")
+
+    def _number(self, thing: Thing) -> int:
+        return self.things.number(thing)
+
+    def _of_chunk(self, kind: str, name: str, index: int, cover: Cover) -> Entry:
+        return self._number(Thing(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
+
+    def _input(self, program: int, chunk: Chunk, position: int) -> Entry:
+        """Return what a chunk must find at one of its inputs."""
+        source = self.spec.resolve(chunk.inputs[position])
+        if isinstance(source, Constant):
+            return self._number(Thing("constant", source.name)), "", NOTHING
+        if isinstance(source, Batch):
+            cover = self.covers.of_set(program, self.spec.placement[chunk.name])
+            assert cover is not None, f"{chunk.name} does not run here"
+            return self._of_chunk("batch", source.field, 0, cover)
+        cover = self.output_cover(program, source.chunk, chunk.name)
+        assert cover is not None, f"{source.chunk} and {chunk.name} lie apart"
+        return self._of_chunk("output", source.chunk, source.index, cover)
+
+    def _given(self, program: int, chunk: Chunk, position: int) -> Entry:
+        """Return the gradient that a chunk gives for one of its inputs."""
+        source = self.spec.resolve(chunk.inputs[position])
+        assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
+        cover = self.output_cover(program, source.chunk, chunk.name)
+        assert cover is not None, f"{source.chunk} and {chunk.name} lie apart"
+        giver = self.amounts.single(f"input {position} of {chunk.name}")
+        return self._number(Thing("gradient", source.chunk, source.index, cover)), None, giver
+
+    def _tangent(self, chunk: str, index: int, cover: Cover) -> Entry:
+        """Return the whole gradient of an output: the sum over its readers."""
+        if self.spec.is_loss(chunk, index):
+            return self._number(Thing("seed")), "", NOTHING
+        total = NOTHING
+        for reader, position in self.spec.readers.get((chunk, index), ()):
+            total = self.amounts.add(total, self.amounts.single(f"input {position} of {reader}"))
+        return self._number(Thing("gradient", chunk, index, cover)), None, total
+
+    def _splits(self, program: int, chunk: Chunk) -> Entry:
+        """Return the row counts by which a route or its unroute moves rows."""
+        source = chunk.inputs[1]
+        route = chunk.name
+        if chunk.kind == "unroute":
+            assert isinstance(source, Output), "an unroute takes the counts of its route"
+            route = source.chunk
+        cover = self.covers.of_set(program, self.spec.placement[route])
+        assert cover is not None, f"{route} and {chunk.name} lie apart"
+        return self._of_chunk("splits", route, 0, cover)
+
+
+def given_names(bucket: Bucket, grad_params: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parameters of a bucket that a phase gives gradients for."""
+    return tuple(piece.name for piece in bucket.pieces if piece.name in grad_params)
+
+
+def partial(bucket: Bucket, names: tuple[str, ...]) -> str:
+    """Return what tells a contribution to some parameters of a bucket from one to all of them."""
+    return "" if len(names) == len(bucket.pieces) else f" for {', '.join(names)}"

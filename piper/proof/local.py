@@ -1,0 +1,288 @@
+"""What the instructions that need no other device do to symbolic values."""
+
+from piper.ids import SlotId, show_part
+from piper.ir.chunk import Output
+from piper.plan.instr import Instr
+from piper.plan.plan import Bucket
+from piper.proof.amounts import NOTHING
+from piper.proof.decode import (
+    LOSS,
+    TOTAL,
+    WEIGHT,
+    accumulated_slot,
+    loaded,
+    param_slot,
+    phase_and_chunk,
+    rows_of,
+)
+from piper.proof.expected import Expected
+from piper.proof.state import State
+from piper.proof.things import NO_COVER, Thing, Value
+
+UPDATED = {
+    0: ("old", "new"),
+    1: ("old", "partly new"),
+    2: ("old", "partly new"),
+    3: ("old shard", "new shard"),
+}
+
+
+class Local:
+    """Runs the instructions of one program that need no other."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.spec, self.things, self.covers = state.spec, state.things, state.covers
+
+    def load(self, program: int, place: int, ins: Instr) -> None:
+        """Take a field of the batch, for a microbatch, on a slice of the samples."""
+        taken = loaded(ins)
+        if taken is None:
+            self.state.complain(program, place, "loads no field of the batch")
+            return
+        cover = self.covers.of_set(program, taken.devices) if taken.devices else None
+        if cover is None:
+            self.state.complain(program, place, "loads the samples of devices that it does not run on")
+            cover = NO_COVER
+        if any(self.spec.axes.get(axis, 0) <= index for axis, index in taken.part):
+            self.state.complain(program, place, f"loads a microbatch that does not exist, {taken.part}")
+        value = (self.things.number(Thing("batch", taken.name, 0, cover)), taken.part, NOTHING)
+        self._write(program, place, ins, (value,))
+
+    def compute(self, program: int, place: int, ins: Instr) -> None:
+        """Run a phase of a chunk: check everything that it reads, and give what it should."""
+        found = phase_and_chunk(ins)
+        expected = self.state.expected.of_phase(program, found[1], found[0]) if found else None
+        if expected is None or found is None:
+            self.state.complain(program, place, f"runs {ins.payload}, which this device must not run")
+            return
+        self.follow(program, place, ins, expected)
+        if found[0] == "F" and ins.again and expected.mutated:
+            self.state.complain(program, place, "runs a second time and writes buffers a second time")
+
+    def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
+        """Check an instruction on a chunk against what is expected of it, and write what it gives."""
+        part = ins.part
+        if part not in self.spec.known_microbatches[expected.chunk]:
+            self.state.complain(program, place, f"runs on a microbatch that does not exist, {part}")
+        self.check_reads(program, place, ins, expected)
+        values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
+        for given in expected.weights:
+            amount = self.state.expected.single(expected.chunk, part, given.suffix)
+            values.append((given.thing, "whole", ((given.cover, amount),)))
+        for name in expected.mutated:
+            thing = self.things.number(Thing("buffer", name))
+            before = self._buffer(program, ins, thing)
+            writer = f"{expected.chunk}{show_part(part)}"
+            values.append((thing, "own", self.state.written(before, writer)))
+        self._write(program, place, ins, tuple(values))
+
+    def check_reads(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
+        """Complain about every read that does not see what it should."""
+        slots, part = self.state.slots[program], ins.part
+        wanted: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.reads]
+        found = [slots.get(slot) for slot in ins.reads]
+        if found == wanted:
+            return
+        if len(found) != len(wanted):
+            self.state.complain(program, place, f"reads {len(found)} slots; it should read {len(wanted)}")
+            return
+        for i, (slot, value, should) in enumerate(zip(ins.reads, found, wanted, strict=True)):
+            if value == should:
+                continue
+            if value is not None and i in expected.buffers and value[0] == should[0]:
+                continue  # a buffer that changes during the step: as it is
+            if value is not None and i in expected.alike and self._alike(value, should):
+                continue
+            self.state.mismatch(program, place, slot, value, should)
+
+    def _alike(self, found: Value, should: Value) -> bool:
+        """Return whether two values differ in nothing but the samples they belong to."""
+        return (self.things.moved(found[0], NO_COVER), *found[1:]) == (
+            self.things.moved(should[0], NO_COVER),
+            *should[1:],
+        )
+
+    def _buffer(self, program: int, ins: Instr, thing: int) -> int:
+        """Return the history of a buffer that an instruction reads before it writes it."""
+        slots = self.state.slots[program]
+        for slot in (*ins.reads, *ins.writes):
+            value = slots.get(slot)
+            if value is not None and value[0] == thing and isinstance(value[2], int):
+                return value[2]
+        return 0
+
+    def sent(self, program: int, place: int, ins: Instr) -> Value | None:
+        """Return some rows of a value, as a send or a copy takes them."""
+        if len(ins.reads) != 1:
+            self.state.complain(program, place, f"reads {len(ins.reads)} slots; it should read 1")
+            return None
+        value = self.state.slots[program].get(ins.reads[0])
+        rows = rows_of(ins)
+        if value is None or rows == (0, 1, 1):
+            return value
+        cover = self.things.thing(value).cover
+        part = self.covers.cut(cover, *rows) if cover != NO_COVER else None
+        if part is None:
+            what = self.things.describe(value)
+            self.state.complain(
+                program, place, f"takes rows {ins.payload} of {what}, which cannot be cut there"
+            )
+            return None
+        return (self.things.moved(value[0], part), *value[1:])
+
+    def copy(self, program: int, place: int, ins: Instr) -> None:
+        """Give a value, or some of its rows, another name."""
+        value = self.sent(program, place, ins)
+        if value is not None:
+            self._write(program, place, ins, (value,))
+
+    def concat(self, program: int, place: int, ins: Instr) -> None:
+        """Join neighbouring pieces of one value."""
+        slots = self.state.slots[program]
+        values = [value for slot in ins.reads if (value := slots.get(slot)) is not None]
+        pieces = {(self.things.moved(value[0], NO_COVER), *value[1:]) for value in values}
+        covers = tuple(self.things.thing(value).cover for value in values)
+        joined = None
+        if len(values) == len(ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
+            joined = self.covers.joined(covers)
+        if joined is None:
+            held = ", ".join(self.things.describe(value) for value in values)
+            self.state.complain(
+                program, place, f"joins what are not neighbouring pieces of one value: {held}"
+            )
+            return
+        first = values[0]
+        self._write(program, place, ins, ((self.things.moved(first[0], joined), *first[1:]),))
+
+    def add(self, program: int, place: int, ins: Instr) -> None:
+        """Sum gradients of one value from two of its readers."""
+        slots = self.state.slots[program]
+        values = [slots.get(slot) for slot in ins.reads]
+        if len(values) == 2 and values[0] is not None and values[1] is not None:
+            left, right = values[0], values[1]
+            kind = self.things.thing(left).kind
+            if kind == "gradient" and left[:2] == right[:2]:
+                assert isinstance(left[2], int) and isinstance(right[2], int)
+                total = self.state.amounts.add(left[2], right[2])
+                self._write(program, place, ins, ((left[0], left[1], total),))
+                return
+        held = " and ".join(map(self.things.describe, values))
+        self.state.complain(program, place, f"adds what are not gradients of one value: {held}")
+
+    def accumulate(self, program: int, place: int, ins: Instr) -> None:
+        """Begin a sum of gradients, losses or weights, or add to it."""
+        state, slots = self.state, self.state.slots[program]
+        again = ins.reads[1:]
+        if len(ins.reads) > 2 or (again and again != ins.writes) or len(ins.writes) != 1 or not ins.reads:
+            state.complain(program, place, "adds to another slot than it writes")
+            return
+        value = slots.get(ins.reads[0])
+        slot = accumulated_slot(ins)
+        given = None if value is None or slot is None else self._accumulated(value, slot)
+        if given is None:
+            held = state.things.describe(value)
+            state.complain(program, place, f"adds {ins.reads[0]}, which holds {held}, to {ins.writes[0]}")
+            return
+        if again:
+            before = slots.get(again[0])
+            if before is None or before[:2] != given[:2]:
+                state.mismatch(program, place, again[0], before, given)
+                return
+            assert isinstance(before[2], tuple) and isinstance(given[2], tuple)
+            given = (*given[:2], state.merged(before[2], given[2]))
+        self._write(program, place, ins, (given,))
+
+    def _accumulated(self, value: Value, slot: SlotId) -> Value | None:
+        """Return a value as a term of the sum in a slot, None where it does not belong there."""
+        thing = self.things.thing(value)
+        bucket = self.state.gradient_slots.bucket(slot)
+        if bucket is not None:
+            wanted = (self.state.expected.weights(self.state.plans.buckets[bucket]), "whole")
+            return value if value[:2] == wanted else None
+        for name, source in self.sums():
+            if slot == name and (thing.kind, thing.name, thing.index) == (
+                "output",
+                source.chunk,
+                source.index,
+            ):
+                assert not isinstance(value[1], str)
+                amount = self.state.expected.single(source.chunk, value[1])
+                return self.state.value(Thing("sum", name), "", ((thing.cover, amount),))
+        return None
+
+    def sums(self) -> list[tuple[SlotId, Output]]:
+        """Return the sums that every step takes, and the outputs they are of."""
+        outline = self.spec.outline
+        return [(LOSS, outline.loss), *([(WEIGHT, outline.weight)] if outline.weight else [])]
+
+    def norm(self, program: int, place: int, ins: Instr) -> None:
+        """Take a device's part of the squared norm, and its sums: each gradient once, complete."""
+        state = self.state
+        left: dict[SlotId, Value] = {}
+        for name, source in self.sums():
+            terms = state.expected.sum_of(program, source)
+            if terms is not None:
+                left[name] = state.value(Thing("sum", name), "", terms)
+        buckets = {bucket.name: bucket for bucket in state.trained_on(program)}
+        for slot in ins.reads:
+            bucket = state.gradient_slots.bucket(slot)
+            if bucket in buckets:
+                self.check_final(program, place, slot, buckets.pop(bucket))
+            elif slot in left:
+                self._check_sum(program, place, slot, left.pop(slot))
+            else:
+                state.complain(program, place, f"counts {slot} twice, or should not count it")
+        for missing in (*buckets, *left):
+            state.complain(program, place, f"leaves out {missing}")
+        self._write(program, place, ins, (state.value(Thing("norm")),))
+
+    def check_final(self, program: int, place: int, slot: SlotId, bucket: Bucket) -> None:
+        """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
+        terms = self.state.expected.final_gradient(program, bucket)
+        about = "shard" if bucket.zero else "whole"
+        self._check_sum(program, place, slot, (self.state.expected.weights(bucket), about, terms))
+
+    def _check_sum(self, program: int, place: int, slot: SlotId, should: Value) -> None:
+        value = self.state.slots[program].get(slot)
+        if value is not None and value[:2] == should[:2]:
+            assert isinstance(value[2], tuple) and isinstance(should[2], tuple)
+            if self.state.equal(program, value[2], should[2]):
+                return
+        self.state.mismatch(program, place, slot, value, should)
+
+    def update(self, program: int, place: int, ins: Instr) -> None:
+        """Step the optimizer: each bucket once, with its own complete gradient."""
+        state, slots = self.state, self.state.slots[program]
+        buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(program)}
+        total = slots.get(TOTAL)
+        if self.spec.clip or self.spec.outline.weight is not None:
+            fresh = state.value(Thing("total"), "fresh")
+            if TOTAL not in ins.reads:
+                state.complain(program, place, "does not read the sums over all devices, by which it scales")
+            elif total != fresh:
+                state.mismatch(program, place, TOTAL, total, fresh)
+        given = [slot for slot in ins.reads if slot != TOTAL]
+        if len(given) != len(ins.writes):
+            state.complain(program, place, f"updates {len(ins.writes)} buckets by {len(given)} gradients")
+            return
+        for slot, written in zip(ins.reads, ins.writes, strict=False):
+            bucket = buckets.get(written)
+            if bucket is None:
+                state.complain(program, place, f"updates {written}, which this device must not train")
+                continue
+            self.check_final(program, place, slot, bucket)
+            before, after = UPDATED[bucket.zero]
+            thing = Thing("param", bucket.name)
+            if slots.get(written) != state.value(thing, before):
+                held = self.things.describe(slots.get(written))
+                state.complain(program, place, f"updates {written}, which holds {held}, a second time")
+            slots[written] = state.value(thing, after)
+            slots[slot] = state.value(Thing("spent"))
+
+    def _write(self, program: int, place: int, ins: Instr, values: tuple[Value, ...]) -> None:
+        if len(values) != len(ins.writes):
+            should = f"it should write {len(values)}"
+            self.state.complain(program, place, f"writes {len(ins.writes)} slots; {should}")
+            return
+        self.state.slots[program].update(zip(ins.writes, values, strict=True))

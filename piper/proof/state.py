@@ -1,0 +1,171 @@
+"""The symbolic state of all programs: what each slot holds, and what was found to be wrong."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from piper.devices import Devices, show
+from piper.ids import SlotId
+from piper.ir.chunk import Constant
+from piper.plan.plan import Bucket, Comm, Plans
+from piper.proof.amounts import NOTHING, Amount, Amounts
+from piper.proof.covers import Cover, Covers, Held
+from piper.proof.decode import SEED, TOTAL, GradientSlots, buffer_slot, constant_slot, param_slot
+from piper.proof.expected import Expectations
+from piper.proof.specification import Specification
+from piper.proof.things import Terms, Thing, Things, Value
+
+Slots = dict[SlotId, Value]
+
+
+class State:
+    """What every slot of every program holds, while the programs run symbolically."""
+
+    def __init__(self, plans: Plans, spec: Specification) -> None:
+        self.plans, self.spec = plans, spec
+        self.amounts = Amounts()
+        self.covers = Covers(plans, spec.cells)
+        self.things = Things(self.amounts)
+        self.expected = Expectations(plans, spec, self.covers, self.amounts, self.things)
+        self.gradient_slots = GradientSlots(plans.buckets)
+        self.problems: list[str] = []
+        self.initial = [self._residents(number) for number in range(len(plans))]
+        self.slots: list[Slots] = [dict(residents) for residents in self.initial]
+        self.histories: list[tuple[int, str]] = [(0, "")]  # of buffers: what was there before, who wrote
+        self._written: dict[tuple[int, str], int] = {}
+        self._equal: dict[tuple[int, Terms, Terms], bool] = {}
+        self._members = {name: frozenset(bucket.devices) for name, bucket in plans.buckets.items()}
+        self._same_groups: dict[tuple[str, str], bool] = {}
+        self._trained: dict[int, list[Bucket]] = {}
+
+    def _residents(self, number: int) -> Slots:
+        plan = self.plans.plans[number]
+        outline = self.spec.outline
+        known: Slots = {SEED: self.value(Thing("seed")), TOTAL: self.value(Thing("total"), "stale")}
+        for bucket in self.plans.buckets.values():
+            held = "old shard" if bucket.zero == 3 else "old"
+            known[param_slot(bucket.name)] = self.value(Thing("param", bucket.name), held)
+        for buffer in outline.buffers:
+            known[buffer_slot(buffer.name)] = self.value(Thing("buffer", buffer.name), "own")
+        for source in (source for chunk in outline.chunks for source in chunk.inputs):
+            if isinstance(source, Constant):
+                known[constant_slot(source.name)] = self.value(Thing("constant", source.name))
+        return {slot: known.get(slot) or self.value(Thing("resident", slot)) for slot in plan.residents}
+
+    def value(self, thing: Thing, about: str = "", amount: int | Terms = NOTHING) -> Value:
+        """Return a value that has no microbatch."""
+        return self.things.number(thing), about, amount
+
+    def complain(self, program: int, place: int, what: str) -> None:
+        """Note a problem at an instruction."""
+        plan = self.plans.plans[program]
+        self.problems.append(f"{plan.instrs[place].node} {what}\n{plan.around(place)}")
+
+    def mismatch(self, program: int, place: int, slot: SlotId, found: Value | None, wanted: Value) -> None:
+        """Note that an instruction reads something else than it should."""
+        holds, should = self.things.describe(found), self.things.describe(wanted)
+        if holds == should and found is not None:
+            holds, should = self._detail(program, found), self._detail(program, wanted)
+        self.complain(program, place, f"reads {slot}, which holds {holds}; it should hold {should}")
+
+    def _detail(self, program: int, value: Value) -> str:
+        """Describe a value with the samples or the contributions that it holds."""
+        thing = self.things.thing(value)
+        if isinstance(value[2], tuple):
+            return self.contributions(program, value[2])
+        if thing.cover < 0:
+            return f"{self.things.describe(value)} ({value[1]} {value[2]})"
+        device, held = self.plans.plans[program].devices[0], self.covers.held(thing.cover)[0]
+        return f"{self.things.describe(value)}, on device {device} of {show_cells(held)}"
+
+    def contributions(self, program: int, terms: Terms) -> str:
+        """Describe the contributions of a sum on the first device of a program."""
+        shown = []
+        for cover, amount in terms:
+            cells = show_cells(self.covers.held(cover)[0])
+            found = sorted(self.amounts.contributions(amount).items())
+            some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in found[:8])
+            shown.append(f"({some}{' + ...' if found[8:] else ''}) over {cells}")
+        return " and ".join(shown) or "nothing"
+
+    def merged(self, *terms: Terms) -> Terms:
+        """Return the sum of sums."""
+        found: dict[Cover, Amount] = {}
+        for cover, amount in (term for some in terms for term in some):
+            found[cover] = self.amounts.add(found.get(cover, NOTHING), amount)
+        return tuple(sorted(found.items()))
+
+    def equal(self, program: int, left: Terms, right: Terms) -> bool:
+        """Return whether two sums hold the same contributions on every device of a program."""
+        if left == right:
+            return True
+        key = (program, left, right)
+        if key not in self._equal:
+            devices = range(len(self.plans.plans[program].devices))
+            self._equal[key] = all(self._by_cell(left, i) == self._by_cell(right, i) for i in devices)
+        return self._equal[key]
+
+    def _by_cell(self, terms: Terms, place: int) -> list[tuple[int, int, Amount]]:
+        """Return what a sum holds on one device, for each range of cells."""
+        found = [(*segment, amount) for cover, amount in terms for segment in self.covers.held(cover)[place]]
+        edges = sorted({edge for low, high, _, _ in found for edge in (low, high)})
+        steps: list[tuple[int, int, Amount]] = []
+        for low, high in pairwise(edges):
+            total = NOTHING
+            for first, last, count, amount in found:
+                if first <= low and high <= last:
+                    total = self.amounts.add(total, self.amounts.times(amount, count))
+            if steps and steps[-1][1] == low and steps[-1][2] == total:
+                steps[-1] = (steps[-1][0], high, total)
+            elif total:
+                steps.append((low, high, total))
+        return steps
+
+    def written(self, history: int, writer: str) -> int:
+        """Return the history of a buffer after one more write."""
+        key = (history, writer)
+        if key not in self._written:
+            self._written[key] = len(self.histories)
+            self.histories.append(key)
+        return self._written[key]
+
+    def writers(self, history: int) -> list[str]:
+        """Return who wrote a buffer, first to last."""
+        found: list[str] = []
+        while history:
+            history, writer = self.histories[history]
+            found.append(writer)
+        return found[::-1]
+
+    def is_on(self, program: int, bucket: Bucket) -> bool:
+        """Return whether a bucket lies on a program's devices."""
+        return self.plans.plans[program].devices[0] in self._members[bucket.name]
+
+    def trained_on(self, program: int) -> list[Bucket]:
+        """Return the buckets on a program's devices that train."""
+        if program not in self._trained:
+            self._trained[program] = [
+                bucket
+                for bucket in self.plans.buckets.values()
+                if self.is_on(program, bucket) and any(self.spec.is_trained(p.name) for p in bucket.pieces)
+            ]
+        return self._trained[program]
+
+    def check_groups(
+        self, program: int, place: int, comm: Comm, whose: str, wanted: Callable[[], Sequence[Devices]]
+    ) -> None:
+        """Complain where a communicator joins other devices than it should, or in another order.
+
+        `whose` names the groups that are wanted, which are looked at once for each communicator.
+        """
+        key = (comm.name, whose)
+        if key not in self._same_groups:
+            self._same_groups[key] = sorted(comm.groups) == sorted(wanted())
+        if not self._same_groups[key]:
+            groups, should = (" and ".join(map(show, found[:4])) for found in (comm.groups, wanted()))
+            self.complain(program, place, f"goes over {comm.name}, groups {groups}; it should be {should}")
+
+
+def show_cells(held: Held) -> str:
+    """Write which cells of the samples something holds."""
+    ranges = [f"{low}-{high - 1}" + (f" {n} times" if n > 1 else "") for low, high, n in held]
+    return f"cells {', '.join(ranges)}" if ranges else "no cells"

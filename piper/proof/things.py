@@ -1,0 +1,103 @@
+"""Symbolic values: small tuples that are equal exactly where the values are."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from piper.ids import show_part
+from piper.ir.chunk import Tags
+from piper.proof.amounts import Amount, Amounts
+from piper.proof.covers import Cover
+
+Kind = Literal[
+    "output",  # of a chunk
+    "batch",  # a field
+    "constant",
+    "seed",  # the gradient of the loss
+    "saved",  # for the backward
+    "carried",  # from BI to BW
+    "splits",  # the row counts of a route
+    "gradient",  # of an output of a chunk: a sum over some of its readers
+    "weights",  # gradients of a bucket's parameters: a sum over chunks and microbatches
+    "sum",  # of losses or of weights
+    "param",  # a bucket's parameters
+    "buffer",
+    "norm",
+    "total",
+    "spent",  # a gradient that an update has scaled in place
+    "resident",  # a slot that no instruction should read
+]
+NO_COVER = -1
+Terms = tuple[tuple[Cover, Amount], ...]  # a sum over samples: for each cover what is summed over its cells
+Value = tuple[int, Tags | str, int | Terms]
+# ^ the number of a Thing; the microbatch or the state; of a gradient its readers, of a sum its terms
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """What a value is of, without its microbatch."""
+
+    kind: Kind
+    name: str = ""
+    index: int = 0
+    cover: Cover = NO_COVER
+    names: tuple[str, ...] = ()  # of gradients of parameters: the parameters of the bucket
+
+
+class Things:
+    """Interns things, and describes values in the words of a plan."""
+
+    def __init__(self, amounts: Amounts) -> None:
+        self.amounts = amounts
+        self._things: list[Thing] = []
+        self._numbers: dict[Thing, int] = {}
+        self._moved: dict[tuple[int, Cover], int] = {}
+
+    def number(self, thing: Thing) -> int:
+        """Return the number of a thing: equal things have the same."""
+        found = self._numbers.get(thing)
+        if found is None:
+            found = self._numbers[thing] = len(self._things)
+            self._things.append(thing)
+        return found
+
+    def thing(self, value: Value) -> Thing:
+        """Return what a value is of."""
+        return self._things[value[0]]
+
+    def moved(self, number: int, cover: Cover) -> int:
+        """Return the number of the same thing with another cover."""
+        key = (number, cover)
+        if key not in self._moved:
+            self._moved[key] = self.number(replace(self._things[number], cover=cover))
+        return self._moved[key]
+
+    def describe(self, value: Value | None) -> str:
+        """Describe a value in the words of a plan."""
+        if value is None:
+            return "nothing"
+        thing, about = self._things[value[0]], value[1]
+        microbatch = "" if isinstance(about, str) else f" on{show_part(about)}" if about else ""
+        if thing.kind == "gradient":
+            assert isinstance(value[2], int)
+            given = sorted(self.amounts.contributions(value[2]).items())
+            givers = " + ".join(label if count == 1 else f"{count} x {label}" for label, count in given)
+            return f"the gradient of output {thing.index} of {thing.name}{microbatch} from {givers}"
+        shown = ", ".join(thing.names[:3]) + (" ..." if thing.names[3:] else "")
+        words: dict[Kind, str] = {
+            "output": f"output {thing.index} of {thing.name}",
+            "batch": f"field {thing.name}",
+            "saved": thing.name,
+            "carried": f"what BI of {thing.name} carries",
+            "splits": f"the row counts of {thing.name}",
+            "weights": f"{'a shard of ' if about == 'shard' else ''}gradients of {shown}",
+            "sum": f"the sum of the {thing.name}",
+            "param": f"the {about} parameters of {thing.name}",
+            "buffer": f"the buffer {thing.name}",
+            "constant": f"the constant {thing.name}",
+            "seed": "the gradient of the loss",
+            "norm": "the norm and the loss of this device",
+            "total": f"the {about} sums over all devices",
+            "spent": "a gradient that an update has used up",
+            "resident": f"the resident {thing.name}",
+        }
+        return words[thing.kind] + microbatch

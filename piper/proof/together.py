@@ -1,0 +1,302 @@
+"""What communication does to symbolic values: transfers between programs, and collectives within groups."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from piper.devices import Devices, columns, groups_of
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
+from piper.plan.plan import Bucket, Comm
+from piper.proof.amounts import Amount
+from piper.proof.covers import Contributor
+from piper.proof.decode import (
+    TOTAL,
+    bucket_named,
+    counted_chunk,
+    exchanged,
+    is_shard_slot,
+    param_slot,
+    subject,
+)
+from piper.proof.local import Local
+from piper.proof.state import State
+from piper.proof.things import NO_COVER, Terms, Thing, Value
+
+GATHERED = {"old shard": "old", "new shard": "new", "partly new": "new", "old": "old", "new": "new"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One program's instruction in a collective."""
+
+    program: int
+    place: int
+    ins: Instr
+
+
+class Together:
+    """Runs communication: what one side gives is what the other gets."""
+
+    def __init__(self, state: State, local: Local) -> None:
+        self.state, self.local = state, local
+        self.things, self.covers, self.spec = state.things, state.covers, state.spec
+        self.kernels: dict[Op, Callable[[Comm | None, Sequence[Member]], None]] = {
+            "counts": self.counts,
+            "exchange": self.exchange,
+            "gather": self.gather,
+            "all_reduce": self.all_reduce,
+            "reduce_scatter": self.reduce_scatter,
+            "total": self.total,
+            "broadcast": self.broadcast,
+        }
+        self._aligned: dict[tuple[str, tuple[str, ...]], bool] = {}
+
+    def receive(self, program: int, place: int, comm: Comm, sent: dict[int, Value | None]) -> None:
+        """Take what the programs on the other side of a pipe sent."""
+        ins = self.state.plans.plans[program].instrs[place]
+        values = {sender: value for sender, value in sent.items() if value is not None}
+        alike = {(self.things.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
+        if len(values) < len(sent) or len(ins.writes) != 1:
+            return  # the sender has been complained about, or nothing is written that could be read
+        if len(alike) != 1:
+            held = ", ".join(sorted(map(self.things.describe, values.values())))
+            self.state.complain(program, place, f"receives different values from different devices: {held}")
+            return
+        first = next(iter(values.values()))
+        covers = tuple((sender, self.things.thing(value).cover) for sender, value in sorted(values.items()))
+        if NO_COVER not in dict(covers).values():
+            first = (self.things.moved(first[0], self.covers.received(comm, program, covers)), *first[1:])
+        self.state.slots[program][ins.writes[0]] = first
+
+    def meet(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Run a collective, now that all its members have come to it."""
+        subjects = {subject(member.ins) for member in members}
+        if len(subjects) > 1:
+            first = members[0]
+            what = " and ".join(sorted(map(str, subjects)))
+            self.state.complain(
+                first.program, first.place, f"is about different things on its devices: {what}"
+            )
+            return
+        self.kernels[members[0].ins.op](comm, members)
+
+    def counts(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Agree on the rows that travel to experts."""
+        for member in members:
+            chunk = counted_chunk(member.ins)
+            expected = self.state.expected.of_counts(member.program, chunk)
+            if expected is None:
+                self._complain(member, f"counts the rows of {chunk}, which has no divided experts here")
+                continue
+            self.check_experts(member, comm, chunk)
+            self.local.follow(member.program, member.place, member.ins, expected)
+
+    def exchange(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Send rows to their experts, or back."""
+        for member in members:
+            found = exchanged(member.ins)
+            of_exchange = self.state.expected.of_exchange
+            expected = None if found is None else of_exchange(member.program, found.chunk, found.outward)
+            if found is None or expected is None:
+                self._complain(member, f"moves rows for {member.ins.payload}, which must not happen here")
+                continue
+            self.check_experts(member, comm, found.chunk)
+            self.local.follow(member.program, member.place, member.ins, expected)
+
+    def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
+        """Complain unless a communicator joins the devices that divide a chunk's experts, in order."""
+        devices, degree = self.spec.placement[chunk], self.spec.degree(chunk)
+        if comm is not None:
+            self.state.check_groups(
+                member.program, member.place, comm, f"experts {chunk}", lambda: groups_of(devices, degree)
+            )
+
+    def gather(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Bring the shards of a bucket together."""
+        for member in members:
+            name = bucket_named(member.ins)
+            bucket = self.state.plans.buckets.get(name)
+            slot = param_slot(name)
+            slots = self.state.slots[member.program]
+            if bucket is None or not self._on(member, bucket):
+                self._complain(member, f"gathers {name!r}, of which this device holds nothing")
+                continue
+            self._check_replicas(member, comm, bucket)
+            value = slots.get(slot)
+            known = value is not None and self.things.thing(value) == Thing("param", name)
+            if member.ins.reads != (slot,) or value is None or not known:
+                self._complain(member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}")
+                continue
+            in_place = member.ins.writes == (slot,)
+            if len(member.ins.writes) != 1 or not bucket.zero or in_place == (bucket.zero == 3):
+                where = ", ".join(member.ins.writes)
+                self._complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
+                continue
+            assert isinstance(value[1], str)
+            slots[member.ins.writes[0]] = self.state.value(Thing("param", name), GATHERED[value[1]])
+        found = {self.state.slots[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
+        if len(found) > 1:
+            held = " and ".join(sorted(map(self.things.describe, found)))
+            self._complain(members[0], f"gathers shards of different steps: {held}")
+
+    def all_reduce(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Sum gradients over replicas, or over the copies of a tied parameter."""
+        given: dict[int, Terms] = {}
+        abouts: dict[int, Value] = {}
+        buckets: list[str] = []
+        for member in members:
+            slots, ins = self.state.slots[member.program], member.ins
+            name = self.state.gradient_slots.bucket(ins.writes[0]) if len(ins.writes) == 1 else None
+            bucket = self.state.plans.buckets.get(name or "")
+            named = bucket is not None and bucket_named(ins) in (bucket.name, *bucket.siblings)
+            if (
+                bucket is None
+                or not named
+                or not self._on(member, bucket)
+                or ins.reads not in ((), ins.writes)
+            ):
+                self._complain(
+                    member,
+                    f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)} for {bucket_named(ins)}",
+                )
+                return
+            buckets.append(bucket.name)
+            about = "shard" if is_shard_slot(ins.writes[0]) else "whole"
+            wanted: Value = (self.state.expected.weights(bucket), about, ())
+            abouts[member.program] = wanted
+            value = slots.get(ins.reads[0]) if ins.reads else wanted
+            if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
+                self.state.mismatch(member.program, member.place, ins.reads[0], value, wanted)
+                return
+            given[member.program] = value[2]
+        if len(set(abouts.values())) > 1:
+            self._complain(members[0], "sums gradients of different parameters, or shards with whole ones")
+            return
+        if not self._shards_align(comm, members, buckets, next(iter(abouts.values()))[1] == "shard"):
+            self._complain(members[0], "sums shards of different elements")
+            return
+        for member, terms in zip(members, self.summed(comm, members, given), strict=True):
+            value = (*abouts[member.program][:2], terms)
+            self.state.slots[member.program][member.ins.writes[0]] = value
+
+    def _shards_align(
+        self, comm: Comm | None, members: Sequence[Member], buckets: list[str], sharded: bool
+    ) -> bool:
+        """Return whether the devices of each group own the same elements of a tied parameter."""
+        if not sharded or comm is None:
+            return True
+        key = (comm.name, tuple(buckets))
+        if key not in self._aligned:
+            rank: dict[int, int] = {}
+            for member, name in zip(members, buckets, strict=True):
+                mine = set(self.state.plans.plans[member.program].devices)
+                for group in self.state.plans.buckets[name].groups:
+                    rank |= {device: i for i, device in enumerate(group) if device in mine}
+            self._aligned[key] = all(len({rank.get(d) for d in group}) == 1 for group in comm.groups)
+        return self._aligned[key]
+
+    def reduce_scatter(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Sum gradients over replicas; each keeps its shard, added to its shard so far."""
+        given: dict[int, Terms] = {}
+        for member in members:
+            slots, ins = self.state.slots[member.program], member.ins
+            bucket = self.state.plans.buckets.get(bucket_named(ins))
+            again = ins.reads[1:]
+            if bucket is None or not self._on(member, bucket) or len(ins.writes) != 1 or not ins.reads:
+                self._complain(member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing")
+                return
+            if again not in ((), ins.writes):
+                self._complain(member, "adds to another slot than it writes")
+                return
+            self._check_replicas(member, comm, bucket)
+            wanted: Value = (self.state.expected.weights(bucket), "whole", ())
+            value = slots.get(ins.reads[0])
+            if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
+                self.state.mismatch(member.program, member.place, ins.reads[0], value, wanted)
+                return
+            given[member.program] = value[2]
+        for member, terms in zip(members, self.summed(comm, members, given), strict=True):
+            slots, ins = self.state.slots[member.program], member.ins
+            bucket = self.state.plans.buckets[bucket_named(ins)]
+            wanted = (self.state.expected.weights(bucket), "shard", ())
+            if ins.reads[1:]:
+                before = slots.get(ins.reads[1])
+                if before is None or before[:2] != wanted[:2] or not isinstance(before[2], tuple):
+                    self.state.mismatch(member.program, member.place, ins.reads[1], before, wanted)
+                    return
+                terms = self.state.merged(before[2], terms)
+            slots[ins.writes[0]] = (*wanted[:2], terms)
+
+    def summed(self, comm: Comm | None, members: Sequence[Member], given: dict[int, Terms]) -> list[Terms]:
+        """Return the sum over each group, for each member."""
+        if comm is None:
+            return [given[member.program] for member in members]
+        by_amount: dict[Amount, list[Contributor]] = {}
+        for member in members:
+            for cover, amount in given[member.program]:
+                by_amount.setdefault(amount, []).append((member.program, cover))
+        programs = tuple(member.program for member in members)
+        sums: dict[int, list[tuple[int, Amount]]] = {program: [] for program in programs}
+        for amount, contributors in by_amount.items():
+            covers = self.covers.summed(comm, tuple(contributors), programs)
+            for program in programs:
+                sums[program].append((covers[program], amount))
+        return [self.state.merged(tuple(sums[program])) for program in programs]
+
+    def total(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Sum norms, losses and weights over all devices."""
+        wanted = self.state.value(Thing("norm"))
+        everyone = self.spec.devices
+        for member in members:
+            slots, ins = self.state.slots[member.program], member.ins
+            value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
+            if value != wanted:
+                held = self.things.describe(value)
+                self._complain(member, f"reads {', '.join(ins.reads)}, which holds {held}, not the norm")
+            if comm is None and len(everyone) > 1:
+                self._complain(member, "sums over one device; it should sum over all")
+            if comm is not None:
+                self.state.check_groups(member.program, member.place, comm, "all", lambda: (everyone,))
+            if ins.writes != (TOTAL,):
+                self._complain(member, f"writes {', '.join(ins.writes)}; it should write {TOTAL}")
+            slots[TOTAL] = self.state.value(Thing("total"), "fresh")
+
+    def broadcast(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Give replicas the buffers of the first."""
+        for member in members:
+            slots, ins = self.state.slots[member.program], member.ins
+            if ins.reads != ins.writes or comm is None:
+                self._complain(member, "gives other slots than it takes, or has no communicator")
+                continue
+            for slot in ins.writes:
+                value = slots.get(slot)
+                thing = None if value is None else self.things.thing(value)
+                writers = [c for c in self.spec.outline.chunks if thing and thing.name in c.mutated]
+                if value is None or thing is None or thing.kind != "buffer" or not writers:
+                    held = self.things.describe(value)
+                    self._complain(
+                        member,
+                        f"gives away {slot}, which holds {held}; it should be a buffer that is written",
+                    )
+                    continue
+                first = writers[0].name
+                wanted = partial(self._replicas, first)
+                self.state.check_groups(member.program, member.place, comm, f"replicas {first}", wanted)
+                slots[slot] = (value[0], "first", value[2])
+
+    def _replicas(self, chunk: str) -> tuple[Devices, ...]:
+        """Return the devices that hold the same buffers of a chunk, the first of each group leading."""
+        return columns(groups_of(self.spec.placement[chunk], self.spec.degree(chunk)))
+
+    def _check_replicas(self, member: Member, comm: Comm | None, bucket: Bucket) -> None:
+        if comm is not None:
+            self.state.check_groups(
+                member.program, member.place, comm, f"bucket {bucket.name}", lambda: bucket.groups
+            )
+
+    def _on(self, member: Member, bucket: Bucket) -> bool:
+        return self.state.is_on(member.program, bucket)
+
+    def _complain(self, member: Member, what: str) -> None:
+        self.state.complain(member.program, member.place, what)

@@ -1,0 +1,229 @@
+"""The proof of values: a symbolic run of all programs together against the specification.
+
+The proof of order (`piper.plan.check`) shows that every read follows the last write of its slot in issue
+order, whatever the streams do. So the value that a read sees is the one last written in issue order, and one
+symbolic run in issue order speaks for all real ones. It shows, for every program and so for every device:
+
+- every phase of every chunk reads the outputs, saved values, gradients, parameters and buffers that the
+  captured model says, of its own microbatch and its own slice of the samples;
+- parameters are those of the last update when read, whole, and every trained one is updated exactly once;
+- the gradient that an update applies holds every microbatch of every chunk that uses the parameter, on every
+  cell of the samples, exactly once; so do the sums of the loss and of its weight; the norm counts every
+  gradient once;
+- what a send sends is what the receiver's readers expect; rows go to the devices of their experts and back.
+
+The run takes time linear in the instructions of distinct programs. A device is looked at a few times for each
+communicator it is in.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from piper.collector import no_collection
+from piper.ids import SlotId, show_part
+from piper.ir.graph import Graph
+from piper.plan.check import MOST_PROBLEMS, ProofError
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
+from piper.plan.plan import Comm, Plans
+from piper.proof.decode import TOTAL, buffer_slot, param_slot
+from piper.proof.local import Local
+from piper.proof.specification import Specification
+from piper.proof.state import State
+from piper.proof.tables import table_problems
+from piper.proof.things import Thing, Value
+from piper.proof.together import Member, Together
+
+
+def prove_values(plans: Plans, graph: Graph, *, clip: bool = False) -> None:
+    """Raise ProofError with a counterexample unless plans compute what the graph means.
+
+    The order of the plans must have been proven. `clip`: whether gradients are clipped by their norm.
+    """
+    with no_collection():
+        problems = list(value_problems(plans, graph, clip=clip))
+    if problems:
+        raise ProofError("the plans compute something else:\n" + "\n".join(problems[:MOST_PROBLEMS]))
+
+
+def value_problems(plans: Plans, graph: Graph, *, clip: bool = False) -> Iterator[str]:
+    """Yield everything that plans compute wrongly, as far as it can be seen."""
+    spec = Specification(graph, clip=clip)
+    problems = list(table_problems(plans, spec))
+    yield from problems
+    if not problems:  # else the symbols would mean nothing
+        run = SymbolicRun(plans, spec)
+        run.run()
+        yield from run.state.problems
+
+
+class SymbolicRun:
+    """Runs all programs in their issue order, communication being one event on all its members."""
+
+    def __init__(self, plans: Plans, spec: Specification) -> None:
+        self.plans, self.spec = plans, spec
+        self.state = State(plans, spec)
+        self.local = Local(self.state)
+        self.together = Together(self.state, self.local)
+        self.kernels = {
+            "load": self.local.load,
+            "compute": self.local.compute,
+            "copy": self.local.copy,
+            "concat": self.local.concat,
+            "add": self.local.add,
+            "accumulate": self.local.accumulate,
+            "norm": self.local.norm,
+            "update": self.local.update,
+        }
+        self.reached = [0] * len(plans)
+        self.ready = deque(range(len(plans)))
+        self.receiving: dict[str, list[int]] = {}  # by communicator: the programs that wait to receive
+        self.sent: dict[tuple[str, int], list[Value | None]] = {}
+        self.received: Counter[tuple[str, int]] = Counter()
+        self.met: Counter[tuple[str, int]] = Counter()  # collectives behind each program, by communicator
+        self.waiting: dict[tuple[str, int, int], list[Member]] = {}
+        self._circles: dict[str, dict[int, tuple[int, ...]]] = {}
+
+    def run(self) -> None:
+        """Run every program to its end, then check what the step leaves behind."""
+        while self.ready and len(self.state.problems) < MOST_PROBLEMS:
+            self.advance(self.ready.popleft())
+        if len(self.state.problems) >= MOST_PROBLEMS:
+            return
+        for program, plan in enumerate(self.plans):
+            if self.reached[program] < len(plan.instrs):
+                self.state.complain(program, self.reached[program], "waits for what never happens")
+        if not self.state.problems:
+            for program in range(len(self.plans)):
+                self.check_end(program)
+
+    def advance(self, program: int) -> None:
+        """Run a program until it must wait for another, which then makes it ready again."""
+        instrs = self.plans.plans[program].instrs
+        while self.reached[program] < len(instrs) and len(self.state.problems) < MOST_PROBLEMS:
+            place = self.reached[program]
+            ins = instrs[place]
+            kernel = self.kernels.get(ins.op)
+            if kernel is not None:
+                kernel(program, place, ins)
+            elif not self.communicate(program, place, ins):
+                break
+            if self.reached[program] == place:  # a collective moves all its members on
+                self.finish(program, ins)
+
+    def finish(self, program: int, ins: Instr) -> None:
+        """Free what an instruction frees, and go on to the next."""
+        slots = self.state.slots[program]
+        for slot in ins.frees:
+            slots.pop(slot, None)
+        self.reached[program] += 1
+
+    def communicate(self, program: int, place: int, ins: Instr) -> bool:
+        """Run an instruction that needs other devices; return whether it could run."""
+        assert ins.op in COMMUNICATION, ins.op
+        comm = self.plans.comms[ins.comm] if ins.comm is not None else None
+        if ins.op in ("send", "recv"):
+            if comm is None or comm.kind != "pairs":
+                self.state.complain(program, place, f"{ins.op}s over {ins.comm}, which joins no pairs")
+                return True
+            return (
+                self.send(program, place, ins, comm) if ins.op == "send" else self.recv(program, place, comm)
+            )
+        if comm is None:
+            self.together.meet(None, [Member(program=program, place=place, ins=ins)])
+            return True
+        if comm.kind != "groups":
+            self.state.complain(program, place, f"goes over {comm.name}, which joins pairs")
+            return True
+        return self.meet(program, place, ins, comm)
+
+    def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
+        """Hand a value to the devices at the other end."""
+        self.sent.setdefault((comm.name, program), []).append(self.local.sent(program, place, ins))
+        self.ready.extend(self.receiving.pop(comm.name, ()))
+        return True
+
+    def recv(self, program: int, place: int, comm: Comm) -> bool:
+        """Take what was sent, once all programs at the other end have sent it."""
+        number = self.received[comm.name, program]
+        senders = self.state.covers.sending_programs(comm, program)
+        boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
+        if any(len(box) <= number for box in boxes.values()):
+            self.receiving.setdefault(comm.name, []).append(program)
+            return False
+        self.received[comm.name, program] += 1
+        self.together.receive(program, place, comm, {sender: box[number] for sender, box in boxes.items()})
+        return True
+
+    def meet(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
+        """Come to a collective; the last member to come runs it for all."""
+        circle = self.circle(comm, program)
+        key = (comm.name, circle[0], self.met[comm.name, program])
+        there = self.waiting.setdefault(key, [])
+        if all(member.program != program for member in there):
+            there.append(Member(program=program, place=place, ins=ins))
+        if len(there) < len(circle):
+            return False
+        del self.waiting[key]
+        members = sorted(there, key=lambda member: member.program)
+        if len({member.ins.op for member in members}) > 1:
+            self.state.complain(program, place, "is another operation on other devices")
+        else:
+            self.together.meet(comm, members)
+        for member in members:
+            self.met[comm.name, member.program] += 1
+            self.finish(member.program, member.ins)
+            if member.program != program:
+                self.ready.append(member.program)
+        return True
+
+    def circle(self, comm: Comm, program: int) -> tuple[int, ...]:
+        """Return the programs that a communicator's groups join to a program, directly or through others."""
+        if comm.name not in self._circles:
+            joined: dict[int, set[int]] = {}
+            for group in comm.groups:
+                members = {self.state.covers.where[device][0] for device in group}
+                merged = members.union(*(joined[member] for member in members if member in joined))
+                for member in merged:
+                    joined[member] = merged
+            self._circles[comm.name] = {p: tuple(sorted(found)) for p, found in joined.items()}
+        return self._circles[comm.name][program]
+
+    def check_end(self, program: int) -> None:
+        """Complain about what a step leaves behind: stale parameters, buffers or sums."""
+        state, slots = self.state, self.state.slots[program]
+        wanted = dict(state.initial[program])
+        wanted[TOTAL] = state.value(Thing("total"), "fresh")
+        for bucket in state.trained_on(program):
+            new = "new shard" if bucket.zero == 3 else "new"
+            wanted[param_slot(bucket.name)] = state.value(Thing("param", bucket.name), new)
+        changing = {buffer_slot(name): name for name in self.spec.mutated}
+        for slot, value in wanted.items():
+            found = slots.get(slot)
+            if slot in changing:
+                self.check_buffer(program, slot, changing[slot], found)
+            elif found != value:
+                held, should = state.things.describe(found), state.things.describe(value)
+                self.left_behind(program, slot, held, should)
+
+    def check_buffer(self, program: int, slot: SlotId, name: str, value: Value | None) -> None:
+        """Complain unless a buffer has seen the forwards of the first replica, each once and in order."""
+        chunks = [chunk.name for chunk in self.spec.outline.chunks if name in chunk.mutated]
+        wanted = [f"{chunk}{show_part(part)}" for chunk in chunks for part in self.spec.microbatches[chunk]]
+        found: list[str] = []
+        if value is not None and self.state.things.thing(value) == Thing("buffer", name):
+            assert isinstance(value[2], int)
+            found = self.state.writers(value[2])
+        ordered = len(chunks) == 1 and self.spec.in_order(chunks[0])
+        if found != wanted if ordered else Counter(found) != Counter(wanted):
+            held, should = (", ".join(some) or "nothing" for some in (found, wanted))
+            self.left_behind(program, slot, f"what {held} wrote", f"what {should} write")
+        copies = len(self.spec.placement[chunks[0]]) > self.spec.degree(chunks[0])
+        if copies and (value is None or value[1] != "first"):
+            self.left_behind(program, slot, "the buffer of each replica", "that of the first replica")
+
+    def left_behind(self, program: int, slot: SlotId, held: str, should: str) -> None:
+        """Note what a slot holds at the end of a step."""
+        device = self.plans.plans[program].devices[0]
+        problem = f"at the end of the step {slot} on device {device} holds {held}; it should hold {should}"
+        self.state.problems.append(problem)

@@ -1,0 +1,129 @@
+"""Makes optimizers and schedulers with the user's functions, and refuses those that a run cannot step."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from piper.errors import ConfigError, PiperError
+from piper.plan.plan import Bucket
+from piper.runtime.standins import classes_of, hollow, small_sizes, small_views, true_sizes, view_of
+from piper.usercode import named, raised
+
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+TRIED = 2  # steps of a scheduler, before anything is trained
+
+
+def make_optimizer(make: MakeOptimizer, params: Sequence[Tensor]) -> Optimizer:
+    """Call the user's `optimizer`, and refuse what it gives where that cannot train on devices."""
+    try:
+        made = make(params)
+    except PiperError:
+        raise
+    except Exception as error:
+        hint = f"it is called with a list of parameters, which may be flat shards: {OPTIMIZER}"
+        raise raised("optimizer() failed", error, role="optimizer", thing=make, hint=hint) from error
+    by, kind = named("optimizer", make), type(made).__name__
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer() returned {kind}, not an optimizer", by=by, hint=f"return one: {OPTIMIZER}"
+        )
+    if needs_closure(made):
+        raise ConfigError(
+            f"{kind} cannot be used: its step() needs a closure",
+            by=by,
+            facts={"why": "a closure computes the loss again within one step, and a plan computes it once"},
+            hint="use an optimizer whose step() takes no arguments, such as AdamW or SGD",
+        )
+    if any("lr" not in group for group in made.param_groups):
+        raise ConfigError(
+            f"{kind} has no learning rate",
+            by=by,
+            facts={"groups": "keys are " + ", ".join(sorted(key for key in made.param_groups[0]))},
+            hint='give every group of parameters an "lr": metrics and schedulers read it there',
+        )
+    return made
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step cannot be called without arguments."""
+    step = inspect.unwrap(type(optimizer).step)
+    _, *parameters = inspect.signature(step).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in optional for p in parameters)
+
+
+def make_scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
+    """Call the user's `scheduler`, and refuse what it gives where a run cannot step it."""
+    try:
+        made = make(optimizer)
+    except PiperError:
+        raise
+    except Exception as error:
+        hint = f"it is called with the optimizer: {SCHEDULER}"
+        raise raised("scheduler() failed", error, role="scheduler", thing=make, hint=hint) from error
+    by, kind = named("scheduler", make), type(made).__name__
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            f"{kind} cannot be used: its step() needs a metric",
+            by=by,
+            facts={"why": "devices step their schedulers without one, so that all have the same rate"},
+            hint=f"use a scheduler of the step alone: {SCHEDULER}",
+        )
+    if not all(callable(getattr(made, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"scheduler() returned {kind}, not a scheduler", by=by, hint=f"return one: {SCHEDULER}"
+        )
+    return made
+
+
+def advance(scheduler: LRScheduler, make: MakeScheduler, step: int) -> None:
+    """Step a scheduler; where it raises, say so before any device does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an optimizer that was not stepped: it has nothing to train
+            scheduler.step()
+    except PiperError:
+        raise
+    except Exception as error:
+        raise raised(
+            f"{type(scheduler).__name__} cannot go on",
+            error,
+            role="scheduler",
+            thing=make,
+            facts={"at": f"step {step}"},
+            hint="mend the scheduler at that line, or let its schedule be as long as the job's steps",
+        ) from error
+
+
+def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None:
+    """Make a scheduler and step it a few times: what raises is said before anything is trained."""
+    scheduler = make_scheduler(make, optimizer)
+    for step in range(1, min(TRIED, steps) + 1):
+        advance(scheduler, make, step)
+
+
+def empty_optimizer(make: MakeOptimizer, buckets: Iterable[Bucket]) -> Optimizer | None:
+    """Return an optimizer like a worker's, with nothing to train. None: no worker trains anything."""
+    trained = [bucket for bucket in buckets if bucket.trainable]
+    if not trained:
+        return None
+    devices, mine = classes_of(trained)[0]
+    sizes = true_sizes(trained)
+    try:
+        return make_optimizer(make, hollow(view_of(devices[0], mine, sizes), sizes))
+    except ConfigError as error:
+        if not isinstance(error.__cause__, RuntimeError | TypeError):  # of one that looks at values
+            raise
+    small = small_sizes(sizes, trained)
+    view = next(small_views(devices[0], mine, small))
+    return make_optimizer(
+        make, [torch.zeros(part.shape(small[part.name]), requires_grad=True) for part in view.parts]
+    )

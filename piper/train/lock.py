@@ -1,0 +1,78 @@
+"""A lock on a folder: one run at a time. The kernel releases it when the process ends, however it ends."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from piper.errors import ConfigError
+
+LOCK, FORMAT = "run.lock", "piper run"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[str | None]:
+    """Hold the lock of a folder, and yield a warning if its file system has no locks.
+
+    The file stays when the lock is released: only the kernel's lock on it counts, so no lock is ever stale.
+    """
+    path = folder / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            "the run's folder cannot be locked",
+            by=str(folder),
+            facts={"why": error.strerror or str(error)},
+            hint="name a folder you own, on a disk with room: --out DIR",
+        ) from None
+    owner, warning = os.getpid(), None
+
+    def forget() -> None:  # a child shares the lock: one that outlives this process must not hold it
+        with suppress(OSError):
+            if held and os.getpid() != owner:
+                os.close(descriptor)
+
+    held = True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "another run is using this folder",
+                by=str(folder),
+                facts={"holder": holder(descriptor)},
+                hint="wait for it or stop it, or name another folder with --out",
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            warning = f"{folder} cannot be locked ({error.strerror}): start no second run in it"
+        os.register_at_fork(after_in_child=forget)
+        about = {"format": FORMAT, "pid": owner, "host": socket.gethostname()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps(about) + "\n").encode(), 0)
+        yield warning
+    finally:
+        held = False
+        os.close(descriptor)
+
+
+def holder(descriptor: int) -> str:
+    """Return who holds a lock, in words."""
+    found = read_lock(os.pread(descriptor, 4096, 0))
+    return f"process {found['pid']} on {found['host']}" if found else "a process that has just started"
+
+
+def read_lock(data: bytes) -> dict[str, object] | None:
+    """Return what a lock file says of its holder; None: it is not a lock file of ours."""
+    try:
+        found = json.loads(data)
+        return found if found["format"] == FORMAT and {"pid", "host"} <= found.keys() else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

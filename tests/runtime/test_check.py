@@ -1,0 +1,393 @@
+"""`check` compares with plain PyTorch on the whole batch, and says why where slices are not the batch."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.api import compile
+from piper.capture.annotate import annotate
+from piper.directives import Directive, place, replicate, split
+from piper.ir.select import at
+from piper.job import Job
+from piper.launchers.inline import launch_inline
+from piper.runtime.check import Report, check
+from piper.runtime.distance import differences, distance, relative
+from piper.runtime.reference import Reference
+from piper.runtime.replay import Replay
+from piper.runtime.slicing import Placed, Slicing, slicing_of
+from tests import zoo
+
+Batch = Mapping[str, Tensor]
+DP = [replicate(at(), [0, 1])]
+PARTS = [split(at(), parts=2)]
+
+
+class Layers(nn.Module):
+    """Two stages with something between their layers."""
+
+    def __init__(self, between: Callable[[], nn.Module] = nn.Tanh, classes: int = 4) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), between()) for _ in range(2))
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            with annotate("PP"):
+                x = stage(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def job(
+    model: Callable[[], nn.Module] = Layers,
+    loss: Callable[[nn.Module, Batch], Any] = zoo.regression,
+    batches: Sequence[Batch] = (),
+    strategy: Sequence[Directive] = (),
+    **changes: Any,  # noqa: ANN401
+) -> Job:
+    given = [*batches] or [zoo.vectors(8, seed) for seed in range(2)]
+    fields: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    return Job(
+        model=model,
+        loss=loss,
+        data=lambda: given,
+        strategy=[*strategy],
+        precision="fp64",
+        **(fields | changes),
+    )
+
+
+def checked(made: Job, tol: float = 1e-9) -> Report:
+    return check(compile(made, device="cpu"), launch_inline, [*made.data()], tol)
+
+
+# The whole batch, sliced by hand.
+
+
+def test_slices_follow_the_documented_rule() -> None:
+    def slicing(sizes: Mapping[str, int], counts: Mapping[str, int]) -> Slicing:
+        parts: list[tuple[tuple[str, int], ...]] = [()]
+        for axis, count in counts.items():
+            parts = [(*part, (axis, i)) for part in parts for i in range(count)]
+        placed = {
+            name: Placed(devices=tuple(range(size)), parts=tuple(parts)) for name, size in sizes.items()
+        }
+        return Slicing(placed=placed, cells=math.lcm(*sizes.values()), counts=counts)
+
+    def rows(slicing: Slicing, chunk: str, samples: int) -> list[tuple[int, ...]]:
+        return [part.samples for part in slicing.slices(chunk, samples)]
+
+    assert rows(slicing({"a": 2}, {"MB": 2}), "a", 8) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    two = slicing({"a": 2, "b": 1}, {"MB": 2})
+    assert rows(two, "a", 8) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert rows(two, "b", 8) == [(0, 1, 4, 5), (2, 3, 6, 7)], "part k is the k-th piece of every cell"
+    axes = slicing({"a": 1}, {"OUTER": 2, "MB": 3})
+    assert rows(axes, "a", 6) == [(0,), (1,), (2,), (3,), (4,), (5,)], "the first axis is the slowest"
+    assert [dict(part.part) for part in axes.slices("a", 6)][1] == {"OUTER": 0, "MB": 1}
+
+
+def test_slices_are_read_off_the_plans() -> None:
+    strategy = [replicate(at(PP=0), [0, 1]), place(at(PP=1), [2]), *PARTS]
+    found = slicing_of(compile(job(strategy=strategy), device="cpu").plans)
+    assert {name: placed.devices for name, placed in found.placed.items()} == {"PP=0": (0, 1), "PP=1": (2,)}
+    assert (found.cells, found.counts) == (2, {"MB": 2})
+
+
+def test_the_reference_is_plain_pytorch_on_the_whole_batch() -> None:
+    """Written out by hand, without anything of ours."""
+    batch = zoo.vectors(8, 0)
+    made = job(strategy=[*DP, *PARTS], clip_norm=0.05)
+    reference = Reference(compile(made, device="cpu"))
+    loss = reference.step(batch)
+    torch.manual_seed(0)
+    model = Layers().double()
+    wanted = F.mse_loss(model(batch["x"].double()), batch["y"].double())
+    wanted.backward()
+    assert loss == wanted.item()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(reference.gradients[name], parameter.grad)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert reference.grad_norm == norm.item() > 0.05
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(reference.state_dict()[name], value)
+
+
+# A mean of means.
+
+
+def labelled(rows: int = 8, seed: int = 0) -> Batch:
+    """Rows with 1 to `rows` labels each."""
+    rng = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (rows, rows), generator=rng)
+    return {
+        "x": torch.randn(rows, rows, 16, generator=rng),
+        "labels": labels.masked_fill(torch.arange(rows) > torch.arange(rows)[:, None], -100),
+    }
+
+
+def mean_of_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def masked_mean(model: nn.Module, batch: Batch) -> Tensor:
+    kept = batch["labels"] >= 0
+    each = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return (each * kept.flatten()).sum() / kept.sum()
+
+
+def sum_and_weight(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    logits, labels = model(batch["x"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum().double()
+
+
+@pytest.mark.parametrize("strategy", [DP, PARTS], ids=["replicas", "microbatches"])
+@pytest.mark.parametrize("loss", [mean_of_labels, masked_mean])
+def test_a_mean_of_uneven_slices_is_named(
+    loss: Callable[[nn.Module, Batch], Tensor], strategy: list[Directive]
+) -> None:
+    report = checked(job(loss=loss, batches=[labelled()], strategy=strategy))
+    assert not report.ok
+    assert report.first_bad is not None
+    assert report.first_bad.startswith("the loss is a mean of uneven slices: ")
+    assert "divides by 10, 26 on the slices; return (sum, weight), as piper.losses" in report.first_bad
+    assert "test_check.py:" in report.first_bad
+    assert report.max_loss_diff > 1e-3
+
+
+@pytest.mark.parametrize("strategy", [(), DP, PARTS, [*DP, *PARTS]], ids=len)
+def test_a_sum_with_its_weight_is_exact(strategy: list[Directive]) -> None:
+    report = checked(job(loss=sum_and_weight, batches=[labelled(), labelled(seed=1)], strategy=strategy))
+    assert (report.ok, report.first_bad, report.notes) == (True, None, ())
+    assert max(report.max_loss_diff, report.max_grad_diff, report.max_param_diff) < 1e-12
+
+
+def test_an_uneven_mean_on_one_device_is_what_it_is() -> None:
+    assert checked(job(loss=mean_of_labels, batches=[labelled()])).ok
+
+
+def test_even_rows_with_ignored_labels_pass() -> None:
+    batch = {**labelled(), "labels": torch.randint(4, (8, 8)).index_fill(1, torch.tensor([0]), -100)}
+    assert checked(job(loss=mean_of_labels, batches=[batch], strategy=[*DP, *PARTS])).ok
+
+
+def test_a_loss_that_is_a_sum_is_named() -> None:
+    def total(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+
+    report = checked(job(loss=total, strategy=DP))
+    assert (report.ok, (report.first_bad or "").partition(";")[0]) == (
+        False,
+        "the loss is a sum over the samples, and slices count as means",
+    )
+
+
+def test_a_mean_after_batch_norm_is_still_found_uneven() -> None:
+    class Normed(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = super().forward(self.norm(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+            return result
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+
+    report = checked(job(Normed, mean_of_labels, [labelled()], DP))
+    assert not report.ok
+    assert "the loss is a mean of uneven slices" in str(report.first_bad)
+
+
+# Operations that mix samples.
+
+
+def test_batch_norm_is_named_and_compared_with_the_same_slices() -> None:
+    def between() -> nn.Module:
+        return nn.BatchNorm1d(16)
+
+    report = checked(job(lambda: Layers(between), strategy=[*DP, *PARTS]))
+    assert report.ok, report
+    (note,) = report.notes
+    assert note.startswith("these operations mix samples, and see one slice of the batch at a time")
+    assert "native_batch_norm of stages.0.1 (test_check.py:" in note
+    assert checked(job(lambda: Layers(between))).notes == (), "one slice is the batch"
+
+
+def test_a_load_balancing_loss_is_named() -> None:
+    def balanced(model: nn.Module, batch: Batch) -> Tensor:
+        shares = model(batch["x"]).softmax(-1)
+        balance: Tensor = (shares.mean(0) * shares.mean(0)).sum()
+        return F.mse_loss(shares, batch["y"]) + balance
+
+    report = checked(job(loss=balanced, strategy=DP))
+    assert report.ok, report
+    assert "mul of the loss (test_check.py:" in report.notes[0]
+
+
+def test_a_buffer_that_counts_is_compared_with_the_same_slices() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Tensor
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(len(x))
+            return torch.tanh(x)
+
+    report = checked(job(lambda: Layers(Counts), strategy=DP))
+    assert report.ok, report
+    assert report.notes == (
+        "these buffers hold what the first replica's slices wrote, as under DDP: stages.0.1.seen, "
+        "stages.1.1.seen. The same slices in plain PyTorch agree",
+    )
+    assert checked(job(lambda: Layers(Counts), strategy=PARTS)).notes == (), "one replica counts all"
+
+
+# Random numbers.
+
+
+def dropped() -> nn.Module:
+    return Layers(lambda: nn.Dropout(0.3))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        (),
+        [*DP, *PARTS],
+        [replicate(at(PP=0), [0, 1], zero=3), place(at(PP=1), [2]), *PARTS],
+        [place(at(PP=0), [0]), replicate(at(PP=1), [1, 2]), *PARTS],
+    ],
+    ids=["one", "slices", "sizes", "sizes back"],
+)
+def test_dropout_is_replayed_on_the_whole_batch(strategy: list[Directive]) -> None:
+    report = checked(job(dropped, strategy=strategy))
+    assert report.ok, report
+    assert report.notes == ()
+    assert report.max_grad_diff < 1e-12
+
+
+def test_batch_norm_and_dropout_on_one_device() -> None:
+    def both() -> nn.Module:
+        return Layers(lambda: nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.3)))
+
+    report = checked(job(both))
+    assert report.ok, report
+    sliced = checked(job(both, strategy=[*DP, *PARTS]))
+    assert sliced.ok, sliced
+    assert "native_batch_norm" in sliced.notes[0]
+
+
+def test_an_uneven_mean_with_dropout_is_found() -> None:
+    report = checked(job(dropped, mean_of_labels, [labelled()], [*DP, *PARTS]))
+    assert not report.ok
+    assert "divides by 3, 7, 11, 15 on the slices" in str(report.first_bad)
+
+
+def test_a_draw_that_all_samples_share_is_compared_by_slice() -> None:
+    class Shared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(16, dtype=x.dtype, device=x.device)
+
+    report = checked(job(lambda: Layers(Shared), strategy=PARTS))
+    assert report.ok, report
+    assert "does not draw one row for each sample" in report.notes[0]
+
+
+def test_the_seed_of_a_draw_is_the_documented_one() -> None:
+    program = compile(job(dropped, strategy=[*DP, *PARTS], seed=3), device="cpu")
+    replay = Replay(program, slicing_of(program.plans), {}, {})
+    # The first 63 bits of BLAKE2b("3/5/PP=1/MB=1/0"), by Python's hashlib.
+    import hashlib
+
+    wanted = int(hashlib.blake2b(b"3/5/PP=1/MB=1/0", digest_size=8).hexdigest(), 16) >> 1
+    assert replay.seed(5, "PP=1", (("MB", 1),), 0) == wanted
+
+
+# Optimizers, NaN, names, thresholds.
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_an_optimizer_may_hold_some_of_the_parameters(clip: float | None) -> None:
+    def matrices(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in params if p.dim() > 1], lr=0.1)
+
+    given = [zoo.vectors(8, seed) for seed in range(3)]
+    report = checked(job(batches=given, optimizer=matrices, strategy=DP, clip_norm=clip))
+    assert report.ok, report
+
+
+def test_nan_is_named_on_either_side() -> None:
+    batches = [zoo.vectors(8, 0), {**zoo.vectors(8, 1), "y": torch.full((8, 4), math.nan)}]
+    report = checked(job(batches=batches, strategy=DP))
+    assert not report.ok
+    assert report.max_loss_diff == math.inf
+    good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert [*differences({"w": bad}, {"w": good})] == [("w", math.inf, "is NaN in the run")]
+    assert [*differences({"w": good}, {"w": bad})] == [("w", math.inf, "is NaN in plain PyTorch")]
+    both = "is NaN in the run and in plain PyTorch"
+    assert [*differences({"w": bad}, {"w": bad})] == [("w", math.inf, both)]
+    assert relative(math.nan, math.nan) == math.inf
+
+
+def test_missing_names_and_other_shapes_are_differences() -> None:
+    one = torch.ones(2)
+    assert [*differences({}, {"w": one})] == [("w", math.inf, "is missing in the run")]
+    assert [*differences({"w": one}, {})] == [("w", math.inf, "is in the run, but not in plain PyTorch")]
+    shaped = [*differences({"w": torch.ones(3)}, {"w": one})]
+    assert shaped == [("w", math.inf, "has the shape [3], in plain PyTorch [2]")]
+
+
+def test_distances_are_relative_to_the_largest_element() -> None:
+    assert distance(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])) == 0.125
+    assert distance(torch.tensor([0.5]), torch.tensor([0.0]), floor=2.0) == 0.25
+    assert relative(3.0, 2.0) == 0.5
+    assert distance(torch.tensor([math.inf]), torch.tensor([math.inf])) == math.inf
+
+
+@dataclass(frozen=True)
+class Off:
+    """A step whose loss is off by a factor."""
+
+    loss: float
+    grad_norm: float
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0 + 2e-9, False), (1.0 + 0.5e-9, True), (1.0 - 2e-9, False)])
+@pytest.mark.parametrize("what", ["loss", "grad", "param"])
+def test_the_threshold_is_1e_9(factor: float, ok: bool, what: str) -> None:
+    made = job(strategy=DP)
+
+    @contextmanager
+    def off(program: Any, options: Any) -> Any:  # noqa: ANN401
+        with launch_inline(program, options) as run:
+            step, gradients, state = run.step, run.gradients, run.state_dict
+
+            def scaled(values: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+                scale = factor if what == kind else 1.0
+                return {n: v * scale if n == "head.weight" else v for n, v in values.items()}
+
+            def taken(batch: Batch) -> Off:
+                result = step(batch)
+                return Off(result.loss * (factor if what == "loss" else 1.0), result.grad_norm)
+
+            run.step, run.gradients = taken, lambda: scaled(gradients(), "grad")  # type: ignore[method-assign, assignment]
+            run.state_dict = lambda: scaled(state(), "param")  # type: ignore[method-assign]
+            yield run
+
+    report = check(compile(made, device="cpu"), off, [*made.data()])
+    assert report.ok is ok
+    diffs = {"loss": report.max_loss_diff, "grad": report.max_grad_diff, "param": report.max_param_diff}
+    assert diffs[what] == pytest.approx(abs(factor - 1.0), rel=1e-3)
+    if not ok:
+        assert {"loss": "the loss", "grad": "the gradient of head.weight", "param": "head.weight"}[
+            what
+        ] in str(report.first_bad)

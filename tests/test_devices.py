@@ -1,0 +1,58 @@
+"""Sets of devices and lines of fields, as they are written and read back."""
+
+import pytest
+
+from piper.devices import Devices, columns, groups_of, parse, show
+from piper.errors import ConfigError
+from piper.fields import BadLineError, each_line, flag, numbers, pairs, read_fields
+from piper.ir.chain import UNIT, chain
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ((), ""),
+        ((3,), "3"),
+        ((0, 2), "0,2"),
+        ((0, 1, 2, 3), "0-3"),
+        ((0, 2, 4, 6), "0-6/2"),
+        ((1, 4, 7), "1-7/3"),
+        ((3, 2, 1), "3,2,1"),
+        ((0, 1, 3), "0,1,3"),
+    ],
+)
+def test_a_set_is_written_shortly_and_read_back(devices: Devices, text: str) -> None:
+    assert show(devices) == text
+    assert parse(text) == devices
+
+
+def test_groups_are_neighbours_and_columns_go_across_them() -> None:
+    assert groups_of((4, 5, 6, 7), 2) == ((4, 5), (6, 7))
+    assert columns(groups_of((4, 5, 6, 7), 2)) == ((4, 6), (5, 7))
+    assert groups_of((0, 1, 2, 3, 4, 5), 3) == ((0, 1, 2), (3, 4, 5))
+
+
+def test_a_field_may_be_given_once() -> None:
+    readers = {"waits": numbers, "part": pairs, "dynamic": flag}
+    assert read_fields(["waits=1 2", "part=MB=0 K=3", "dynamic=1"], readers) == {
+        "waits": (1, 2),
+        "part": (("MB", 0), ("K", 3)),
+        "dynamic": True,
+    }
+    for words in (["waits=1", "waits=2"], ["frees=1"], ["dynamic=2"], ["waits=one"]):
+        with pytest.raises(BadLineError):
+            read_fields(words, readers)
+
+
+def test_a_line_that_cannot_be_read_is_named() -> None:
+    def take(kind: str, name: str, words: list[str]) -> None:
+        read_fields(words, {"x": int})
+
+    with pytest.raises(ConfigError, match=r"plan\.txt:2"):
+        each_line("a  b  x=1\na  b  x=1  x=1", take, source="plan.txt", hint="mend it")
+
+
+def test_the_phases_of_a_chain_cost_what_is_asked() -> None:
+    chunk = chain(2, split_cost=(1, 3, 5)).chunks[1]
+    cost = {phase: spec.flops // UNIT for phase, spec in chunk.phases.items()}
+    assert cost == {"F": 1, "B": 8, "BI": 3, "BW": 5}

@@ -1,0 +1,347 @@
+"""The losses of `piper.losses` are those of torch and transformers, as a sum and its weight."""
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import piper
+from piper.api import compile
+from piper.errors import ConfigError
+from piper.launchers.inline import launch_inline
+from piper.recipe import load_recipe
+from piper.report import print_plan
+from piper.runtime.check import check
+from piper.train.session import Asked, train_recipe
+
+ROWS, LENGTH, VOCAB = 4, 6, 11
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def test_cross_entropy_is_torch_s_as_a_sum_and_a_number() -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, VOCAB, generator=rng)
+    labels = torch.randint(VOCAB, (3, 4), generator=rng)
+    labels[0, 1:], labels[2, 0] = -100, 7
+    total, weight = piper.losses.cross_entropy(logits, labels)
+    assert weight.item() == 9.0
+    torch.testing.assert_close(total / weight, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    kept = labels.masked_fill(labels == -100, 0)
+    total, weight = piper.losses.cross_entropy(logits, kept, ignore_index=7)
+    assert weight.item() == (kept != 7).sum().item()
+    wanted = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), ignore_index=7)
+    torch.testing.assert_close(total / weight, wanted)
+
+
+def test_cross_entropy_sums_in_float32_at_least() -> None:
+    labels = torch.zeros(2, dtype=torch.int64)
+    for given, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        total, weight = piper.losses.cross_entropy(torch.zeros(2, 3, dtype=given), labels)
+        assert (total.dtype, weight.dtype) == (wanted, wanted)
+
+
+def test_logits_and_labels_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        piper.losses.cross_entropy(torch.zeros(2, 5, 3), torch.zeros(2, 4, dtype=torch.int64))
+    assert str(error.value) == (
+        "piper.losses.cross_entropy: logits and labels do not fit together\n"
+        "  logits: [2, 5, 3]\n"
+        "  labels: [2, 4]\n"
+        "  hint:   give logits [..., classes] and labels [...]"
+    )
+
+
+def padded(seed: int = 0) -> dict[str, Tensor]:
+    """Rows of 1, 3, 4 and 6 tokens; what is padded has no label."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=rng)
+    mask = (torch.arange(LENGTH) < torch.tensor([[2], [3], [4], [6]])).long()
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
+    return model
+
+
+def bert(name: str, **config: object) -> nn.Module:
+    import transformers
+
+    sizes = transformers.BertConfig(
+        **SIZES, **config, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    model: nn.Module = getattr(transformers, name)(sizes)
+    return model
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=8, n_layer=1, n_head=2, **drops)
+    model: nn.Module = GPT2LMHeadModel(sizes)
+    return model
+
+
+def mixture() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    sizes = Qwen3MoeConfig(
+        **SIZES, **experts, num_key_value_heads=1, output_router_logits=True, router_aux_loss_coef=0.5
+    )
+    model: nn.Module = Qwen3MoeForCausalLM(sizes)
+    return model
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0)
+    model: nn.Module = T5ForConditionalGeneration(config)
+    return model
+
+
+def with_labels(labels: Tensor) -> dict[str, Tensor]:
+    return {**padded(), "labels": labels}
+
+
+CLASS = torch.tensor([0, 2, 1, 2])
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
+    "causal": (llama, padded(), 11.0),
+    "causal, by its own name": (gpt2, padded(), 11.0),
+    "experts with a balancing loss": (mixture, padded(), 11.0),
+    "masked": (lambda: bert("BertForMaskedLM"), padded(), 15.0),
+    "tokens": (lambda: bert("BertForTokenClassification", num_labels=VOCAB), padded(), 15.0),
+    "encoder and decoder": (t5, padded(), 15.0),
+    "a class": (lambda: bert("BertForSequenceClassification", num_labels=3), with_labels(CLASS), 4.0),
+    "a value": (lambda: bert("BertForSequenceClassification", num_labels=1), with_labels(CLASS / 2), 4.0),
+    "classes": (
+        lambda: bert("BertForSequenceClassification", num_labels=3),
+        with_labels(F.one_hot(CLASS, 3).double()),
+        12.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_that_of_transformers(name: str) -> None:
+    made, batch, counted = MODELS[name]
+    torch.manual_seed(0)
+    model = made()
+    if name == "causal":
+        model.double()
+    total, weight = piper.losses.huggingface(model, batch)
+    assert weight.item() == counted
+    given = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+    torch.testing.assert_close((total / weight).float(), model(**given).loss.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_logits_are_not_copied_to_shift_them() -> None:
+    """A part of the logits is a copy of nearly all of them; the labels are moved instead."""
+    seen: list[Tensor] = []
+
+    class Fixed(nn.Module):
+        loss_type = "ForCausalLM"
+
+        def forward(self, input_ids: Tensor, use_cache: bool) -> Any:  # noqa: ANN401
+            seen.append(torch.zeros(2, 5, 7, requires_grad=True))
+            return type("Out", (), {"logits": seen[0]})
+
+    tokens = torch.randint(7, (2, 5))
+    total, weight = piper.losses.huggingface(Fixed(), {"input_ids": tokens, "labels": tokens})
+    assert weight.item() == 8.0
+    flat = total.grad_fn.next_functions[0][0].next_functions[0][0]  # type: ignore[union-attr]
+    assert type(flat).__name__ in ("ViewBackward0", "UnsafeViewBackward0"), "a view, not a slice and a copy"
+
+
+def test_models_without_such_a_loss_and_batches_without_labels_are_refused() -> None:
+    class Detector(nn.Module):
+        loss_type = "ForObjectDetection"
+
+        def forward(self, x: Tensor) -> Any:  # noqa: ANN401
+            return type("Out", (), {"logits": x})
+
+    x = torch.zeros(2, 3)
+    with pytest.raises(ConfigError, match=r"no \(sum, weight\) form of the loss of Detector"):
+        piper.losses.huggingface(Detector(), {"x": x, "labels": x})
+    with pytest.raises(ConfigError, match="the batch has no labels\n  fields: x"):
+        piper.losses.huggingface(Detector(), {"x": x})
+
+
+def hugging_job(loss: Callable[[nn.Module, Mapping[str, Tensor]], Any]) -> piper.Job:
+    return piper.Job(
+        model=llama,
+        loss=loss,
+        data=lambda: [padded(seed) for seed in range(2)],
+        strategy=[piper.replicate(piper.at(), [0, 1]), piper.split(piper.at(), parts=2)],
+        precision="fp64",
+    )
+
+
+def test_transformers_own_mean_fails_the_check_and_ours_passes() -> None:
+    def mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch, use_cache=False).loss
+        return loss
+
+    job = hugging_job(mean)
+    program = compile(job, device="cpu")
+    report = check(program, launch_inline, [*job.data()])
+    assert not report.ok
+    assert "the loss is a mean of uneven slices: nll_loss_forward of the loss" in str(report.first_bad)
+    assert "divides by 1, 2, 3, 5 on the slices; return (sum, weight)" in str(report.first_bad)
+    (warning,) = program.warnings
+    assert warning.startswith(
+        "the loss is a mean that divides by a number of the data: cross_entropy (loss_utils.py:"
+    )
+
+    job = hugging_job(piper.losses.huggingface)
+    program = compile(job, device="cpu")
+    report = check(program, launch_inline, [*job.data()])
+    assert report.ok, report
+    assert program.warnings == ()
+    (note,) = report.notes  # its norms compute in float32, whose rounding depends on the size of a slice
+    assert note.startswith("these operations compute in float32: bmm of model.rotary_emb (modeling_llama.py:")
+    assert "Their rounding depends on the size of a slice. The whole batch agrees to " in note
+
+
+# Which losses may be uneven.
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+
+def tokens_mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def by_hand(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    kept = (batch["y"] != -100).to(batch["x"].dtype)
+    out: Tensor = model(batch["x"])
+    return (out.square().mean(-1) * kept).sum() / kept.sum().clamp(min=1)
+
+
+def selected(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    out: Tensor = model(batch["x"])
+    return out[batch["y"] >= 0].square().mean()
+
+
+def class_weights(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    weight = torch.arange(1.0, 6.0, dtype=batch["x"].dtype, device=batch["x"].device)
+    return F.cross_entropy(model(batch["x"][:, 0]), batch["y"][:, 0], weight=weight)
+
+
+def one_label(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"][:, 0]), batch["y"][:, 0])
+
+
+def plain_mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    out: Tensor = model(batch["x"])
+    return ((out - out.mean(-1, keepdim=True)) / out.std(-1, keepdim=True)).square().mean() / 2
+
+
+def with_weight(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return piper.losses.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def scaled(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    out: Tensor = model(batch["x"])
+    return out.square().sum() / out.detach().square().sum()
+
+
+SPLIT = [piper.split(piper.at(), parts=2)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "strategy", "warned"),
+    [
+        (tokens_mean, SPLIT, "cross_entropy"),
+        (tokens_mean, [piper.replicate(piper.at(), [0, 1])], "cross_entropy"),
+        (tokens_mean, [], None),
+        (by_hand, SPLIT, "division"),
+        (selected, SPLIT, "mean"),
+        (class_weights, SPLIT, "cross_entropy"),
+        (one_label, SPLIT, None),
+        (plain_mean, SPLIT, None),
+        (with_weight, SPLIT, None),
+        (scaled, SPLIT, None),
+    ],
+)
+def test_a_mean_that_may_be_uneven_is_warned_of(
+    loss: Callable[[nn.Module, Mapping[str, Tensor]], Any], strategy: list[Any], warned: str | None
+) -> None:
+    batch = {"x": torch.randn(4, 3, 4), "y": torch.randint(5, (4, 3))}
+    program = compile(
+        piper.Job(model=Table, loss=loss, data=lambda: [batch], strategy=strategy), device="cpu"
+    )
+    if warned is None:
+        assert program.warnings == ()
+    else:
+        (text,) = program.warnings
+        assert text.startswith(
+            f"the loss is a mean that divides by a number of the data: {warned} (test_losses.py:"
+        )
+
+
+RECIPE = """
+import piper, torch
+from tests.test_losses import Table, tokens_mean, with_weight
+
+BATCH = {"x": torch.randn(4, 3, 4), "y": torch.randint(5, (4, 3))}
+
+
+def wrong() -> piper.Job:
+    split = [piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Table, loss=tokens_mean, data=lambda: [BATCH], strategy=split, steps=1)
+
+
+def right() -> piper.Job:
+    split = [piper.split(piper.at(), parts=2)]
+    return piper.Job(model=Table, loss=with_weight, data=lambda: [BATCH], strategy=split, steps=1)
+"""
+
+
+def test_train_and_plan_print_the_warning_once(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    printed = {}
+    for name in ("wrong", "right"):
+        console = Console(file=io.StringIO(), soft_wrap=True, markup=False, highlight=False)
+        asked = Asked(recipe=f"{tmp_path}/recipe.py:{name}", on="inline", out=tmp_path / name, device="cpu")
+        train_recipe(asked, console)
+        print_plan(compile(load_recipe(asked.recipe), device="cpu"), console, device=None, why=False)
+        assert isinstance(console.file, io.StringIO)
+        printed[name] = [line for line in console.file.getvalue().splitlines() if "Warning" in line]
+    assert printed["right"] == []
+    assert len(printed["wrong"]) == 2, "one of train, one of plan"
+    for line in printed["wrong"]:
+        assert line.startswith(
+            "Warning: the loss is a mean that divides by a number of the data: cross_entropy ("
+        )
+        assert line.endswith("Return (sum, weight): see piper.losses")

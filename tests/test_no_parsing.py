@@ -1,0 +1,116 @@
+"""No code reads a name to learn what an instruction, slot, node or bucket is: it asks for fields.
+
+Text is cut and matched in the text forms alone. What else looks into a string is listed with its reason.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "piper"
+ROOMS = ("checkpoint", "directives", "ir", "lower", "plan", "runtime", "simulate", "train", "verbs", "view")
+TEXT_FORMS = {"plan/text.py", "ir/text.py"}  # beside ids.py, fields.py and devices.py
+CUTS = {
+    "split",
+    "rsplit",
+    "partition",
+    "rpartition",
+    "removeprefix",
+    "removesuffix",
+    "lstrip",
+    "find",
+    "rfind",
+}
+LOOKS = {"startswith", "endswith", "search", "match", "fullmatch", "findall", "finditer", "sub"}
+NAMES = {"arg", "bucket", "chunk", "name", "node", "slot", "title", "value"}
+ALLOWED = {
+    "checkpoint/folder.py": "names of folders",
+    "checkpoint/huggingface.py": "names of tensors in somebody else's files",
+    "checkpoint/plain.py": "a type of torch's, by its name",
+    "checkpoint/storage.py": "a type of torch's, by its name",
+    "directives/base.py": "the file that a directive is written in; the form of a stream's name",
+    "directives/json.py": "the form of a stream's name",
+    "lower/buckets.py": "the bits in the name of a type",
+    "runtime/cuda/intake.py": "the first line of an error",
+    "simulate/cluster.py": "names of files, and keys of a TOML table",
+    "train/background.py": "a recipe, as it is given: file.py:function",
+    "train/folder.py": "a recipe, as it is given; names of folders",
+    "verbs/profile.py": "a recipe, as it is given",
+    "verbs/profiles.py": "microbatches shown together: `MB=*` for each of them in a printed name",
+    "verbs/subject.py": "a recipe, as it is given",
+    "view/colours.py": "colours written in one line",
+    "view/facts.py": "names that differ in their microbatch alone are sent to the page once",
+    "view/lanes.py": "the first word of a caption, where there is room for one",
+    "view/report.py": "the page's template",
+    "view/subject.py": "strategy.txt of a run folder",
+}
+
+
+def looks_into_text(node: ast.AST) -> bool:
+    """Whether an expression cuts, matches or searches a string."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=attr), args=args) if attr in CUTS | LOOKS:
+            return not args or any(map(is_text, args)) or attr in LOOKS
+        case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left, comparators=[right]) if is_text(left):
+            called = right.attr if isinstance(right, ast.Attribute) else getattr(right, "id", "")
+            return called in NAMES
+        case ast.Subscript(value=ast.Name(id=called) | ast.Attribute(attr=called), slice=ast.Slice()):
+            return called in {"node", "slot", "name"}
+    return False
+
+
+def is_text(node: ast.expr) -> bool:
+    """Whether an expression is a string, or several."""
+    match node:
+        case ast.Constant(value=str()) | ast.JoinedStr():
+            return True
+        case ast.Tuple(elts=elts):
+            return all(map(is_text, elts))
+        case ast.Name(id=called):
+            return called.isupper()
+    return False
+
+
+def found_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if looks_into_text(node):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_are_not_read_for_what_they_mean(room: str) -> None:
+    for path in sorted((ROOT / room).rglob("*.py")):
+        where = str(path.relative_to(ROOT))
+        found = list(found_in(ast.parse(path.read_text(encoding="utf-8"))))
+        assert not found or where in TEXT_FORMS or where in ALLOWED, f"{where}: {found}"
+
+
+def test_what_is_allowed_is_there() -> None:
+    """A reason that nothing needs any more goes."""
+    for where in ALLOWED:
+        assert list(found_in(ast.parse((ROOT / where).read_text(encoding="utf-8")))), where
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "slot.partition('[')[0]",
+        "ins.arg.split(' ')",
+        "ins.node.startswith('R[')",
+        "value.removesuffix('.again')",
+        "re.search(r'din', ins.node)",
+        "PHASE.search(ins.node)",
+        "'.out' in slot",
+        "'into loss' not in ins.node",
+        "name[len(prefix):]",
+    ],
+)
+def test_it_is_found(code: str) -> None:
+    assert list(found_in(ast.parse(code))) != []
+
+
+@pytest.mark.parametrize("code", ["rows.split(lengths)", "part.split(block)", "'F' in phases", "devices[1:]"])
+def test_other_code_is_not(code: str) -> None:
+    assert list(found_in(ast.parse(code))) == []
