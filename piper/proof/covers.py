@@ -2,7 +2,8 @@
 
 The samples are cut into cells. A cover says for each device of one program which cells its value holds, as
 segments (from, to, how often). Where experts are divided, share `s` of them works on cells of its own range,
-`s * cells` further on, so that the rows of one sample at two shares are two different things.
+`s * cells` further on, so that the rows of one sample at two shares are two different things. Where
+neighbours share their samples, each lane of them has a range of its own too, as long as all shares together.
 
 Covers are interned, and everything worked out about them is worked out once: a step on a thousand
 microbatches uses the same few. So the devices of a program are walked a few times for each communicator, and
@@ -14,6 +15,7 @@ from itertools import pairwise
 
 from piper.devices import Devices
 from piper.plan.plan import Comm, Plans
+from piper.proof.grids import Lanes, lane_of
 
 Segment = tuple[int, int, int]  # from cell, to cell, how often
 Held = tuple[Segment, ...]  # on one device, in order and without overlap
@@ -24,8 +26,8 @@ Contributor = tuple[int, Cover]  # a program, and a cover of its devices
 class Covers:
     """Interns covers, and works out those of sets of devices, slices, pieces and sums."""
 
-    def __init__(self, plans: Plans, cells: int) -> None:
-        self.plans, self.cells = plans, cells
+    def __init__(self, plans: Plans, cells: int, shares: int = 1) -> None:
+        self.plans, self.cells, self.shares = plans, cells, shares
         self.where = {
             device: (number, place)
             for number, plan in enumerate(plans)
@@ -33,7 +35,8 @@ class Covers:
         }
         self._held: list[tuple[Held, ...]] = []
         self._numbers: dict[tuple[Held, ...], Cover] = {}
-        self._sets: dict[tuple[int, Devices, int], Cover | None] = {}
+        self._sets: dict[tuple[int, Devices, int, int, Lanes], Cover | None] = {}
+        self._complete: dict[tuple[int, Devices, int, int, Lanes, Lanes, bool], Cover] = {}
         self._cuts: dict[tuple[Cover, int, int, int], Cover | None] = {}
         self._joins: dict[tuple[Cover, ...], Cover | None] = {}
         self._sums: dict[tuple[str, tuple[Contributor, ...]], dict[int, Cover]] = {}
@@ -46,38 +49,72 @@ class Covers:
         """Return what each device of the program holds."""
         return self._held[cover]
 
-    def of_set(self, program: int, devices: Devices, degree: int = 1) -> Cover | None:
+    def of_set(
+        self, program: int, devices: Devices, degree: int = 1, shared: int = 1, lanes: Lanes = ()
+    ) -> Cover | None:
         """Return the slices that a program's devices have as members of a set; None for other devices.
 
-        `degree`: experts are divided over groups of so many devices; each works on all rows of its group.
+        `degree`: experts are divided over groups of so many slices; each works on all rows of its group.
+        `shared`: so many neighbours share their samples; `lanes`: the axes along which their values differ.
         """
-        key = (program, devices, degree)
+        key = (program, devices, degree, shared, lanes)
         if key not in self._sets:
             position = {device: i for i, device in enumerate(devices)}
             members = [position.get(device, -1) for device in self.plans.plans[program].devices]
-            inside = min(members) >= 0 and self.cells % len(devices) == 0 and len(devices) % degree == 0
-            each = self.cells // len(devices) * degree
+            slices = len(devices) // shared if shared > 0 else 0
+            even = slices > 0 and slices * shared == len(devices) and slices % degree == 0
+            inside = even and min(members) >= 0 and self.cells % slices == 0
             self._sets[key] = (
-                self._intern(tuple(self._slice(i // degree, i % degree, each) for i in members))
+                self._intern(tuple(self._of_member(i, slices, degree, shared, lanes) for i in members))
                 if inside
                 else None
             )
         return self._sets[key]
 
-    def _slice(self, group: int, share: int, each: int) -> Held:
-        start = share * self.cells + group * each
-        return ((start, start + each, 1),)
+    def _of_member(self, position: int, slices: int, degree: int, shared: int, lanes: Lanes) -> Held:
+        each = self.cells // slices * degree
+        group, share = divmod(position // shared, degree)
+        return self._slice(lane_of(position, lanes), share, group * each, each)
+
+    def _slice(self, lane: int, share: int, first: int, count: int) -> Held:
+        start = (lane * self.shares + share) * self.cells + first
+        return ((start, start + count, 1),)
 
     def everything(self, program: int, shares: int = 1) -> Cover:
         """Return the cover of all cells, at every share of the experts, on each device."""
         held = ((0, shares * self.cells, 1),)
         return self._intern((held,) * len(self.plans.plans[program].devices))
 
-    def own_share(self, program: int, devices: Devices, degree: int) -> Cover:
-        """Return the cover of all cells at each device's own share of the experts."""
-        position = {device: i for i, device in enumerate(devices)}
-        shares = [position[device] % degree for device in self.plans.plans[program].devices]
-        return self._intern(tuple(self._slice(0, share, self.cells) for share in shares))
+    def own_share(
+        self,
+        program: int,
+        devices: Devices,
+        degree: int,
+        shared: int = 1,
+        own: Lanes = (),
+        summed: Lanes = (),
+        every_share: bool = False,
+    ) -> Cover:
+        """Return the cover of all cells at each device's own share of the experts and its own place.
+
+        `own`: axes along which a device has its own place alone; `summed`: those with all places together.
+        `every_share`: at all shares of the experts instead.
+        """
+        key = (program, devices, degree, shared, own, summed, every_share)
+        if key not in self._complete:
+            position = {device: i for i, device in enumerate(devices)}
+            places = [0]
+            for _, many, worth in summed:
+                places = [place + i * worth for place in places for i in range(many)]
+            found: list[Held] = []
+            for device in self.plans.plans[program].devices:
+                here = position[device]
+                shares = range(degree) if every_share else (here // shared % degree,)
+                lanes = [lane_of(here, own) + place for place in places]
+                pieces = [self._slice(lane, share, 0, self.cells) for lane in lanes for share in shares]
+                found.append(_overlaid([piece for held in pieces for piece in held]))
+            self._complete[key] = self._intern(tuple(found))
+        return self._complete[key]
 
     def cut(self, cover: Cover, start: int, stop: int, of: int) -> Cover | None:
         """Return the cover of some rows; None where they are not whole cells of one slice."""

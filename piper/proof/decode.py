@@ -5,9 +5,11 @@ So a plan that names the wrong chunk, rows, bucket or slot is refused.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import assert_never
 
 from piper.ids import Pass, Phase, SlotId
-from piper.plan.instr import Adding, Field, Instr, OfBucket, Payload, Routing, Rows
+from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.sharding import Collective, Slicing
 
 SEED = SlotId("seed")
 LOSS = SlotId("loss")
@@ -33,6 +35,31 @@ def subject(ins: Instr) -> Payload:
     return ins.payload
 
 
+def described(payload: Payload) -> str:
+    """Write what an instruction is about, for a complaint."""
+    match payload:
+        case Pass():
+            return str(payload)
+        case Adding(run=run):
+            return f"sum of {run}"
+        case Field(name=name):
+            return f"field {name}"
+        case Rows(start=start, stop=stop, of=of):
+            return f"{start}:{stop}/{of}"
+        case Routing(run=run, outward=outward):
+            return f"{'out' if outward else 'back'} for {run}"
+        case Collecting(run=run, how=how):
+            return f"{shown_collective(how)} for {run}"
+        case OfBucket(bucket=bucket):
+            return bucket
+        case OfChunk(chunk=chunk):
+            return chunk
+        case None:
+            return "nothing"
+        case _:
+            assert_never(payload)
+
+
 def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:
     """Return the phase and the chunk of a compute instruction, None where it has none."""
     return (ins.payload.phase, ins.payload.chunk) if isinstance(ins.payload, Pass) else None
@@ -42,6 +69,24 @@ def exchanged(ins: Instr) -> Exchanged | None:
     """Return the chunk of an exchange and its direction."""
     found = ins.payload
     return Exchanged(chunk=found.run.chunk, outward=found.outward) if isinstance(found, Routing) else None
+
+
+def collected(ins: Instr) -> Collecting | None:
+    """Return the collective inside a region that an instruction takes part in."""
+    found = ins.payload if isinstance(ins.payload, Collecting) else None
+    return found if found is not None and found.run.phase != "BW" and not found.run.again else None
+
+
+def shown_collective(how: Collective) -> str:
+    """Write what the devices of a group do with a value."""
+    joined = f", joined along {_shown_slicing(how.joined)}" if how.joined else ""
+    cut = f", cut along {_shown_slicing(how.cut)}" if how.cut else ""
+    return f"{how.op} over {how.axis} {how.degree}{joined}{cut}"
+
+
+def _shown_slicing(slicing: Slicing) -> str:
+    blocks = f" in {slicing.blocks} blocks" if slicing.blocks > 1 else ""
+    return f"dimension {slicing.dim}{blocks}{' zigzag' if slicing.zigzag else ''}"
 
 
 def counted_chunk(ins: Instr) -> str:

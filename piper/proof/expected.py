@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 from piper.ids import show_part
-from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, Tags, bundles
+from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, Place, Tags, bundles
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
 from piper.proof.specification import Specification
-from piper.proof.things import Terms, Thing, Things
+from piper.proof.things import Terms, Thing, Things, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
 
@@ -47,6 +48,7 @@ class Expectations:
         self._finals: dict[tuple[int, str], Terms] = {}
         self._sums: dict[tuple[str, str], Amount] = {}
         self._weights: dict[str, int] = {}  # by bucket
+        self._parameters = {param.name: param for param in spec.outline.parameters}
         self._buckets: dict[str, list[Bucket]] = {name: [] for name in spec.chunks}
         for bucket in plans.buckets.values():
             for name in bucket.chunks:
@@ -60,9 +62,9 @@ class Expectations:
         return self._phases[key]
 
     def _of_phase(self, program: int, chunk: Chunk | None, phase: Phase) -> Expected | None:
-        if chunk is None or chunk.kind in ("route", "unroute") or phase not in chunk.phases:
+        if chunk is None or chunk.kind in ("route", "unroute", "collective") or phase not in chunk.phases:
             return None
-        cover = self.output_cover(program, chunk.name, chunk.name)
+        cover = self.own_cover(program, chunk.name)
         if cover is None:
             return None
         spec = chunk.phases[phase]
@@ -76,13 +78,15 @@ class Expectations:
         used = [name for name, members in bundles(chunk).items() if set(members) & set(spec.saved)]
         reads += [self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in used]
         reads += [self._of_chunk("carried", chunk.name, 0, cover)] if spec.carried else []
-        reads += [self._tangent(chunk.name, index, cover) for index in spec.tangents]
+        reads += [self._tangent(program, chunk.name, index) for index in spec.tangents]
         forward = phase == "F"
         return Expected(
             chunk=chunk.name,
             reads=tuple(reads),
             writes=tuple(
-                self._forward(chunk, cover) if forward else self._backward(program, chunk, phase, cover)
+                self._forward(program, chunk, cover)
+                if forward
+                else self._backward(program, chunk, phase, cover)
             ),
             alike=frozenset(alike),
             buffers=frozenset(buffers),
@@ -90,10 +94,10 @@ class Expectations:
             mutated=chunk.mutated if forward else (),
         )
 
-    def _forward(self, chunk: Chunk, cover: Cover) -> Iterator[Entry]:
+    def _forward(self, program: int, chunk: Chunk, cover: Cover) -> Iterator[Entry]:
         """Yield what a forward gives, but for the buffers it writes."""
         for index in range(len(chunk.outputs)):
-            yield self._of_chunk("output", chunk.name, index, cover)
+            yield self._output(program, chunk.name, index, chunk.name)
         for name in bundles(chunk):
             yield self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover)
 
@@ -121,19 +125,36 @@ class Expectations:
         return self._phases[key]
 
     def _of_exchange(self, program: int, chunk: Chunk, outward: bool) -> Expected | None:
-        cover = self.output_cover(program, chunk.name, chunk.name)
-        if cover is None:
+        if self.own_cover(program, chunk.name) is None:
             return None
         splits = self._splits(program, chunk)
         if outward == (chunk.kind == "route"):  # the forward of a route goes out, that of an unroute back
             reads = (self._input(program, chunk, 0), splits)
             return Expected(
-                chunk=chunk.name, reads=reads, writes=(self._of_chunk("output", chunk.name, 0, cover),)
+                chunk=chunk.name, reads=reads, writes=(self._output(program, chunk.name, 0, chunk.name),)
             )
         if "B" not in chunk.phases:
             return None
-        reads = (self._tangent(chunk.name, 0, cover), splits)
+        reads = (self._tangent(program, chunk.name, 0), splits)
         return Expected(chunk=chunk.name, reads=reads, writes=(self._given(program, chunk, 0),))
+
+    def of_collective(self, program: int, chunk: str, *, backward: bool) -> Expected | None:
+        """Return what a collective inside a region must read and gives, None where there must be none."""
+        key = (program, chunk, "gradient" if backward else "value")
+        if key not in self._phases:
+            found = self.spec.chunks.get(chunk)
+            self._phases[key] = self._of_collective(program, found, backward) if found else None
+        return self._phases[key]
+
+    def _of_collective(self, program: int, chunk: Chunk, backward: bool) -> Expected | None:
+        moves = chunk.collective is not None and not self.spec.moves_nothing(chunk.name, backward=backward)
+        if not moves or self.own_cover(program, chunk.name) is None or (backward and "B" not in chunk.phases):
+            return None
+        if backward:
+            read, written = self._tangent(program, chunk.name, 0), self._given(program, chunk, 0)
+        else:
+            read, written = self._input(program, chunk, 0), self._output(program, chunk.name, 0, chunk.name)
+        return Expected(chunk=chunk.name, reads=(read,), writes=(written,))
 
     def of_counts(self, program: int, chunk: str) -> Expected | None:
         """Return what the counting of a route's rows must read and gives."""
@@ -141,22 +162,33 @@ class Expectations:
         if key not in self._phases:
             found = self.spec.chunks.get(chunk)
             route = found is not None and found.kind == "route" and self.spec.degree(chunk) > 1
-            cover = self.output_cover(program, chunk, chunk) if route else None
+            cover = self.own_cover(program, chunk) if route else None
             self._phases[key] = None
             if found is not None and cover is not None:
                 self._phases[key] = Expected(
                     chunk=chunk,
                     reads=(self._input(program, found, 1),),
-                    writes=(self._splits(program, found), self._of_chunk("output", chunk, 1, cover)),
+                    writes=(self._splits(program, found), self._output(program, chunk, 1, chunk)),
                 )
         return self._phases[key]
 
-    def output_cover(self, program: int, producer: str, reader: str) -> Cover | None:
-        """Return which samples a producer's output holds where its reader runs."""
-        if self.spec.routed(producer):
-            degree = self.spec.degree(producer)
-            return self.covers.of_set(program, self.spec.placement[producer], degree)
-        return self.covers.of_set(program, self.spec.placement[reader])
+    def own_cover(self, program: int, chunk: str) -> Cover | None:
+        """Return which samples a chunk works on, in which lane; None where it does not run."""
+        grid = self.spec.grids[chunk]
+        degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
+        return self.covers.of_set(program, grid.devices, degree, grid.degree, grid.lanes)
+
+    def output_cover(
+        self, program: int, producer: str, index: int, reader: str, *, backward: bool = False
+    ) -> Cover:
+        """Return which samples of a producer's output, or of its gradient, lie where its reader runs."""
+        lanes = self.spec.lanes_at(producer, index, reader, backward=backward)
+        routed = self.spec.routed(producer)
+        grid = self.spec.grids[producer if routed else reader]
+        degree = self.spec.degree(producer) if routed else 1
+        cover = self.covers.of_set(program, grid.devices, degree, grid.degree, lanes)
+        assert cover is not None, f"{producer} and {reader} lie apart"
+        return cover
 
     def weights(self, bucket: Bucket) -> int:
         """Return the thing that gradients of a bucket are."""
@@ -174,21 +206,35 @@ class Expectations:
             pieces = [piece.name for piece in bucket.pieces]
             chunks = dict.fromkeys(c for name in pieces for c in self.spec.contributors.get(name, ()))
             for chunk in chunks:
-                degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
-                if bucket.ways > 1:
-                    cover = self.covers.own_share(program, bucket.devices, bucket.ways)
-                else:
-                    cover = self.covers.everything(program, degree)
+                cover = self._complete(program, bucket, chunk)
                 names = given_names(bucket, self.spec.chunks[chunk].phases["B"].grad_params)
                 amount = self._over_microbatches(chunk, partial(bucket, names))
                 found[cover] = self.amounts.add(found.get(cover, NOTHING), amount)
             self._finals[key] = tuple(sorted(found.items()))
         return self._finals[key]
 
+    def _complete(self, program: int, bucket: Bucket, chunk: str) -> Cover:
+        """Return the samples and the lanes over which a chunk's gradients of a bucket must be summed."""
+        degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
+        held = self.spec.holding(chunk, self._parameters[bucket.pieces[0].name])
+        if not held.own and not held.summed and held.experts == 1:
+            return self.covers.everything(program, degree)
+        return self.covers.own_share(
+            program,
+            bucket.devices,
+            max(degree, held.experts),
+            held.shared,
+            held.own,
+            held.summed,
+            every_share=held.experts == 1,
+        )
+
     def sum_of(self, program: int, source: Output) -> Terms | None:
         """Return the sum of losses or weights that a program must hold, None where it has none."""
-        cover = self.covers.of_set(program, self.spec.placement[source.chunk])
-        return None if cover is None else ((cover, self._over_microbatches(source.chunk, "")),)
+        if self.own_cover(program, source.chunk) is None:
+            return None
+        cover = self.output_cover(program, source.chunk, source.index, source.chunk)
+        return ((cover, self._over_microbatches(source.chunk, "")),)
 
     def _over_microbatches(self, chunk: str, suffix: str) -> Amount:
         key = (chunk, suffix)
@@ -209,35 +255,48 @@ class Expectations:
     def _of_chunk(self, kind: str, name: str, index: int, cover: Cover) -> Entry:
         return self._number(Thing(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
 
+    def _output(self, program: int, producer: str, index: int, reader: str) -> Entry:
+        """Return an output as it lies where a reader runs, or its own chunk."""
+        cover = self.output_cover(program, producer, index, reader)
+        return self._of_chunk("output", producer, index, cover)
+
     def _input(self, program: int, chunk: Chunk, position: int) -> Entry:
         """Return what a chunk must find at one of its inputs."""
         source = self.spec.resolve(chunk.inputs[position])
-        if isinstance(source, Constant):
-            return self._number(Thing("constant", source.name)), "", NOTHING
-        if isinstance(source, Batch):
-            cover = self.covers.of_set(program, self.spec.placement[chunk.name])
-            assert cover is not None, f"{chunk.name} does not run here"
-            return self._of_chunk("batch", source.field, 0, cover)
-        cover = self.output_cover(program, source.chunk, chunk.name)
-        assert cover is not None, f"{source.chunk} and {chunk.name} lie apart"
-        return self._of_chunk("output", source.chunk, source.index, cover)
+        grid = self.spec.grids[chunk.name]
+        devices = self.plans.plans[program].devices
+        match source:
+            case Constant(name=name):
+                return self._number(Thing("constant", name)), "", NOTHING
+            case Place(axis=axis):
+                places = places_along(grid.devices, grid.strides[axis], dict(grid.axes)[axis], devices)
+                return self._number(Thing("place", names=places)), "", NOTHING
+            case Batch(field=field):
+                cover = self.covers.of_set(program, grid.devices, 1, grid.degree)
+                assert cover is not None, f"{chunk.name} does not run here"
+                cuts = shown_cuts(self.spec.cuts(chunk.name, field), grid.devices, devices)
+                return self._number(Thing("batch", field, 0, cover, cuts)), None, NOTHING
+            case Output():
+                return self._output(program, source.chunk, source.index, chunk.name)
+            case _:
+                assert_never(source)
 
     def _given(self, program: int, chunk: Chunk, position: int) -> Entry:
         """Return the gradient that a chunk gives for one of its inputs."""
-        source = self.spec.resolve(chunk.inputs[position])
+        source = self.spec.resolve(chunk.inputs[position], backward=True)
         assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
-        cover = self.output_cover(program, source.chunk, chunk.name)
-        assert cover is not None, f"{source.chunk} and {chunk.name} lie apart"
+        cover = self.output_cover(program, source.chunk, source.index, chunk.name, backward=True)
         giver = self.amounts.single(f"input {position} of {chunk.name}")
         return self._number(Thing("gradient", source.chunk, source.index, cover)), None, giver
 
-    def _tangent(self, chunk: str, index: int, cover: Cover) -> Entry:
+    def _tangent(self, program: int, chunk: str, index: int) -> Entry:
         """Return the whole gradient of an output: the sum over its readers."""
         if self.spec.is_loss(chunk, index):
             return self._number(Thing("seed")), "", NOTHING
         total = NOTHING
         for reader, position in self.spec.readers.get((chunk, index), ()):
             total = self.amounts.add(total, self.amounts.single(f"input {position} of {reader}"))
+        cover = self.output_cover(program, chunk, index, chunk, backward=True)
         return self._number(Thing("gradient", chunk, index, cover)), None, total
 
     def _splits(self, program: int, chunk: Chunk) -> Entry:
@@ -247,7 +306,8 @@ class Expectations:
         if chunk.kind == "unroute":
             assert isinstance(source, Output), "an unroute takes the counts of its route"
             route = source.chunk
-        cover = self.covers.of_set(program, self.spec.placement[route])
+        grid = self.spec.grids[route]
+        cover = self.covers.of_set(program, grid.devices, 1, grid.degree, grid.lanes)
         assert cover is not None, f"{route} and {chunk.name} lie apart"
         return self._of_chunk("splits", route, 0, cover)
 

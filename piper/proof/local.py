@@ -10,14 +10,16 @@ from piper.proof.decode import (
     TOTAL,
     WEIGHT,
     accumulated_slot,
+    described,
     loaded,
     param_slot,
     phase_and_chunk,
     rows_of,
 )
 from piper.proof.expected import Expected
+from piper.proof.grids import in_any_order
 from piper.proof.state import State
-from piper.proof.things import NO_COVER, Thing, Value
+from piper.proof.things import NO_COVER, Thing, Value, shown_cuts
 
 UPDATED = {
     0: ("old", "new"),
@@ -40,13 +42,14 @@ class Local:
         if taken is None:
             self.state.complain(program, place, "loads no field of the batch")
             return
-        cover = self.covers.of_set(program, taken.devices) if taken.devices else None
+        cover = self.covers.of_set(program, taken.devices, 1, taken.degree)
         if cover is None:
             self.state.complain(program, place, "loads the samples of devices that it does not run on")
-            cover = NO_COVER
+            return
         if any(self.spec.axes.get(axis, 0) <= index for axis, index in taken.part):
             self.state.complain(program, place, f"loads a microbatch that does not exist, {taken.part}")
-        value = (self.things.number(Thing("batch", taken.name, 0, cover)), taken.part, NOTHING)
+        cuts = shown_cuts(in_any_order(taken.slices), taken.devices, self.state.plans.plans[program].devices)
+        value = (self.things.number(Thing("batch", taken.name, 0, cover, cuts)), taken.part, NOTHING)
         self._write(program, place, ins, (value,))
 
     def compute(self, program: int, place: int, ins: Instr) -> None:
@@ -54,7 +57,9 @@ class Local:
         found = phase_and_chunk(ins)
         expected = self.state.expected.of_phase(program, found[1], found[0]) if found else None
         if expected is None or found is None:
-            self.state.complain(program, place, f"runs {ins.payload}, which this device must not run")
+            self.state.complain(
+                program, place, f"runs {described(ins.payload)}, which this device must not run"
+            )
             return
         self.follow(program, place, ins, expected)
         if found[0] == "F" and ins.again and expected.mutated:
@@ -126,7 +131,7 @@ class Local:
         if part is None:
             what = self.things.describe(value)
             self.state.complain(
-                program, place, f"takes rows {ins.payload} of {what}, which cannot be cut there"
+                program, place, f"takes rows {described(ins.payload)} of {what}, which cannot be cut there"
             )
             return None
         return (self.things.moved(value[0], part), *value[1:])

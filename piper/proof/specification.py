@@ -8,8 +8,12 @@ from collections.abc import Mapping
 from itertools import product
 
 from piper.devices import Devices
-from piper.ir.chunk import Chunk, Output, Source, Tags
+from piper.ir.chunk import Chunk, Output, Parameter, Source, Tags
 from piper.ir.graph import Graph
+from piper.proof.grids import Grid, Holding, Lanes, cuts_of, holding, in_any_order
+from piper.sharding import Sharding
+
+ROUTED = ("route", "expert", "unroute")
 
 
 class Specification:
@@ -24,12 +28,17 @@ class Specification:
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.known_microbatches = {name: frozenset(found) for name, found in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
-        self.cells = math.lcm(*{len(devices) for devices in self.placement.values()})
+        self.grids = {name: self._grid(name) for name in self.chunks}
+        self.cells = math.lcm(*{grid.slices for grid in self.grids.values()})
+        self.lanes = max(grid.degree for grid in self.grids.values())
         loss = self.outline.loss.chunk
-        self.slices = len(self.placement[loss]) * len(self.microbatches[loss])
+        self.slices = self.grids[loss].slices * len(self.microbatches[loss])
+        self.copies = self.grids[loss].degree
+        self.shares = max(map(self.degree, self.chunks))
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
         self.contributors = self._contributors()
         self.readers = self._readers()
+        self._whole = {False: self._whole_axes(backward=False), True: self._whole_axes(backward=True)}
 
     @property
     def seed(self) -> float:
@@ -37,22 +46,55 @@ class Specification:
         return 1.0 if self.outline.weight is not None else 1.0 / self.slices
 
     def degree(self, chunk: str) -> int:
-        """Return over how many devices the experts of a chunk are divided; 1 for a chunk without experts."""
-        return 1 if self.chunks[chunk].kind == "compute" else self.graph.policy(chunk).ways
+        """Return over how many slices of the samples the experts of a chunk are divided; 1: it has none."""
+        found = self.chunks[chunk]
+        if found.collective is not None:  # rows of experts stay such
+            source = found.inputs[0]
+            routed = isinstance(source, Output) and self.chunks[source.chunk].kind != "unroute"
+            return self.degree(source.chunk) if routed and isinstance(source, Output) else 1
+        return self.graph.policy(chunk).ways if found.kind in ROUTED else 1
 
-    def moves_nothing(self, chunk: str) -> bool:
-        """Return whether a chunk is a route or an unroute between devices that hold all experts."""
-        return self.chunks[chunk].kind in ("route", "unroute") and self.degree(chunk) == 1
+    def moves_nothing(self, chunk: str, *, backward: bool = False) -> bool:
+        """Return whether a chunk only passes its inputs on, or its gradients.
 
-    def resolve(self, source: Source) -> Source:
-        """Return the source of a value, seen through a route or an unroute that moves nothing."""
-        while isinstance(source, Output) and self.moves_nothing(source.chunk):
+        A route or an unroute does between devices that hold all experts, and a collective in one direction.
+        """
+        found = self.chunks[chunk]
+        if found.collective is not None:
+            return (found.collective.back if backward else found.collective.op) == "none"
+        return found.kind in ("route", "unroute") and self.degree(chunk) == 1
+
+    def resolve(self, source: Source, *, backward: bool = False) -> Source:
+        """Return the source of a value, or what its gradient is of, seen through chunks that pass it on."""
+        while isinstance(source, Output) and self.moves_nothing(source.chunk, backward=backward):
             source = self.chunks[source.chunk].inputs[source.index]
         return source
 
     def routed(self, chunk: str) -> bool:
         """Return whether the outputs of a chunk are rows that lie with divided experts."""
-        return self.chunks[chunk].kind in ("route", "expert") and self.degree(chunk) > 1
+        return self.chunks[chunk].kind in ("route", "expert", "collective") and self.degree(chunk) > 1
+
+    def sharding(self, chunk: str, name: str) -> Sharding:
+        """Return how the directives divide a parameter or a buffer of a chunk by expert."""
+        return self.graph.policy(chunk).sharding(name)
+
+    def holding(self, chunk: str, param: Parameter) -> Holding:
+        """Return how the devices of a chunk hold a parameter between them."""
+        return holding(self.grids[chunk], param, self.sharding(chunk, param.name))
+
+    def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
+        """Return how the devices of a chunk divide a field of the batch beyond its samples."""
+        return in_any_order(cuts_of(self.grids[chunk], self.outline.fields.get(field, ())))
+
+    def lanes_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Lanes:
+        """Return the lanes of an output, or of its gradient, that the devices of a reader must hold.
+
+        It has none along the axes on which the output is whole: all places hold the same there.
+        """
+        grid = self.grids[producer]
+        whole = self._whole[backward].get((producer, index), frozenset())
+        axes = frozenset(axis for axis, _ in grid.axes) - whole
+        return self.grids[reader].lanes_of(grid, axes)
 
     def is_alike(self, chunk: str, position: int) -> bool:
         """Return whether an input is the same for all samples.
@@ -62,7 +104,9 @@ class Specification:
         source = self.resolve(self.chunks[chunk].inputs[position])
         if not isinstance(source, Output):
             return False
-        if len(self.placement[source.chunk]) == len(self.placement[chunk]):
+        if self.grids[source.chunk].slices == self.grids[chunk].slices:
+            return False
+        if self.lanes_at(source.chunk, source.index, chunk):
             return False
         given = self.chunks[source.chunk].outputs[source.index].shape
         return given == self.chunks[chunk].input_specs[position].shape != ()
@@ -105,10 +149,41 @@ class Specification:
         """Find the inputs through which each output gets its gradient."""
         found: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for chunk in self.outline.chunks:
-            if "B" not in chunk.phases or self.moves_nothing(chunk.name):
+            if "B" not in chunk.phases or self.moves_nothing(chunk.name, backward=True):
                 continue
             for position in chunk.phases["B"].grad_inputs:
-                source = self.resolve(chunk.inputs[position])
+                source = self.resolve(chunk.inputs[position], backward=True)
+                if isinstance(source, Output):
+                    found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
+        return found
+
+    def _grid(self, chunk: str) -> Grid:
+        axes = tuple((held.axis, held.degree) for held in self.graph.policy(chunk).axes)
+        return Grid(devices=self.placement[chunk], axes=axes)
+
+    def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
+        """Find the axes along which each output, or its gradient, is the same at all places.
+
+        It is where a reader is not divided like its producer: capture makes it whole there.
+        """
+        found: dict[tuple[str, int], frozenset[str]] = {}
+        for output, readers in (self.readers if backward else self._uses()).items():
+            grid = self.grids[output[0]]
+            found[output] = frozenset(
+                axis[0]
+                for axis in grid.axes
+                if not all(grid.passes(self.grids[reader], axis) for reader, _ in readers)
+            )
+        return found
+
+    def _uses(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
+        """Find the inputs that read each output."""
+        found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for chunk in self.outline.chunks:
+            if self.moves_nothing(chunk.name):
+                continue
+            for position, given in enumerate(chunk.inputs):
+                source = self.resolve(given)
                 if isinstance(source, Output):
                     found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return found

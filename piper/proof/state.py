@@ -8,11 +8,11 @@ from piper.ids import SlotId
 from piper.ir.chunk import Constant
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
-from piper.proof.covers import Cover, Covers, Held
+from piper.proof.covers import Cover, Covers, Held, Segment
 from piper.proof.decode import SEED, TOTAL, GradientSlots, buffer_slot, constant_slot, param_slot
 from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
-from piper.proof.things import Terms, Thing, Things, Value
+from piper.proof.things import Terms, Thing, Things, Value, places_along
 
 Slots = dict[SlotId, Value]
 
@@ -23,7 +23,7 @@ class State:
     def __init__(self, plans: Plans, spec: Specification) -> None:
         self.plans, self.spec = plans, spec
         self.amounts = Amounts()
-        self.covers = Covers(plans, spec.cells)
+        self.covers = Covers(plans, spec.cells, spec.shares)
         self.things = Things(self.amounts)
         self.expected = Expectations(plans, spec, self.covers, self.amounts, self.things)
         self.gradient_slots = GradientSlots(plans.buckets)
@@ -49,6 +49,10 @@ class State:
         for source in (source for chunk in outline.chunks for source in chunk.inputs):
             if isinstance(source, Constant):
                 known[constant_slot(source.name)] = self.value(Thing("constant", source.name))
+        for slot in plan.residents:
+            places = placed_by(slot, plan.devices) if slot.kind == "place" else None
+            if places is not None:
+                known[slot] = self.value(Thing("place", names=places))
         return {slot: known.get(slot) or self.value(Thing("resident", slot)) for slot in plan.residents}
 
     def value(self, thing: Thing, about: str = "", amount: int | Terms = NOTHING) -> Value:
@@ -75,17 +79,30 @@ class State:
         if thing.cover < 0:
             return f"{self.things.describe(value)} ({value[1]} {value[2]})"
         device, held = self.plans.plans[program].devices[0], self.covers.held(thing.cover)[0]
-        return f"{self.things.describe(value)}, on device {device} of {show_cells(held)}"
+        return f"{self.things.describe(value)}, on device {device} of {self._shown(held)}"
 
     def contributions(self, program: int, terms: Terms) -> str:
         """Describe the contributions of a sum on the first device of a program."""
         shown = []
         for cover, amount in terms:
-            cells = show_cells(self.covers.held(cover)[0])
+            cells = self._shown(self.covers.held(cover)[0])
             found = sorted(self.amounts.contributions(amount).items())
             some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in found[:8])
             shown.append(f"({some}{' + ...' if found[8:] else ''}) over {cells}")
         return " and ".join(shown) or "nothing"
+
+    def _shown(self, held: Held) -> str:
+        """Write which cells a device holds, and of which lane where neighbours share their samples."""
+        if self.spec.lanes == 1:
+            return show_cells(held)
+        size = self.spec.shares * self.spec.cells
+        lanes: dict[int, list[Segment]] = {}
+        for low, high, count in held:
+            for lane in range(low // size, -(-high // size)):
+                first, last = max(low, lane * size), min(high, (lane + 1) * size)
+                lanes.setdefault(lane, []).append((first - lane * size, last - lane * size, count))
+        shown = [f"{show_cells(tuple(some))} of lane {lane}" for lane, some in lanes.items()]
+        return " and ".join(shown) or show_cells(())
 
     def merged(self, *terms: Terms) -> Terms:
         """Return the sum of sums."""
@@ -169,3 +186,17 @@ def show_cells(held: Held) -> str:
     """Write which cells of the samples something holds."""
     ranges = [f"{low}-{high - 1}" + (f" {n} times" if n > 1 else "") for low, high, n in held]
     return f"cells {', '.join(ranges)}" if ranges else "no cells"
+
+
+def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
+    """Return the places that a slot gives devices, as the runtime reads it: None where it cannot.
+
+    The slot names the set, and one group of it, whose devices say how far apart those of every group lie.
+    """
+    if len(slot.devices) != 2:
+        return None
+    home, group = slot.devices
+    if not group or not set(home).issuperset((*group, *devices)):
+        return None
+    stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
+    return places_along(home, stride, len(group), devices) if stride > 0 else None

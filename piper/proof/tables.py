@@ -1,17 +1,21 @@
 """Checks what plans say outside their instructions against the specification: programs, samples, buckets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from piper.devices import columns, groups_of, show
+from piper.devices import Devices, show
 from piper.ir.chunk import Parameter
 from piper.plan.plan import Bucket, Plans
+from piper.proof.grids import Holding, groups_by, in_any_order
 from piper.proof.specification import Specification
+from piper.sharding import Sharding, local_sizes
 
 
 def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     """Yield what is wrong with the tables of plans; the instructions mean nothing before these hold."""
     yield from header_problems(plans, spec)
+    yield from division_problems(spec)
     yield from pair_problems(plans)
+    yield from buffer_problems(plans, spec)
     holders: dict[str, list[Bucket]] = {}  # by parameter
     for bucket in plans.buckets.values():
         for piece in bucket.pieces:
@@ -19,8 +23,9 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     parameters = {param.name: param for param in spec.outline.parameters}
     for bucket in plans.buckets.values():
         family = {b.name: b for piece in bucket.pieces for b in holders[piece.name]}
-        yield from bucket_problems(spec, bucket, list(family.values()))
-        yield from piece_problems(spec, bucket, parameters)
+        held = holdings(spec, bucket, list(family.values()), parameters)
+        yield from bucket_problems(spec, bucket, list(family.values()), held)
+        yield from piece_problems(spec, bucket, parameters, held)
     for name, chunk in spec.chunks.items():
         for param in chunk.params:
             count = sum(name in bucket.chunks for bucket in holders.get(param, ()))
@@ -37,10 +42,32 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         ("seed", plans.seed, spec.seed),
         ("weighted", plans.weighted, spec.outline.weight is not None),
         ("cells", plans.cells, spec.cells),
+        ("copies", plans.copies, spec.copies),
         ("axes", dict(plans.axes), spec.axes),
     ):
         if found != wanted:
             yield f"the plans say {name}={found}; it should be {wanted}"
+    weight = spec.outline.weight
+    if weight is not None and spec.grids[weight.chunk].degree != spec.copies:
+        there = spec.grids[weight.chunk].degree
+        yield f"{spec.copies} devices hold each loss and {there} each weight; they are counted alike"
+
+
+def division_problems(spec: Specification) -> Iterator[str]:
+    """Yield where the captured model is divided otherwise than the directives say."""
+    degrees: dict[str, set[int]] = {}
+    for name, chunk in spec.chunks.items():
+        how, axes = chunk.collective, dict(spec.grids[name].axes)
+        for axis, degree in axes.items():
+            degrees.setdefault(axis, set()).add(degree)
+        if how is not None and axes.get(how.axis) != how.degree:
+            there = axes.get(how.axis, 1)
+            yield f"{name} is for {how.degree} devices along {how.axis}; its region has {there}"
+    slices = {param.name: param.slices for param in spec.outline.parameters} | dict(spec.outline.fields)
+    for name, found in slices.items():
+        for held in found:
+            if held.degree not in degrees.get(held.axis, ()):
+                yield f"{name} is divided over {held.degree} devices along {held.axis}; no region is"
 
 
 def pair_problems(plans: Plans) -> Iterator[str]:
@@ -52,10 +79,30 @@ def pair_problems(plans: Plans) -> Iterator[str]:
                 yield f"{comm.name} does not join each sender to one receiver"
 
 
-def bucket_problems(spec: Specification, bucket: Bucket, family: list[Bucket]) -> Iterator[str]:
+def holdings(
+    spec: Specification, bucket: Bucket, family: Sequence[Bucket], parameters: Mapping[str, Parameter]
+) -> dict[str, list[Holding]]:
+    """Return the ways in which the chunks that use a parameter of a bucket hold it: one, if all is well."""
+    chunks = dict.fromkeys(name for b in (bucket, *family) for name in b.chunks if name in spec.chunks)
+    return {
+        piece.name: list(
+            dict.fromkeys(
+                spec.holding(name, parameters[piece.name])
+                for name in chunks
+                if piece.name in spec.chunks[name].params
+            )
+        )
+        for piece in bucket.pieces
+        if piece.name in parameters
+    }
+
+
+def bucket_problems(
+    spec: Specification, bucket: Bucket, family: list[Bucket], held: Mapping[str, list[Holding]]
+) -> Iterator[str]:
     """Yield what is wrong with a bucket: where it lies, who reduces with whom, how many hold its gradient.
 
-    `family`: the buckets that hold a parameter of this one, itself included.
+    `family`: the buckets that hold a parameter of this one, itself included. `held`: see `holdings`.
     """
     homes = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
     if len(homes) < len(bucket.chunks) or not set(bucket.devices).issuperset(
@@ -63,27 +110,85 @@ def bucket_problems(spec: Specification, bucket: Bucket, family: list[Bucket]) -
     ):
         yield f"{bucket.name} does not lie on all devices of its chunks"
         return
-    degrees = {spec.degree(name) if spec.routed(name) else 1 for name in bucket.chunks}
-    if bucket.ways not in {1, *(degrees if len(degrees) == 1 else ())}:
-        yield f"{bucket.name} is divided over {bucket.ways} devices; its experts are not"
-        return
-    groups = columns(groups_of(bucket.devices, bucket.ways)) if bucket.ways > 1 else (bucket.devices,)
-    if bucket.groups != groups:
-        found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
-        yield f"{bucket.name} reduces within {found}; it should be {wanted}"
+    apart = any(home != bucket.devices for home in homes)
+    problems = [
+        p for name, ways in held.items() for p in group_problems(bucket, len(family), name, ways, apart)
+    ]
+    yield from problems[:1]  # what is wrong with one parameter is so with all
     siblings = tuple(b.name for b in family if b.name != bucket.name)
     if set(bucket.siblings) != set(siblings):
         yield f"{bucket.name} has siblings {bucket.siblings}; it should have {siblings}"
-    copies = len(family) * (1 if bucket.zero else bucket.group_size)
-    if bucket.copies != copies or any(
-        (b.zero, b.group_size) != (bucket.zero, bucket.group_size) for b in family
-    ):
-        yield f"{bucket.name} says that {bucket.copies} devices hold its gradient; it should be {copies}"
+    if any((b.zero, b.group_size) != (bucket.zero, bucket.group_size) for b in family):
+        yield f"{bucket.name} is sharded, zero={bucket.zero}, otherwise than {', '.join(siblings)}"
     if bucket.zero not in range(4) or (bucket.zero and bucket.group_size == 1):
         yield f"{bucket.name} is sharded, zero={bucket.zero}, over groups of {bucket.group_size}"
 
 
-def piece_problems(spec: Specification, bucket: Bucket, parameters: Mapping[str, Parameter]) -> Iterator[str]:
+def group_problems(
+    bucket: Bucket, family: int, name: str, ways: Sequence[Holding], apart: bool
+) -> Iterator[str]:
+    """Yield what is wrong with the groups of a bucket for one of its parameters.
+
+    `family`: how many buckets hold it; `apart`: the bucket does not lie as each of its chunks does.
+    """
+    if len(ways) > 1:
+        yield f"{bucket.name} holds {name}, which its chunks divide in {len(ways)} ways"
+    for held in ways[:1]:
+        if held.groups and apart:
+            yield f"{bucket.name} holds {name}, which is divided, on other devices than its chunks"
+        groups = groups_by(bucket.devices, held.groups)
+        if bucket.groups != groups:
+            found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
+            yield f"{bucket.name} reduces within {found}; it should be {wanted}"
+        shards = bucket.group_size if bucket.zero else 1
+        copies = family * len(bucket.devices) // (held.slices * shards)
+        if bucket.copies != copies:
+            yield f"{bucket.name} says that {bucket.copies} devices hold its gradient; it should be {copies}"
+
+
+def divided(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
+    """Write how a parameter or a buffer is divided, and over which devices where that is known."""
+    shown = []
+    for held in shardings:
+        if held.ways > 1:
+            apart = f", {held.stride} apart" if held.stride > 1 else ""
+            blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
+            order = ", zigzag" if held.zigzag else ""
+            shown.append(f"in {held.ways} parts along dimension {held.dim}{apart}{blocks}{order}")
+    return (" and ".join(shown) or "whole") + (f" over {show(devices)}" if devices else "")
+
+
+def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
+    """Yield the buffers that devices hold otherwise than the chunks that use them expect."""
+    users: dict[str, list[str]] = {}
+    for chunk in spec.outline.chunks:
+        for name in chunk.buffers:
+            users.setdefault(name, []).append(chunk.name)
+    for plan in plans:
+        for slot, held in plan.residents.items():
+            if slot.kind != "buffer":
+                continue
+            for chunk in users.get(slot.owner, ()):
+                if plan.devices[0] not in spec.placement[chunk]:
+                    continue
+                experts = spec.sharding(chunk, slot.owner)
+                if experts.ways > 1:
+                    wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=spec.grids[chunk].degree)
+                    right = (held.sharding, held.placed) == (wanted, spec.placement[chunk])
+                else:
+                    wanted, right = experts, held.sharding.ways == 1
+                if not right:
+                    placed = spec.placement[chunk] if experts.ways > 1 else ()
+                    found, should = divided([held.sharding], held.placed), divided([wanted], placed)
+                    yield f"{chunk} finds {slot} {found}; it should be {should}"
+
+
+def piece_problems(
+    spec: Specification,
+    bucket: Bucket,
+    parameters: Mapping[str, Parameter],
+    held: Mapping[str, list[Holding]],
+) -> Iterator[str]:
     """Yield what is wrong with the parameters of a bucket."""
     ends = [0, *(piece.offset + piece.numel for piece in bucket.pieces)]
     if any(piece.offset != end for piece, end in zip(bucket.pieces, ends, strict=False)):
@@ -93,8 +198,12 @@ def piece_problems(spec: Specification, bucket: Bucket, parameters: Mapping[str,
         if param is None:
             yield f"{bucket.name} holds {piece.name}, which the model does not have"
             continue
-        first = param.shape[0] // bucket.ways if param.shape and bucket.ways > 1 else None
-        shape = param.shape if first is None else (first, *param.shape[1:])
+        ways = {way.shardings for way in held[piece.name]}
+        if ways - {in_any_order(piece.shardings)}:
+            should = " and ".join(sorted(map(divided, ways)))
+            yield f"{bucket.name} holds {piece.name} {divided(piece.shardings)}; it should be {should}"
+            continue
+        shape = local_sizes(param.shape, piece.shardings)
         if piece.shape != shape or bucket.dtype != param.dtype:
             found, wanted = f"{piece.shape} of {bucket.dtype}", f"{shape} of {param.dtype}"
             yield f"{bucket.name} holds {piece.name} as {found}; it should be {wanted}"

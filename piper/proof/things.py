@@ -1,17 +1,21 @@
 """Symbolic values: small tuples that are equal exactly where the values are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from piper.devices import Devices
 from piper.ids import show_part
 from piper.ir.chunk import Tags
 from piper.proof.amounts import Amount, Amounts
 from piper.proof.covers import Cover
+from piper.sharding import Sharding
 
 Kind = Literal[
     "output",  # of a chunk
     "batch",  # a field
     "constant",
+    "place",  # of each device in its group along an axis
     "seed",  # the gradient of the loss
     "saved",  # for the backward
     "carried",  # from BI to BW
@@ -40,7 +44,9 @@ class Thing:
     name: str = ""
     index: int = 0
     cover: Cover = NO_COVER
-    names: tuple[str, ...] = ()  # of gradients of parameters: the parameters of the bucket
+    names: tuple[str, ...] = ()
+    # ^ of gradients of parameters: the parameters of the bucket; of places: that of each device; of a field:
+    # how it is divided beyond its samples
 
 
 class Things:
@@ -85,7 +91,8 @@ class Things:
         shown = ", ".join(thing.names[:3]) + (" ..." if thing.names[3:] else "")
         words: dict[Kind, str] = {
             "output": f"output {thing.index} of {thing.name}",
-            "batch": f"field {thing.name}",
+            "batch": f"field {thing.name}" + (f" ({shown})" if shown else ""),
+            "place": f"places {shown} of its devices",
             "saved": thing.name,
             "carried": f"what BI of {thing.name} carries",
             "splits": f"the row counts of {thing.name}",
@@ -101,3 +108,20 @@ class Things:
             "resident": f"the resident {thing.name}",
         }
         return words[thing.kind] + microbatch
+
+
+def places_along(devices: Devices, stride: int, degree: int, members: Devices) -> tuple[str, ...]:
+    """Return the place of some members of a set in their groups, which lie `stride` apart in it."""
+    position = {device: i for i, device in enumerate(devices)}
+    return tuple(str(position[device] // stride % degree) for device in members)
+
+
+def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> tuple[str, ...]:
+    """Return which slices of a field some members of a set take, one dimension after another."""
+    found = []
+    for held in cuts:
+        blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
+        order = ", zigzag" if held.zigzag else ""
+        places = ",".join(places_along(devices, held.stride, held.ways, members))
+        found.append(f"slices {places} of {held.ways} along dimension {held.dim}{blocks}{order}")
+    return tuple(found)

@@ -9,16 +9,19 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
 from piper.proof.amounts import Amount
+from piper.proof.collectives import Collectives
 from piper.proof.covers import Contributor
 from piper.proof.decode import (
     TOTAL,
     bucket_named,
     counted_chunk,
+    described,
     exchanged,
     is_shard_slot,
     param_slot,
     subject,
 )
+from piper.proof.grids import groups_along
 from piper.proof.local import Local
 from piper.proof.state import State
 from piper.proof.things import NO_COVER, Terms, Thing, Value
@@ -40,10 +43,12 @@ class Together:
 
     def __init__(self, state: State, local: Local) -> None:
         self.state, self.local = state, local
+        self.collectives = Collectives(state, local)
         self.things, self.covers, self.spec = state.things, state.covers, state.spec
         self.kernels: dict[Op, Callable[[Comm | None, Sequence[Member]], None]] = {
             "counts": self.counts,
             "exchange": self.exchange,
+            "collect": self.collect,
             "gather": self.gather,
             "all_reduce": self.all_reduce,
             "reduce_scatter": self.reduce_scatter,
@@ -74,7 +79,7 @@ class Together:
         subjects = {subject(member.ins) for member in members}
         if len(subjects) > 1:
             first = members[0]
-            what = " and ".join(sorted(map(str, subjects)))
+            what = " and ".join(sorted(map(described, subjects)))
             self.state.complain(
                 first.program, first.place, f"is about different things on its devices: {what}"
             )
@@ -99,18 +104,24 @@ class Together:
             of_exchange = self.state.expected.of_exchange
             expected = None if found is None else of_exchange(member.program, found.chunk, found.outward)
             if found is None or expected is None:
-                self._complain(member, f"moves rows for {member.ins.payload}, which must not happen here")
+                self._complain(
+                    member, f"moves rows {described(member.ins.payload)}, which must not happen here"
+                )
                 continue
             self.check_experts(member, comm, found.chunk)
             self.local.follow(member.program, member.place, member.ins, expected)
 
     def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
         """Complain unless a communicator joins the devices that divide a chunk's experts, in order."""
-        devices, degree = self.spec.placement[chunk], self.spec.degree(chunk)
+        grid, degree = self.spec.grids[chunk], self.spec.degree(chunk)
         if comm is not None:
-            self.state.check_groups(
-                member.program, member.place, comm, f"experts {chunk}", lambda: groups_of(devices, degree)
-            )
+            wanted = partial(groups_along, grid, grid.degree, degree)
+            self.state.check_groups(member.program, member.place, comm, f"experts {chunk}", wanted)
+
+    def collect(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Bring the values of a divided region into another layout, or their gradients."""
+        for member in members:
+            self.collectives.collect(member.program, member.place, member.ins, comm)
 
     def gather(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Bring the shards of a bucket together."""
@@ -252,8 +263,9 @@ class Together:
             slots, ins = self.state.slots[member.program], member.ins
             value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
             if value != wanted:
-                held = self.things.describe(value)
-                self._complain(member, f"reads {', '.join(ins.reads)}, which holds {held}, not the norm")
+                held, should = self.things.describe(value), self.things.describe(wanted)
+                read = ", ".join(ins.reads)
+                self._complain(member, f"reads {read}, which holds {held}; it should hold {should}")
             if comm is None and len(everyone) > 1:
                 self._complain(member, "sums over one device; it should sum over all")
             if comm is not None:

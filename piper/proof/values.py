@@ -71,6 +71,7 @@ class SymbolicRun:
             "copy": self.local.copy,
             "concat": self.local.concat,
             "add": self.local.add,
+            "slice": self.together.collectives.take,
             "accumulate": self.local.accumulate,
             "norm": self.local.norm,
             "update": self.local.update,

@@ -1,0 +1,75 @@
+"""Checks the collectives inside divided regions: each does what its chunk says, over groups of its axis."""
+
+from functools import partial
+
+from piper.devices import show
+from piper.plan.instr import Collecting, Instr
+from piper.plan.plan import Comm
+from piper.proof.decode import collected, described, shown_collective
+from piper.proof.grids import groups_along
+from piper.proof.local import Local
+from piper.proof.state import State
+from piper.sharding import Collective
+
+
+class Collectives:
+    """Runs what the devices of a group do with one value of a divided region."""
+
+    def __init__(self, state: State, local: Local) -> None:
+        self.state, self.local, self.spec = state, local, state.spec
+
+    def collect(self, program: int, place: int, ins: Instr, comm: Comm | None) -> None:
+        """Take part in a collective: the values of the group become one in another layout."""
+        found = collected(ins)
+        wanted = self._wanted(program, place, ins, found)
+        if found is None or wanted is None:
+            return
+        if wanted.op == "slice":
+            self.state.complain(program, place, "communicates; each device should take its own part")
+        elif comm is None and wanted.degree > 1:
+            self.state.complain(
+                program, place, f"has no communicator; it should go over {wanted.degree} devices"
+            )
+        elif comm is not None:
+            grid = self.spec.grids[found.run.chunk]
+            groups = partial(groups_along, grid, grid.strides[wanted.axis], wanted.degree)
+            whose = f"{wanted.axis} of {found.run.chunk}"
+            self.state.check_groups(program, place, comm, whose, groups)
+
+    def take(self, program: int, place: int, ins: Instr) -> None:
+        """Take a device's own part of a value that all devices of its group hold."""
+        found = collected(ins)
+        wanted = self._wanted(program, place, ins, found)
+        if found is None or wanted is None:
+            return
+        grid = self.spec.grids[found.run.chunk]
+        stride = grid.strides[wanted.axis]
+        if wanted.op != "slice":
+            self.state.complain(
+                program, place, f"takes a part by itself; it should be {shown_collective(wanted)}"
+            )
+        elif (found.devices, found.stride) != (grid.devices, stride):
+            held, should = (
+                f"{show(devices)}, {apart} apart"
+                for devices, apart in ((found.devices, found.stride), (grid.devices, stride))
+            )
+            self.state.complain(program, place, f"takes the parts of devices {held}; it should be {should}")
+
+    def _wanted(self, program: int, place: int, ins: Instr, found: Collecting | None) -> Collective | None:
+        """Check what an instruction reads and what it does, and return what it should do."""
+        backward = found is not None and found.run.phase != "F"
+        expected = None
+        if found is not None:
+            of_collective = self.state.expected.of_collective
+            expected = of_collective(program, found.run.chunk, backward=backward)
+        if found is None or expected is None:
+            self.state.complain(program, place, f"does {described(ins.payload)}, which must not happen here")
+            return None
+        how = self.spec.chunks[found.run.chunk].collective
+        assert how is not None, "its chunk is a collective"
+        wanted = how.adjoint if backward else how
+        if found.how != wanted:
+            does, should = shown_collective(found.how), shown_collective(wanted)
+            self.state.complain(program, place, f"does {does}; it should do {should}")
+        self.local.follow(program, place, ins, expected)
+        return wanted
