@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from piper.api import compile as compile
     from piper.capture.annotate import annotate as annotate
     from piper.capture.annotate import annotate_modules as annotate_modules
+    from piper.capture.divide.rules import sharding_rule as sharding_rule
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
     from piper.launchers.base import Run as Run
     from piper.launchers.start import launch as launch
+    from piper.models.tensor_plan import tensor_plan as tensor_plan
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.annotate",
@@ -44,6 +46,8 @@ NEEDS_TORCH = {
     "grouped_mm": "piper.experts",
     "launch": "piper.launchers.start",
     "route": "piper.experts",
+    "sharding_rule": "piper.capture.divide.rules",
+    "tensor_plan": "piper.models.tensor_plan",
     "unroute": "piper.experts",
 }
 

@@ -38,7 +38,7 @@ def columns(rows: Sequence[Devices]) -> tuple[Devices, ...]:
 
 
 def strided_groups(devices: Devices, ways: int, stride: int) -> tuple[Devices, ...]:
-    """Return the groups of `ways` devices that lie `stride` apart in a set: those along one axis of a grid."""
+    """Return the groups of `ways` devices that lie `stride` apart in a set: one axis of a grid."""
     block = ways * stride
     return tuple(
         devices[first + i : first + block : stride]

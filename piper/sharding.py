@@ -1,4 +1,4 @@
-"""How a set of devices divides a tensor: which dimension, into how many slices, and which device has which."""
+"""Describes how a set of devices divides a tensor: the dimension, the slices, and which device has which."""
 
 import itertools
 import math
@@ -13,8 +13,8 @@ CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all
 class Slicing:
     """Which dimension of a tensor a group of devices divides.
 
-    blocks: the dimension is so many equal runs end to end, each divided by itself. zigzag: the i-th device of n
-    holds the i-th and the i-th last of 2 * n slices.
+    blocks: the dimension is that many equal runs end to end, each divided by itself. zigzag: the i-th
+    device of n holds the i-th and the i-th last of 2 * n slices.
     """
 
     dim: int

@@ -21,6 +21,7 @@ ROOMS = {
     "data",
     "devices",
     "directives",
+    "divisions",
     "errors",
     "experts",
     "explain",
@@ -36,6 +37,7 @@ ROOMS = {
     "recipe",
     "runtime",
     "schedules",
+    "sharding",
     "simulate",
     "view",
     "words",
@@ -48,15 +50,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "collector": set(),
     "devices": set(),
+    "sharding": set(),
+    "divisions": {"capture", "directives", "ir"},  # from directives to what capture divides by
     "fields": {"errors"},
     "ids": {"devices", "fields"},  # what passes and slots are: graphs and plans share it
     "words": set(),
     "experts": {"errors", "torch"},
-    "ir": {"ids", "errors", "devices", "fields"},
-    "plan": {"ids", "errors", "devices", "fields"},
-    "directives": {"ids", "errors", "devices", "ir"},
+    "ir": {"sharding", "ids", "errors", "devices", "fields"},
+    "plan": {"sharding", "ids", "errors", "devices", "fields"},
+    "directives": {"sharding", "ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
-    "lower": {"proof", "ids", "collector", "errors", "devices", "ir", "plan"},
+    "lower": {"sharding", "proof", "ids", "collector", "errors", "devices", "ir", "plan"},
     "simulate": {"files", "ids", "collector", "errors", "devices", "ir", "plan"},
     "view": {
         "files",
@@ -69,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",
     },  # simulate: when things happen
     "capture": {
+        "sharding",
         "collector",
         "errors",
         "ir",
@@ -77,8 +82,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # experts: the markers at which a region is cut
     "models": {"losses", "errors", "experts", "capture", "torch"},
     "job": {"usercode", "errors", "ir", "directives", "torch"},
-    "checkpoint": {"ids", "errors", "devices", "ir", "plan", "torch"},
+    "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "torch"},
     "runtime": {
+        "sharding",
         "devices",
         "usercode",
         "ids",

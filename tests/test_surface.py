@@ -36,7 +36,9 @@ def test_public_names() -> None:
         "route",
         "schedules",
         "shard",
+        "sharding_rule",
         "split",
+        "tensor_plan",
         "unroute",
     ]
     assert all(getattr(piper, name) is not None for name in piper.__all__)

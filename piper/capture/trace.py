@@ -25,7 +25,7 @@ from piper.capture.rewrite import simplify, value
 from piper.capture.sizes import Sizes, dtype_name
 from piper.collector import no_collection
 from piper.errors import CaptureError
-from piper.ir.chunk import Buffer, Outline, Parameter
+from piper.ir.chunk import Buffer, Outline, Parameter, Tags
 
 Precision = Literal["fp32", "bf16", "fp64"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -41,6 +41,7 @@ class Traced:
     constants: Mapping[str, Tensor]
     library: Library  # the code of its chunks, as far as it has been asked for
     recording: Recording  # what it was cut from
+    exact: bool = False  # it computes in fp64, so nothing may be cast down on the way
     means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
 
 
@@ -95,13 +96,16 @@ def trace(
         constants=recording.constants,
         library=Library(device, compiled=compiled),
         recording=recording,
+        exact=precision == "fp64",
         means=means,
     )
 
 
 def divided(traced: Traced, requests: Sequence[Request]) -> Traced:
     """Return the model as one device of its groups computes it, cut into chunks and collectives."""
-    made = divide_model(traced.recording, requests, traced.outline.parameters, traced.outline.batch)
+    made = divide_model(
+        traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
+    )
     pieces, assembler = _cut(made.recording)
     loss, *weight = (assembler.output(node) for node in assembler.recording.results)
     outline = replace(
@@ -111,8 +115,18 @@ def divided(traced: Traced, requests: Sequence[Request]) -> Traced:
         weight=weight[0] if weight else None,
         parameters=made.parameters,
         fields=made.batch,
+        degrees=degrees_of(requests),
     )
     return replace(traced, outline=outline, pieces=tuple(pieces), recording=made.recording)
+
+
+def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:
+    """Return how many devices share the same samples, for each region that is divided."""
+    found: dict[Tags, int] = {}
+    for request in requests:
+        for tags in request.regions:
+            found[tags] = found.get(tags, 1) * request.degree
+    return found
 
 
 def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:

@@ -108,11 +108,11 @@ def shard(
 ) -> Shard | ShardAxis:
     """Divide the selected regions over each group of `ways` devices; what they exchange uses `stream`.
 
-    Without `axis`: the experts. With it: tensor parallelism, where `weights` names parameters and the dimension
-    along which each is divided, and context parallelism, where `batch` names the fields that are divided along
-    the sequence. between: the dimension along which activations between divided work are divided too.
-    attention: how a divided sequence attends: gather, heads or ring. balance: "zigzag" gives each device an early
-    and a late piece of the sequence.
+    Without `axis` it divides the experts. With it, `weights` (tensor parallelism) names parameters and the
+    dimension along which each is divided, and `batch` (context parallelism) names the fields that are divided
+    along the sequence. between: the dimension along which activations between regions are divided too.
+    attention: how a divided sequence attends, "gather" or "heads". balance: "zigzag" gives each device an
+    early and a late piece of the sequence.
     """
     if axis is not None or weights or batch:
         return shard_axis(

@@ -114,7 +114,7 @@ def shard_axis(
         raise refused(
             "shard",
             f"axis={axis!r} divides nothing",
-            "name parameters with weights={...} (tensor parallelism) or fields with batch={...} (context parallelism)",
+            "tensor parallelism needs weights={...}, context parallelism batch={...}",
         )
     return ShardAxis(
         at=at,
@@ -125,6 +125,6 @@ def shard_axis(
         batch=checked_dims("batch", batch or {}),
         between=between,  # type: ignore[arg-type]
         attention=str(attention),
-        balance=balance,  # type: ignore[arg-type]
+        balance=balance,
         stream=stream,
     )

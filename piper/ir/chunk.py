@@ -191,6 +191,13 @@ class Outline:
     fields: Mapping[str, tuple[ParameterSlice, ...]] = field(
         default_factory=dict
     )  # batch fields that are divided
+    degrees: Mapping[Tags, int] = field(
+        default_factory=dict
+    )  # of divided regions: devices that share samples
     empty: Mapping[tuple[str, int], str] = field(
         default_factory=dict
     )  # regions without operations: their lines
+
+    def degree(self, chunk: Chunk) -> int:
+        """Return how many neighbouring devices share the samples of a chunk."""
+        return self.degrees.get(chunk.tags, 1)

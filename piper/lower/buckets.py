@@ -126,7 +126,7 @@ class Held:
 
 
 def held_by(param: Parameter, home: Home) -> Held:
-    """Return how the devices of a region hold a parameter: divided by expert, along an axis, or each all of it."""
+    """Return how the devices of a region hold a parameter: divided by expert, along an axis, or whole."""
     found: list[Sharding] = []
     apart: list[tuple[int, int]] = []
     alike, stride = 1, 1
@@ -149,7 +149,7 @@ def held_by(param: Parameter, home: Home) -> Held:
 
 
 def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[Devices, ...]:
-    """Return the groups of devices that add up one gradient: those in the same place along every such axis."""
+    """Return the groups of devices that sum one gradient: those in the same place on every such axis."""
     found: dict[tuple[int, ...], list[int]] = {}
     for position, device in enumerate(devices):
         found.setdefault(tuple(position // stride % degree for stride, degree in apart), []).append(device)

@@ -39,8 +39,8 @@ def channels(
     """How a value travels from one set of devices to another, each holding an equal slice of the samples.
 
     The samples are cut into as many cells as both sets divide; a device holds neighbouring cells. A value
-    that is the same for all samples comes to each receiver whole, from one sender. Where neighbours share their
-    samples, the i-th of them sends to the i-th; else all hold the same value, and the first sends it.
+    that is the same for all samples comes to each receiver whole, from one sender. Where neighbours share
+    their samples, the i-th of them sends to the i-th; else all hold the same value, and the first sends it.
     """
     found: dict[tuple[tuple[int, int, int], tuple[int, int], bool, int], list[tuple[int, int]]] = {}
     served: dict[tuple[object, ...], int] = {}

@@ -47,7 +47,7 @@ class Flow:
         return chunk.kind in ("route", "unroute") and self.graph.policy(chunk.name).ways == 1
 
     def resolve(self, source: Source, *, backward: bool = False) -> Source:
-        """Return where a value really comes from, or where its gradient goes, seen through what passes it on."""
+        """Return the chunk that makes a value, or gets its gradient, past the chunks that only pass it on."""
         while isinstance(source, Output) and self.passes_on(self.chunks[source.chunk], backward=backward):
             source = self.chunks[source.chunk].inputs[source.index]
         return source

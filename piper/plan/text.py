@@ -87,8 +87,9 @@ def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
 def show_bucket(bucket: Bucket) -> str:
     """One bucket: its parameters and how they live."""
     pieces = AND.join(
-        f"{shown(p.name)} {'x'.join(map(str, p.shape)) or '-'} {p.offset} {show_shardings(p.shardings) or '-'}"
-        for p in bucket.pieces
+        f"{shown(piece.name)} {'x'.join(map(str, piece.shape)) or '-'} {piece.offset} "
+        f"{show_shardings(piece.shardings) or '-'}"
+        for piece in bucket.pieces
     )
     said = [
         f"devices={show(bucket.devices)}",

@@ -56,7 +56,8 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
     """Draw the same numbers for the same chunk, part and replica in a step, wherever and whenever it runs."""
-    where = draw_place(chunk, ins.part, home_of(env.setup.plans, chunk).index(env.device))
+    place = home_of(env.setup.plans, chunk).index(env.device)
+    where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
 
     def draw() -> None:
         with env.dice.seeded(draw_seed(env.setup.seed, env.step, where)):

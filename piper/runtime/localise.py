@@ -14,6 +14,7 @@ from torch import Tensor
 
 from piper.ids import Pass, Phase, SlotId, Tags
 from piper.runtime.chunkwise import Chunkwise, Walk
+from piper.runtime.collected import first_bad_collective
 from piper.runtime.compute import home_of, parts_of, slices
 from piper.runtime.distance import distance
 from piper.runtime.reference import Reference
@@ -122,6 +123,8 @@ def first_difference(
     options: Options,
 ) -> str | None:
     """Repeat the steps, and name the first result of a chunk, in the order of the model, that differs."""
+    if program.outline.degrees:
+        return first_of_a_group(program, launch, batches, tol, options)
     if not one_slicing(program):
         return None  # the chunks of other device sets were captured for slices of another size
     reference = ChunkwiseReference(program)
@@ -137,6 +140,23 @@ def first_difference(
                 diff = distance(got, wanted)
                 if not diff <= tol:
                     return f"step {number}: {mark[0]} on device {device}: {mark[1]} differs by {diff:.3g}"
+    return None
+
+
+def first_of_a_group(
+    program: ProgramLike,
+    launch: Launch,
+    batches: Sequence[Mapping[str, Tensor]],
+    tol: float,
+    options: Options,
+) -> str | None:
+    """Repeat the steps of a divided model, and name the first collective whose result is wrong."""
+    with launch(program, replace(options, keep_outputs=True)) as run:
+        for number, batch in enumerate(batches):
+            run.step(batch)
+            bad = first_bad_collective(program.outline, program.plans, run.trails(), tol)
+            if bad is not None:
+                return f"step {number}: {bad}"
     return None
 
 

@@ -191,7 +191,7 @@ def _record(
     else:
         drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
     with reference.unchanged(), torch.no_grad(), drawing, record, record.modules():
-        result = reference.job.loss(reference.model, batch)
+        result = reference.loss(batch)
     return record.calls, result[0] if isinstance(result, tuple) else result
 
 

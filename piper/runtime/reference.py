@@ -6,10 +6,13 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from piper.runtime.replay import Replay
 from piper.runtime.setup import ProgramLike
@@ -41,7 +44,7 @@ class Reference:
         self.trained = [self.masters.get(n, p) for n, p in self.params.items() if p.requires_grad]
         self.optimizer = job.optimizer(self.trained)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
-        self.slicing = slicing_of(program.plans)
+        self.slicing = slicing_of(program.plans, program.outline)
         self.replay = Replay(program, self.slicing, self.params, dict(self.model.named_buffers()))
         self.steps = 0
         self.gradients: dict[str, Tensor] = {}
@@ -77,10 +80,16 @@ class Reference:
             for name, value in batch.items()
         }
 
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32."""
+        exact = self.dtype is torch.float64 and self.program.outline.degrees
+        with Exact() if exact else nullcontext():
+            return self.job.loss(self.model, batch)
+
     def _whole(self, batch: Mapping[str, Tensor]) -> float:
         """Run the job's loss on all samples at once, and its backward."""
         with self.replay.whole(self.steps, samples_in(batch)):
-            result = self.job.loss(self.model, batch)
+            result = self.loss(batch)
         loss = result[0] / result[1] if isinstance(result, tuple) else result
         loss.backward()
         return loss.item()
@@ -99,7 +108,7 @@ class Reference:
                 self.set_buffers(before)
                 replica = part.replica
             with self.replay.slice(self.steps, part):
-                result = self.job.loss(self.model, take(batch, part.samples))
+                result = self.loss(take(batch, part.samples))
             loss, weight = result if isinstance(result, tuple) else (result / len(slices), None)
             if weight is not None and weight.requires_grad:
                 self._add_gradients(of_weight, weight)
@@ -148,6 +157,18 @@ class Reference:
         """Return every parameter and buffer, exact."""
         found = {name: value.detach() for name, value in self.model.state_dict().items()}
         return found | {name: value.detach() for name, value in self.masters.items()}
+
+
+class Exact(TorchFunctionMode):
+    """Casts to float64 wherever a model casts to float32.
+
+    A sum over devices adds in another order. In float32 that shows as 1e-8, and hides a mistake of that size.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        func = Tensor.double if func is Tensor.float else func
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def seeded_model(program: ProgramLike) -> nn.Module:

@@ -69,7 +69,7 @@ def shifted_regions(reference: Reference, batch: Mapping[str, Tensor]) -> Iterat
     used = _Used({id(parameter): name for name, parameter in reference.params.items()})
     given = reference.on_device(batch)
     with reference.unchanged(), torch.no_grad(), torch.random.fork_rng(), used, used.watching():
-        reference.job.loss(reference.model, given)
+        reference.loss(given)
     captured: dict[Region, set[str]] = {}
     for chunk in reference.program.outline.chunks:
         for region in chunk.tags:

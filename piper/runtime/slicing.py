@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from piper.ir.chunk import Tags
+from piper.ir.chunk import Outline, Tags
 from piper.plan.plan import Plans
 
 
@@ -27,7 +27,7 @@ class Slice:
 class Placed:
     """Where the forward of a chunk runs: its devices in order, and the microbatches that each one runs."""
 
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # of each group that shares its samples, the first
     parts: tuple[Tags, ...]
 
 
@@ -60,8 +60,12 @@ class Slicing:
             yield from range(first, first + piece)
 
 
-def slicing_of(plans: Plans) -> Slicing:
-    """Read from the plans where each chunk's forward runs, and on which microbatches."""
+def slicing_of(plans: Plans, outline: Outline | None = None) -> Slicing:
+    """Read from the plans where each chunk's forward runs, and on which microbatches.
+
+    outline: the captured model, which says how many neighbouring devices share their samples.
+    """
+    degrees = {} if outline is None else {chunk.name: outline.degree(chunk) for chunk in outline.chunks}
     devices: dict[str, set[int]] = {}
     parts: dict[str, set[Tags]] = {}
     counts: dict[str, int] = {}
@@ -74,7 +78,9 @@ def slicing_of(plans: Plans) -> Slicing:
                 for axis, index in part:
                     counts[axis] = max(counts.get(axis, 0), index + 1)
     placed = {
-        chunk: Placed(devices=tuple(sorted(found)), parts=tuple(sorted(parts[chunk])))
+        chunk: Placed(
+            devices=tuple(sorted(found))[:: degrees.get(chunk, 1)], parts=tuple(sorted(parts[chunk]))
+        )
         for chunk, found in devices.items()
     }
     cells = math.lcm(*(len(home.devices) for home in placed.values()))

@@ -1,5 +1,7 @@
 """Keeps what every chunk returned in a step, so that two runs can be compared where they first differ."""
 
+from typing import cast
+
 from torch import Tensor
 
 from piper.ids import Pass, SlotId
@@ -17,7 +19,9 @@ class Trail:
         self.kept: dict[Mark, Tensor] = {}
 
     def watch(self, ins: Instr, run: Bound) -> Bound:
-        """An instruction whose results are kept, if it is a chunk's."""
+        """Return an instruction that keeps its results, if it is a chunk's or a collective."""
+        if ins.op in ("collect", "slice"):
+            return self._collective(ins, run)
         if ins.op != "compute" or ins.again:
             return run
         slots, kept = self.env.slots, self.kept
@@ -33,5 +37,17 @@ class Trail:
                 value = slots[slot]
                 if isinstance(value, Tensor):
                     kept[mark] = value.clone()
+
+        return watched
+
+    def _collective(self, ins: Instr, run: Bound) -> Bound:
+        """Return a collective that keeps the value it read and the value it wrote."""
+        slots, kept, at = self.env.slots, self.kept, ins.collects.run
+        read, written = self.env.at(ins.reads[0]), self.env.at(ins.writes[0])
+
+        def watched() -> None:
+            kept[at, ins.reads[0].base] = cast(Tensor, slots[read]).clone()
+            run()
+            kept[at, ins.writes[0].base] = cast(Tensor, slots[written]).clone()
 
         return watched

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.differentiate import Captured
-from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, PhaseSpec, Source, TensorSpec
+from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, PhaseSpec, Place, Source, TensorSpec
 
 Value = tuple[str, int]
 Backward = Literal["whole", "split"]
@@ -181,6 +181,8 @@ class Machine:
                 return self.captured.constants[name]
             case Output(chunk=name, index=index):
                 return device.values[name, index]
+            case Place():
+                raise AssertionError("this machine runs undivided models")
 
     def _keep(self, device: Device, chunk: Chunk, results: list[Tensor]) -> None:
         outputs, rest = results[: len(chunk.outputs)], results[len(chunk.outputs) :]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from piper.capture.annotate import annotate
 from piper.capture.trace import trace
 from piper.experts import grouped_mm, route, unroute
-from piper.ir.chunk import Batch, Constant, Outline, Output, Source
+from piper.ir.chunk import Batch, Constant, Outline, Output, Place, Source
 from tests import zoo
 from tests.capture.capturing import check, traced
 
@@ -26,6 +26,8 @@ def show(outline: Outline) -> str:
                 return f"constant {name}"
             case Output(chunk=chunk, index=index):
                 return f"{chunk}.{index}"
+            case Place(axis=axis):
+                return f"place in {axis}"
 
     return "\n".join(
         f"{chunk.name}: {', '.join(map(text, chunk.inputs))} -> {len(chunk.outputs)}"

@@ -13,6 +13,7 @@ from piper.ir.chunk import (
     Parameter,
     Phase,
     PhaseSpec,
+    Place,
     Source,
     Tags,
     TensorSpec,
@@ -101,6 +102,8 @@ class Drawing:
                 return TABLE
             case Output():
                 return next(c for c in self.chunks if c.name == source.chunk).outputs[source.index]
+            case Place():
+                raise AssertionError("these outlines are not divided")
 
     def region(self, owner: Output, tags: Tags, params: Iterable[str], buffers: Iterable[str] = ()) -> Output:
         """An expert region, route to unroute; the owner's second output is the counts."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TypeVar, cast
 
-from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Phase, Source, Tags
+from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Phase, Place, Source, Tags
 from piper.ir.graph import Graph
 from tests.lower.symbols import WHOLE, Note, Row, Rows, Share, Slope, Terms, Value
 
@@ -73,6 +73,8 @@ class Truth:
                 if self.chunks[owner].kind in ("route", "unroute"):
                     return self.name(self.chunks[owner].inputs[index])
                 return f"{owner}.out{index}"
+            case Place(axis=axis):
+                return f"place.{axis}"
 
     def ways(self, chunk: str) -> int:
         return self.graph.policy(chunk).ways if self.chunks[chunk].kind != "compute" else 1

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.amp import autocast_mode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 from piper.capture.blame import quiet, reason
 from piper.capture.recording import Mode, Recording, number_regions
@@ -17,11 +18,11 @@ from piper.errors import CaptureError
 MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in
 
 
-def as_aten(recording: Recording) -> Recording:
-    """Return the recording in ATen operations as autograd sees them: `linear`, attention and losses stay whole.
+def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
+    """Return the recording in ATen operations that autograd knows: `linear`, attention and losses stay whole.
 
     Each operation keeps the annotations, the source line and the gradient mode of the call that made it.
-    Autocasts become explicit casts.
+    Autocasts become explicit casts. exact: casts to float32 become casts to float64.
     """
     placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
     source = fx.Graph()
@@ -36,7 +37,7 @@ def as_aten(recording: Recording) -> Recording:
     source.output(tuple(copies[result] for result in recording.results))
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     module = fx.GraphModule(recording.root, source)
-    interpreter = _Interpreter(module, modes)
+    interpreter = _Interpreter(module, modes, exact)
     examples = [node.meta["example_value"] for node in placeholders]
     mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
@@ -76,13 +77,30 @@ def as_aten(recording: Recording) -> Recording:
 class _Interpreter(fx.Interpreter):
     """Runs a recorded graph, each node in the autocasts it was recorded in."""
 
-    def __init__(self, module: fx.GraphModule, modes: dict[fx.Node, Mode]) -> None:
+    def __init__(self, module: fx.GraphModule, modes: dict[fx.Node, Mode], exact: bool) -> None:
         super().__init__(module)
+        self.exact = exact
         self.by_name = {node.name: mode for node, mode in modes.items()}
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401 (the signature is torch's)
         with _autocasts(self.by_name.get(n.name, Mode())):
             return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        if self.exact:
+            target, args, kwargs = _widened(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        if self.exact:
+            target, args, kwargs = _widened(target, args, kwargs)
+        return super().call_method(target, args, kwargs)
+
+
+def _widened(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401
+    """Return a call that casts to float64 where it casts to float32."""
+    args, kwargs = tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs))
+    return {"float": "double", Tensor.float: Tensor.double}.get(target, target), args, kwargs
 
 
 @contextmanager

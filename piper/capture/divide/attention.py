@@ -2,6 +2,7 @@
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from piper.capture.divide.compute import aligned
 from piper.capture.divide.divider import Divider, NoRuleError, Rule, aten
@@ -45,7 +46,7 @@ def _attend(
     if mask is None and isinstance(given, fx.Node):
         mask = d.to(given, aligned(d, given, have, 4), varies=True)
     causal = bool(argument(node, 5, "is_causal", False)) and mask is None
-    kwargs = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
+    kwargs: dict[str, Argument] = {n: node.kwargs[n] for n in ("scale", "enable_gqa") if n in node.kwargs}
     return d.emit(node.target, (*local, mask, 0.0, causal), kwargs)
 
 

@@ -1,8 +1,8 @@
 """The collectives of a divided forward, as nodes of the captured graph.
 
-Each stands in the graph as a call of one function here and is cut out as a chunk of its own, so the functions
-run on fakes alone: they give the shape, and autograd's view of what needs a gradient. What a group really does
-is written in a `Collective`, forward and backward.
+Each stands in the graph as a call of one function here and is cut out as a chunk of its own, so the function
+runs on fakes alone: it gives the shape, and whether autograd needs a gradient. A `Collective` says what the
+group does, forward and backward.
 """
 
 from torch import Tensor, fx

@@ -214,7 +214,7 @@ def matmul(d: Divider, node: fx.Node) -> None:
 
 
 def embedding(d: Divider, node: fx.Node) -> None:
-    """Look up rows of a table: whole, divided by columns, or divided by rows of which each device adds its own."""
+    """Look up rows of a table: a whole one, or one divided by columns or by rows."""
     table, index = node.args[0], node.args[1]
     assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
     held = d.layout(table)
@@ -258,7 +258,7 @@ def masked(d: Divider, found: fx.Node, outside: fx.Node) -> fx.Node:
 
 
 def gather(d: Divider, node: fx.Node) -> None:
-    """Pick elements along a dimension: each device in its own rows, or among its own part of that dimension."""
+    """Pick elements along a dimension: each device in its own rows, or in its part of that dimension."""
     x, index = node.args[0], node.args[2]
     assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
     dim = number(node.args[1]) % len(d.shape(x))

@@ -8,11 +8,11 @@ from torch import Tensor, fx
 from piper.capture.divide.compute import by_family
 from piper.capture.divide.divider import RESHAPES, Divider, Division, aten, value_of
 from piper.capture.divide.layout import Divided
-from piper.capture.divide.rules import RULES
-from piper.capture.recording import FromParameter, Origin, Place, Recording
+from piper.capture.divide.rules import rules
+from piper.capture.recording import FromParameter, Origin, Recording
 from piper.capture.regions import find_regions
 from piper.capture.rewrite import simplify
-from piper.ir.chunk import Tags
+from piper.ir.chunk import Place, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def divide(
     homes: Mapping[fx.Node, Tags] = regions.homes
     marked: frozenset[str] = frozenset()
     while True:
-        divider = Divider(recording, division, RULES, by_family, homes.get, inside, peers, marked)
+        divider = Divider(recording, division, rules(), by_family, homes.get, inside, peers, marked)
         divider.run()
         mixed = (divider.summed & divider.same) - marked
         if not mixed:
@@ -69,7 +69,7 @@ SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes
 
 
 def _with_blocks(recording: Recording, weights: Mapping[str, Divided]) -> dict[str, Divided]:
-    """Divide a weight whose outputs are split right away block by block: query, key and value each by itself."""
+    """Divide a weight whose outputs are split right away by blocks: query, key and value each by itself."""
     names = {
         node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
     }
@@ -79,10 +79,11 @@ def _with_blocks(recording: Recording, weights: Mapping[str, Divided]) -> dict[s
             continue
         weight, outputs, bias = PRODUCTS[node.target]
         given = names.get(node.args[weight])
-        if given in weights and weights[given].dim == outputs and (blocks := _blocks(node)) > 1:
+        held = weights.get(given) if given is not None else None
+        if given and held and held.dim == outputs and (blocks := _blocks(node)) > 1:
             found[given] = Divided(outputs, blocks)
             added = names.get(node.args[bias]) if len(node.args) > bias else None
-            if added in weights:
+            if added is not None and added in weights:
                 found[added] = Divided(0, blocks)
     return found
 

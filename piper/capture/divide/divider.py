@@ -1,9 +1,9 @@
 """Divides a forward over a group of devices: one pass over its operations, each by the rule of its kind.
 
-Whole values come in two kinds. One whose readers all do the same work has the same gradient on every device. One
-that divided work reads gets a part of its gradient on each device, which must be summed: it *varies*. A value
-goes from the first kind to the second through a collective that passes it on and sums its gradient; a parameter
-goes without, because its bucket takes the sum.
+Whole values come in two kinds. A value whose readers all do the same work has the same gradient on every
+device. A value that divided work reads gets a part of its gradient on each device, and these parts must be
+summed: it *varies*. A value goes from the first kind to the second through a collective that passes it on and
+sums its gradient. A parameter goes without one, because its bucket takes the sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -72,9 +72,7 @@ class Divider:
         self.summed: set[str] = set()  # parameters whose gradient is one
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.moved: dict[tuple[object, ...], fx.Node] = {}
-        self.leaders: dict[
-            Tags | None, fx.Node
-        ] = {}  # one node of each region, to stand for all of its readers
+        self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
         self.rank: fx.Node | None = None
         self.node: fx.Node | None = None  # what is being divided
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
@@ -83,8 +81,6 @@ class Divider:
     @property
     def degree(self) -> int:
         return self.division.degree
-
-    # -- reading ------------------------------------------------------------------------------------------------
 
     def layout(self, node: fx.Node) -> Layout:
         """Return how the group holds a value."""
@@ -104,8 +100,6 @@ class Divider:
         value = local.meta["example_value"]
         return isinstance(value, Tensor) and value.requires_grad
 
-    # -- writing ------------------------------------------------------------------------------------------------
-
     def emit(
         self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None
     ) -> fx.Node:
@@ -115,8 +109,8 @@ class Divider:
         mode = self.recording.modes.get(self.node, Mode())
         made.meta = {key: self.node.meta[key] for key in ("custom", "stack_trace") if key in self.node.meta}
 
-        def value(used: fx.Node) -> object:
-            return used.meta["example_value"]
+        def value(used: fx.Node) -> Argument:
+            return used.meta["example_value"]  # type: ignore[no-any-return]
 
         with self.fakes, torch.set_grad_enabled(mode.grad):
             result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
@@ -150,8 +144,6 @@ class Divider:
     def _varies(self, sources: list[fx.Node]) -> bool:
         """Return whether work on whole values is part of divided work: one of them varies."""
         return any(self.local[source] in self.varying for source in sources if self.layouts[source] == WHOLE)
-
-    # -- layouts ------------------------------------------------------------------------------------------------
 
     def settle(self, node: fx.Node, like: Divided | None = None) -> Layout:
         """Take a pending sum: into slices of `like` or of the activations between regions, else whole."""
@@ -211,7 +203,7 @@ class Divider:
         return self._collect(local, have, want, varies)
 
     def _base(self, node: fx.Node) -> fx.Node | None:
-        """Return what a divided reshape was made from: gathered there, all its reshapes share one collective."""
+        """Return the source of a divided reshape: gathered there, all its reshapes share one collective."""
         if node.target not in REPLAYED or self.home(node) != self.home(node.all_input_nodes[0]):
             return None
         base = node.all_input_nodes[0]
@@ -230,7 +222,7 @@ class Divider:
 
     def _collect(self, local: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
         how = change(self.division.axis, self.degree, have, want, varies)
-        made = self.emit(collective, (local, how))
+        made = self.emit(collective, (local, how))  # type: ignore[arg-type]
         self.varying.discard(made)
         if varies and isinstance(want, Whole):
             self.varying.add(made)
@@ -261,8 +253,6 @@ class Divider:
                 self.rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
         return self.rank
 
-    # -- where collectives run ----------------------------------------------------------------------------------
-
     def _place(self, node: fx.Node, have: Layout) -> fx.Node:
         """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
         assert self.node is not None
@@ -283,8 +273,6 @@ class Divider:
         finally:
             self.node = before
 
-    # -- the pass -----------------------------------------------------------------------------------------------
-
     def run(self) -> None:
         """Divide every operation in order."""
         for node in self.recording.graph.nodes:
@@ -300,9 +288,7 @@ class Divider:
             self.settle(result)
             local = self.to(result, WHOLE, varies=False)
             assert local not in self.varying, f"{result} has a different gradient on every device"
-            if (
-                local.target is collective
-            ):  # what the loss returns is computed, as its chunk is one that computes
+            if local.target is collective:  # the chunk of the loss must be one that computes
                 local = self.emit(aten.clone.default, (local,))
             self.local[result], self.layouts[result] = local, WHOLE
 

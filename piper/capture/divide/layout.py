@@ -13,8 +13,8 @@ class Whole:
 class Divided:
     """The i-th device holds the i-th slice along one dimension.
 
-    blocks: the dimension is `blocks` equal runs laid end to end, and each of them is divided by itself. A fused
-    query-key-value weight has three; flattening [batch, sequence] with a divided sequence gives one per sample.
+    blocks: the dimension is `blocks` equal runs laid end to end, each divided by itself. A fused
+    query-key-value weight has three. Flattening [batch, sequence] with a divided sequence gives one a sample.
     zigzag: the i-th device holds the i-th and the i-th last of 2 * degree slices.
     """
 

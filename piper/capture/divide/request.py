@@ -1,4 +1,4 @@
-"""What `shard` directives over an axis ask of a captured model: which parameters, which fields, which regions."""
+"""What `shard` over an axis asks of a captured model: which parameters, batch fields and regions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Request:
     regions: Mapping[Tags, int]  # each with the number of its devices
 
     def alike(self, other: "Request") -> bool:
-        """Return whether two directives divide in the same way, so that slices may pass between their regions."""
+        """Return whether two directives divide alike, so that slices may pass between their regions."""
         return replace(self, by="", regions={}) == replace(other, by="", regions={})
 
 
@@ -53,9 +53,15 @@ def divide_model(
     requests: Sequence[Request],
     parameters: Sequence[Parameter],
     batch: Mapping[str, TensorSpec],
+    *,
+    exact: bool = False,
 ) -> DividedModel:
-    """Divide a model by one axis after another; the first directive's groups are innermost."""
-    recording = as_aten(recording)
+    """Divide a model by one axis after another; the first directive's groups are innermost.
+
+    exact: the model computes in fp64, and casts to float32 inside it are dropped. Sums in another order then
+    differ by rounding of fp64 alone.
+    """
+    recording = as_aten(recording, exact=exact)
     fields: dict[str, tuple[ParameterSlice, ...]] = {}
     for merged in _merged(requests):
         recording, parameters = _divided(recording, merged, parameters, batch)

@@ -1,6 +1,34 @@
 """The table of rules: for every operation how it divides, and which collectives its operands need."""
 
+from collections.abc import Mapping
+
+import torch
+
 from piper.capture.divide import attention, compute, losses, shapes
 from piper.capture.divide.divider import Rule
+from piper.errors import ConfigError
 
-RULES: dict[object, Rule] = {**shapes.RULES, **compute.RULES, **losses.RULES, **attention.RULES}
+_RULES: dict[object, Rule] = {**shapes.RULES, **compute.RULES, **losses.RULES, **attention.RULES}
+# ^ grows by `sharding_rule` alone
+
+
+def rules() -> Mapping[object, Rule]:
+    """Return the rule of every operation that has one."""
+    return _RULES
+
+
+def sharding_rule(op: torch._ops.OpOverload, fn: Rule) -> None:
+    """Register how an operation divides: `fn(divider, node)` writes one device's part of it.
+
+    A rule asks `divider.layout(source)` how the group holds an operand, brings it into another layout with
+    `divider.to(source, layout, varies=True)`, writes operations with `divider.emit(op, args)`, and ends with
+    `divider.done(node, result, layout)`. It replaces the rule that the operation had.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or not callable(fn):
+        raise ConfigError(
+            f"{op!r} is not an operation with a rule",
+            by="sharding_rule",
+            facts={"rule": repr(fn)},
+            hint="name one overload and a function: piper.sharding_rule(torch.ops.aten.erf.default, rule)",
+        )
+    _RULES[op] = fn

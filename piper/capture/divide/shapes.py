@@ -114,7 +114,7 @@ def expand(d: Divider, node: fx.Node) -> None:
 
 
 def piece(d: Divider, size: int, have: Divided, start: int, length: int) -> tuple[Divided, int, int]:
-    """Return the layout of a run of a divided dimension, and its local start and length: whole blocks only."""
+    """Return the layout of some whole blocks of a divided dimension, and their local start and length."""
     block = size // have.blocks
     if start == 0 and length == size:
         return have, 0, size // d.degree
@@ -249,14 +249,14 @@ def cat(d: Divider, node: fx.Node) -> None:
 def inner_collective(d: Divider, node: fx.Node) -> None:
     """Let a collective along an inner axis work on each device's slice.
 
-    It may join and cut the very dimension that is divided here: what the devices of an inner group hold between
-    them is then this device's slice, and positions within it are only compared once they are joined.
+    It may join and cut the dimension that is divided here: the devices of an inner group then hold this
+    device's slice between them, and positions within it are only compared once they are joined.
     """
     source, how = operand(d, node), how_of(node)
     have = d.layout(source)
     if isinstance(have, Sum) and how.op == "max":
         have = d.settle(source)
-    d.done(node, d.emit(collective, (d.local[source], how)), have)
+    d.done(node, d.emit(collective, (d.local[source], how)), have)  # type: ignore[arg-type]
 
 
 RULES: dict[object, Rule] = {

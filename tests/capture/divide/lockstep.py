@@ -8,8 +8,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.divide.collective import how_of, is_collective
-from piper.capture.recording import FromBuffer, FromParameter, Place, Recording
-from piper.ir.chunk import Batch, Collective, Constant, Slicing
+from piper.capture.recording import FromBuffer, FromParameter, Origin, Recording
+from piper.ir.chunk import Batch, Collective, Constant, Place
+from piper.sharding import Slicing
 
 
 def cut(value: Tensor, how: Slicing, degree: int) -> list[Tensor]:
@@ -62,12 +63,12 @@ class Exchange(torch.autograd.Function):
     """One collective over the values of all devices."""
 
     @staticmethod
-    def forward(ctx: object, how: Collective, *given: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: object, how: Collective, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.how = how  # type: ignore[attr-defined]
         return tuple(perform(how, given))
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *perform(ctx.how.adjoint, [g.contiguous() for g in grads]))  # type: ignore[attr-defined]
 
 
@@ -83,32 +84,50 @@ def run(
     ran: Counter[str] = Counter()
     for node in recording.graph.nodes:
         if node.op == "placeholder":
-            match recording.origins[node]:
-                case FromParameter(name=name):
-                    env[node] = [p[name] for p in params]
-                case FromBuffer(name=name):
-                    env[node] = [buffers[name]] * degree
-                case Batch(field=name):
-                    env[node] = [batch[name] for batch in batches]
-                case Constant(name=name):
-                    env[node] = [recording.constants[name]] * degree
-                case Place():
-                    env[node] = [torch.tensor([i]) for i in range(degree)]
+            env[node] = given(recording, recording.origins[node], degree, params, buffers, batches)
         elif node.op == "get_attr":
             env[node] = [getattr(recording.root, str(node.target))] * degree
         elif is_collective(node):
             how = how_of(node)
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            env[node] = list(Exchange.apply(how, *env[source]))
+            env[node] = list(Exchange.apply(how, *env[source]))  # type: ignore[no-untyped-call]
             ran[how.op] += 1
             if node.meta["example_value"].requires_grad:
                 ran["back " + how.back] += 1
         else:
-            env[node] = []
-            for i in range(degree):
-                args = map_arg(node.args, lambda used, i=i: env[used][i])
-                kwargs = map_arg(node.kwargs, lambda used, i=i: env[used][i])
-                with torch.set_grad_enabled(recording.modes[node].grad):
-                    env[node].append(node.target(*args, **kwargs))
+            with torch.set_grad_enabled(recording.modes[node].grad):
+                env[node] = [
+                    call(node, {used: env[used][i] for used in node.all_input_nodes}) for i in range(degree)
+                ]
     return env[recording.results[0]], ran  # type: ignore[return-value]
+
+
+def given(
+    recording: Recording,
+    origin: Origin,
+    degree: int,
+    params: Sequence[Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Mapping[str, Tensor]],
+) -> list[object]:
+    """Return what every device gives for an input."""
+    match origin:
+        case FromParameter(name=name):
+            return [p[name] for p in params]
+        case FromBuffer(name=name):
+            return [buffers[name]] * degree
+        case Batch(field=name):
+            return [batch[name] for batch in batches]
+        case Constant(name=name):
+            return [recording.constants[name]] * degree
+        case Place():
+            return [torch.tensor([i]) for i in range(degree)]
+    raise AssertionError(origin)
+
+
+def call(node: fx.Node, env: Mapping[fx.Node, object]) -> object:
+    """Run one operation on one device."""
+    args = map_arg(node.args, env.__getitem__)  # type: ignore[arg-type]
+    kwargs = map_arg(node.kwargs, env.__getitem__)  # type: ignore[arg-type]
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,6 +1,7 @@
 """Each rule by itself: divide, run on every device, join, and compare with the undivided operation."""
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from piper.errors import CaptureError
 from tests.capture.divide import lockstep
 
 Batch = Mapping[str, Tensor]
-Call = Callable[[nn.Module, Batch], Tensor]
 
 
 class Net(nn.Module):
@@ -34,6 +34,14 @@ class Net(nn.Module):
             if not hasattr(value, "fake_mode"):
                 value = torch.randn(shape, generator=generator)
             self.register_parameter(name, nn.Parameter(value))
+
+    def __getattr__(self, name: str) -> Tensor:
+        found = super().__getattr__(name)
+        assert isinstance(found, Tensor)
+        return found
+
+
+Call = Callable[[Net, Batch], Tensor]
 
 
 def divided(
@@ -64,7 +72,7 @@ def divided(
         attention=attention,
         zigzag=zigzag,
     )
-    recording = as_aten(record(model, call, fakes))
+    recording = as_aten(record(model, lambda net, given: call(cast(Net, net), given), fakes))
     return divide(recording, division, lambda tags: True, lambda a, b: True)
 
 
@@ -114,9 +122,7 @@ def compare(
         else:
             got = found[0]
             assert all(torch.equal(grad, got) for grad in found), f"{name} differs between devices"
-        torch.testing.assert_close(
-            got, parameter.grad, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-11, atol=1e-12)
     return {name: count for name, count in ran.items() if count}
 
 
@@ -132,7 +138,7 @@ X = {"x": numbers(2, 4, 8)}
 
 
 def test_outputs_of_a_product_are_divided_without_a_collective_but_for_the_gradient_of_its_input() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         h = F.linear(batch["x"] * net.scale, net.w, net.b)
         return F.linear(F.gelu(h), net.v, net.c).pow(2).mean()
 
@@ -142,7 +148,7 @@ def test_outputs_of_a_product_are_divided_without_a_collective_but_for_the_gradi
 
 
 def test_between_keeps_activations_divided() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         h = batch["x"] * net.scale
         for w, v in ((net.w0, net.v0), (net.w1, net.v1)):
             h = h + F.linear(F.silu(F.linear(F.rms_norm(h, (8,), net.scale), w)), v)
@@ -164,7 +170,7 @@ def test_cross_entropy_never_gathers_the_logits(degree: int, reduction: str, div
     labels = tokens(2, 8)
     labels[0, :5] = -100
 
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         logits = F.linear(batch["x"], net.head)
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
 
@@ -184,7 +190,7 @@ def test_cross_entropy_never_gathers_the_logits(degree: int, reduction: str, div
 
 
 def test_a_table_divided_by_rows_gives_a_sum_and_leaves_its_padding_row_without_a_gradient() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         return F.embedding(batch["t"], net.table, padding_idx=3).pow(2).sum()
 
     ran = compare(call, {"table": (8, 4)}, {"t": tokens(3, 5)}, {"table": Divided(0)})
@@ -192,7 +198,7 @@ def test_a_table_divided_by_rows_gives_a_sum_and_leaves_its_padding_row_without_
 
 
 def test_a_table_divided_by_columns_needs_no_collective_to_look_up() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         return F.embedding(batch["t"], net.table).pow(2).sum()
 
     assert compare(call, {"table": (8, 4)}, {"t": tokens(3, 5)}, {"table": Divided(1)}) == {
@@ -203,7 +209,7 @@ def test_a_table_divided_by_columns_needs_no_collective_to_look_up() -> None:
 
 @pytest.mark.parametrize("how", ["heads of weights", "gather", "zigzag", "heads"])
 def test_attention(how: str) -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         q, k, v = (
             F.linear(batch["x"], w).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (net.q, net.k, net.v)
         )
@@ -232,7 +238,7 @@ def test_attention(how: str) -> None:
 
 
 def test_a_fused_product_that_is_split_is_divided_block_by_block() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         q, k, v = F.linear(batch["x"], net.qkv, net.b).chunk(3, -1)
         return F.linear(q * torch.sigmoid(k) + v, net.o).pow(2).mean()
 
@@ -274,7 +280,7 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", MOVES)
 def test_operations_on_a_divided_value(name: str) -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
+    def call(net: Net, batch: Batch) -> Tensor:
         h = F.linear(batch["x"], net.w)
         return (MOVES[name](h) * 1.5).sin().pow(2).sum()
 
@@ -301,8 +307,8 @@ def test_a_reshape_carries_a_division(
 
 
 def test_an_operation_without_a_rule_is_named_with_its_line() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
-        return torch.linalg.svdvals(F.linear(batch["x"], net.w)).sum()
+    def call(net: Net, batch: Batch) -> Tensor:
+        return cast(Tensor, torch.linalg.svdvals(F.linear(batch["x"], net.w)).sum())
 
     with pytest.raises(CaptureError) as caught:
         divided(call, {"w": (16, 8)}, X, {"w": Divided(0)})
@@ -312,8 +318,8 @@ def test_an_operation_without_a_rule_is_named_with_its_line() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    def call(net: nn.Module, batch: Batch) -> Tensor:
-        return F.linear(batch["x"], net.w).unflatten(-1, (3, 4)).sum()
+    def call(net: Net, batch: Batch) -> Tensor:
+        return cast(Tensor, F.linear(batch["x"], net.w).unflatten(-1, (3, 4)).sum())
 
     with pytest.raises(CaptureError, match="no even division"):
         divided(call, {"w": (12, 8)}, X, {"w": Divided(0)})

@@ -1,0 +1,45 @@
+"""Divided models give the numbers of one device: tensor, sequence and context parallelism, and all with the rest."""
+
+import pytest
+
+from tests.runtime.divided import MODELS, STRATEGIES, checked
+
+FEW = [
+    ("decoder", "tp2dp2z3"),
+    ("decoder", "cp2heads"),
+    ("decoder4", "tp4"),
+    ("moe", "cp2zigzag"),
+    ("llama", "sp2"),
+    ("qwen3", "tp2pp2"),
+    ("mistral", "cp2"),
+    ("gpt2", "tp2"),
+]
+
+
+def fits(model: str, strategy: str) -> bool:
+    """Return whether a model's heads divide as a strategy asks."""
+    if strategy == "tp4":
+        return model in ("decoder4", "gpt2")
+    return model != "decoder4"
+
+
+ALL = [
+    (model, strategy)
+    for model in MODELS
+    for strategy in STRATEGIES
+    if fits(model, strategy) and (model, strategy) not in FEW
+]
+
+
+@pytest.mark.parametrize(("model", "strategy"), FEW)
+def test_a_divided_model_has_the_numbers_of_one_device(model: str, strategy: str) -> None:
+    report = checked(model, strategy)
+    assert report.ok, report
+    assert report.notes == ()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("model", "strategy"), ALL)
+def test_every_model_under_every_strategy(model: str, strategy: str) -> None:
+    report = checked(model, strategy)
+    assert report.ok, report
