@@ -27,6 +27,7 @@ ROOMS = {
     "lower",
     "models",
     "plan",
+    "private_files",
     "probe",
     "recipe",
     "runtime",
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "collector": set(),
     "devices": set(),
+    "private_files": {"errors"},
     "fields": {"errors"},
     "words": set(),
     "experts": {"errors", "torch"},
@@ -54,8 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "ir",
         "experts",
+        "private_files",
         "torch",
-    },  # experts: the markers at which a region is cut
+    },  # experts: the markers at which a region is cut; private_files: the cache's key
     "models": {"errors", "experts", "capture", "torch"},
     "job": {"errors", "ir", "directives", "torch"},
     "checkpoint": {"errors", "devices", "ir", "plan", "torch"},
@@ -66,11 +69,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "experts",
         "ir",
         "plan",
+        "private_files",
         "runtime",
         "simulate",
         "torch",
         "ray",
-    },  # experts: code calls its operators; simulate: how long a network takes
+    },  # experts: code calls its operators; private_files: keys; simulate: how long a network takes
     "data": {"errors", "torch"},
     "explain": {"errors", "devices", "ir", "lower", "plan"},
     "probe": {"torch"},

@@ -17,7 +17,7 @@ from piper.checkpoint.storage import Part, Placed, Shelf, StorageError, index_of
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
 from piper.launchers.copying import Copied, name_of
-from piper.launchers.member import Call
+from piper.launchers.messages import Call
 from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
 

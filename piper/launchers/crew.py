@@ -10,7 +10,7 @@ from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name
 from piper.launchers.checkpoints import Checkpoints, Saves
 from piper.launchers.excerpt import Cutter
-from piper.launchers.member import Call
+from piper.launchers.messages import Call
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.assemble import whole_buffers, whole_parameters

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import cast
@@ -14,71 +13,44 @@ from torch import Tensor
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
-from piper.launchers.channel import join
 from piper.launchers.crew import devices_of
-from piper.launchers.member import PATIENCE, Member, Order
-from piper.launchers.post import Hear, Post, Told
+from piper.launchers.member import Member
+from piper.launchers.messages import CODEC, PATIENCE, Hello, Spot, Told, Welcome
+from piper.launchers.post import Hear, Post
 from piper.launchers.rendezvous import Door, doors, find_door, next_launch, own_address
-from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, SharedValues, nameless_file
+from piper.launchers.shared import HeldValues, Marks, SharedValues, nameless_file
+from piper.launchers.transport.channel import ClosedError, connect
+from piper.launchers.transport.keys import HOW, check_key, fetched_key, given_key, key_missing
 from piper.launchers.world import World, check_size
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike
 from piper.runtime.trail import Mark
 
 CHANGES = ("step", "load")  # what rank 0 may not do without the others noticing
-Stamp = tuple[int, int]  # what tells a file from all others of a machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """A file without a name, as another process of the machine finds it."""
-
-    path: str
-    stamp: Stamp
-
-    @staticmethod
-    def of(descriptor: int) -> "Spot":
-        """Where others find a file of this process."""
-        about = os.fstat(descriptor)
-        return Spot(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
-
-    def open(self) -> int | None:
-        """The file, if it is one of this machine."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR)
-        except OSError:
-            return None
-        about = os.fstat(descriptor)
-        if (about.st_dev, about.st_ino) == self.stamp:
-            return descriptor
-        os.close(descriptor)  # a process of another machine has the same number
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """What a rank says of itself when it comes in."""
-
-    process: int
-    address: str
-    local: int
-    marks: Spot
-    listens: bool  # it wants to know what the run gives
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """What a rank is given: its device, and the first values of all parameters."""
-
-    order: Order
-    values: Mapping[str, Entry]
-    shared: Spot | None  # where they lie on this machine
-    memory: Bytes | None  # or they themselves
+def key_for(world: World, door: Door) -> bytes:
+    """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
+    key = given_key()
+    if key is not None and not door.launch:
+        return key
+    if not world.one_machine:
+        raise key_missing(world.rank)
+    return fetched_key(door.launch, world.rank)
 
 
 def come_in(world: World, door: Door, hear: Hear | None) -> Post:
     """Become the worker of a launch."""
-    channel = join((door.host, door.port), bytes.fromhex(door.key), world.rank, PATIENCE)
+    key = key_for(world, door)
+    try:
+        channel = connect((door.host, door.port), key, world.rank, PATIENCE, CODEC)
+    except ClosedError as error:
+        raise LaunchError(
+            "this rank and rank 0 do not know the same key",
+            by=f"rank {world.rank}",
+            facts={"at": f"{door.host}:{door.port}", "why": str(error)},
+            hint=HOW,
+        ) from error
     descriptor = nameless_file(Marks.size(1, door.width))
     cells = Marks(descriptor, [world.rank], door.width).of(world.rank)
     channel.send(
@@ -104,7 +76,7 @@ def come_in(world: World, door: Door, hear: Hear | None) -> Post:
 def values_of(welcome: Welcome) -> Initial:
     """The first values that a rank was given."""
     if welcome.memory is not None:
-        return HeldValues(welcome.memory, welcome.values)
+        return HeldValues(welcome.memory.numpy(), welcome.values)
     assert welcome.shared is not None
     descriptor = welcome.shared.open()
     assert descriptor is not None, "rank 0 found us on its machine"
@@ -116,6 +88,7 @@ def values_of(welcome: Welcome) -> Initial:
 
 def attend(world: World) -> None:
     """Be a worker of everything that rank 0 launches, until it is done."""
+    check_key(world)
     posts: list[Post] = []
     for door in doors(world):
         with suppress(OSError):  # rank 0 has closed it again
@@ -206,6 +179,7 @@ def again(told: Told) -> PiperError:
 def launch_follower(program: ProgramLike, world: World) -> Iterator[FollowerRun]:
     """Take part in what rank 0 launches. The block's end waits for the end of the run there."""
     check_size(world, len(devices_of(program.plans)))
+    check_key(world)
     threads = torch.get_num_threads()
     told: SimpleQueue[Told | None] = SimpleQueue()
     post = come_in(world, find_door(world, next_launch(world)), told.put)

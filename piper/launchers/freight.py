@@ -4,9 +4,9 @@ import importlib
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
 
@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from piper.errors import LaunchError
-from piper.ir.chunk import Chunk, Phase
+from piper.ir.chunk import Chunk, Outline, Phase
+from piper.launchers.transport.serialize import Codec
+from piper.plan.plan import Plans
 from piper.runtime.compute import subject
 from piper.runtime.setup import Code, Setup
 
@@ -34,22 +38,49 @@ class Codes:
         return self.built[chunk.key, phase]
 
 
-def slim(setup: Setup) -> Setup:
-    """A setup with only the code that its plans call: what captured it stays at home."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """What of a setup is code: it can only travel as a pickle, over a channel of the driver's own workers."""
+
+    code: Codes
+    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """A setup as a message: its data in typed form, and its functions as a pickle."""
+
+    plans: Plans
+    outline: Outline
+    constants: Mapping[str, Tensor]
+    precision: str
+    clip_norm: float | None
+    seed: int
+    device: str
+    functions: bytes
+
+
+SHIPMENT = Codec((Shipment,))
+
+
+def called_code(setup: Setup) -> Codes:
+    """Return the code that the plans of a setup call."""
     chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
     called = {ins.arg for plan in setup.plans for ins in plan.instrs if ins.op == "compute"}
     built: dict[tuple[str, Phase], Code] = {}
     for arg in sorted(called):
         phase, chunk = subject(chunks, arg)
         built[chunk.key, phase] = setup.code(chunk, phase)
-    return replace(setup, code=Codes(built=built))
+    return Codes(built=built)
 
 
 def pack_setup(setup: Setup) -> bytes:
-    """A setup as bytes that a worker can read, wherever the job's functions come from."""
+    """Return a setup as bytes that a worker can read, wherever the job's functions come from."""
+    functions = Functions(code=called_code(setup), optimizer=setup.optimizer, scheduler=setup.scheduler)
     try:
         with by_value(stray_modules(setup)):
-            return pack(slim(setup))
+            code = pack(functions)
     except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise LaunchError(
             "the job cannot be sent to its workers",
@@ -57,6 +88,36 @@ def pack_setup(setup: Setup) -> bytes:
             facts={"why": f"{type(error).__name__}: {error}"},
             hint="define operators in a module, keep locks and files out of optimizers, or use on='inline'",
         ) from error
+    return SHIPMENT.encode(
+        Shipment(
+            plans=setup.plans,
+            outline=setup.outline,
+            constants=setup.constants,
+            precision=setup.precision,
+            clip_norm=setup.clip_norm,
+            seed=setup.seed,
+            device=str(setup.device),
+            functions=code,
+        )
+    )
+
+
+def unpack_setup(data: bytes) -> Setup:
+    """Return the setup that bytes hold. They come from the driver, after both sides have proved their key."""
+    sent = cast(Shipment, SHIPMENT.decode(data))
+    functions = cast(Functions, unpack(sent.functions))
+    return Setup(
+        plans=sent.plans,
+        outline=sent.outline,
+        code=functions.code,
+        constants=sent.constants,
+        optimizer=functions.optimizer,
+        scheduler=functions.scheduler,
+        precision=sent.precision,
+        clip_norm=sent.clip_norm,
+        seed=sent.seed,
+        device=torch.device(sent.device),
+    )
 
 
 def stray_modules(setup: Setup) -> list[ModuleType]:
@@ -86,8 +147,8 @@ def pack(value: object) -> bytes:
     return target.getvalue()
 
 
-def unpack(data: bytes | bytearray) -> object:
-    """The value that bytes hold."""
+def unpack(data: bytes) -> object:
+    """Return the value that a pickle holds. The only place that unpickles: see docs/security.md."""
     return pickle.loads(data)
 
 

@@ -14,7 +14,7 @@ from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_
 from piper.launchers.blame import Scene, Sighting, blame
 from piper.launchers.checkpoints import Checkpoints, Saves
 from piper.launchers.look import running
-from piper.launchers.member import Call
+from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
 from piper.launchers.restoring import blank_values
 from piper.launchers.watch import Failure, Watcher, new_cells

@@ -1,13 +1,12 @@
 """`local` in a world that torchrun has started: rank 0 drives, and every rank is the worker of a device."""
 
 import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +15,17 @@ from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.accelerator import crowded
 from piper.launchers.base import Resumed, StepResult, streams_of
 from piper.launchers.blame import Sighting
-from piper.launchers.channel import Channel, ClosedError, admit
 from piper.launchers.crew import CrewRun, unread_values
-from piper.launchers.follower import Hello, Spot, Welcome
 from piper.launchers.freight import pack_setup
 from piper.launchers.look import gone, running, stopped
-from piper.launchers.member import PATIENCE, Meeting, Member, Order
-from piper.launchers.post import Post, Told
+from piper.launchers.member import Member
+from piper.launchers.messages import CODEC, PATIENCE, Hello, Meeting, Order, Spot, Told, Welcome
+from piper.launchers.post import Post
 from piper.launchers.rendezvous import Door, next_launch, open_door, own_address
 from piper.launchers.shared import Entry, Marks, joined, layout, share
 from piper.launchers.store import store_on
+from piper.launchers.transport.channel import Channel, ClosedError, Listener
+from piper.launchers.transport.keys import check_key, given_key, new_launch, offered_key
 from piper.launchers.watch import new_cells
 from piper.launchers.wired import WiredCrew
 from piper.launchers.world import World, check_size
@@ -83,22 +83,31 @@ class JoinedCrew(WiredCrew):
 
     def _let_in(self, own: str, width: int) -> None:
         """Wait for all other ranks, and look where they are."""
-        key, until = secrets.token_bytes(32), monotonic() + PATIENCE
-        with socket.create_server((own, 0)) as listening:
-            listening.settimeout(1.0)
-            door = Door(host=own, port=listening.getsockname()[1], key=key.hex(), width=width)
+        until, given = monotonic() + PATIENCE, given_key()
+        with ExitStack() as held:
+            launch = "" if given is not None else new_launch()
+            key = given if given is not None else held.enter_context(offered_key(launch))
+            listener = held.enter_context(Listener(own, key, self.options.timeout, CODEC))
+            host, port = listener.address
+            door = Door(host=host, port=port, launch=launch, width=width)
             open_door(self.world, next_launch(self.world), door)
             while len(self.hellos) < self.world.size - 1:
-                with suppress(TimeoutError):
-                    if (newcomer := admit(listening, key, self.options.timeout)) is not None:
-                        self._seat(*newcomer, width)
+                if (newcomer := listener.accept(1.0)) is not None:
+                    self._seat(*newcomer, width)
                 if monotonic() > until:
                     raise self.absent()
 
     def _seat(self, rank: int, channel: Channel, width: int) -> None:
+        try:
+            hello = channel.recv()
+        except (ClosedError, TimeoutError):
+            channel.close()  # it ended just after it came in: another may still come in its place
+            return
+        if not isinstance(hello, Hello) or not 0 < rank < self.world.size:
+            channel.close()
+            return
         device = self.devices[rank]
-        self.channels[device] = channel
-        self.hellos[device] = hello = cast(Hello, channel.recv())
+        self.channels[device], self.hellos[device] = channel, hello
         if (marks := hello.marks.open()) is not None:
             self.cells[device] = Marks(marks, [device], width).of(device)
             os.close(marks)
@@ -120,15 +129,17 @@ class JoinedCrew(WiredCrew):
             order=order,
             values=index,
             shared=spot if near else None,
-            memory=None if near else joined(values, index).numpy(),
+            memory=None if near else joined(values, index),
         )
 
     def _be_one(self, order: Order, values: Mapping[str, Tensor]) -> None:
         """Be the worker of the first device too."""
         here, there = socket.socketpair()
-        self.channels[order.device] = Channel(here, self.options.timeout)
+        self.channels[order.device] = Channel(here, self.options.timeout, codec=CODEC)
         cells = self.cells[order.device]
-        self.post = Post(Channel(there), order.device, lambda: Member(order, values.__getitem__, cells))
+        self.post = Post(
+            Channel(there, codec=CODEC), order.device, lambda: Member(order, values.__getitem__, cells)
+        )
 
     def tell(self, told: Told) -> None:
         """Let the scripts of the other ranks know what a method gave."""
@@ -243,6 +254,7 @@ def launch_joined(program: ProgramLike, options: Options, world: World) -> Itera
     """Start a program on the ranks of a world, of which this is the first."""
     crew = JoinedCrew(program, options, world)
     check_size(world, len(crew.devices))
+    check_key(world)
     with ExitStack() as held:
         held.callback(torch.set_num_threads, torch.get_num_threads())
         held.callback(crew.close)

@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from piper.launchers.accelerator import crowded
 from piper.launchers.base import streams_of
 from piper.launchers.blame import Sighting
-from piper.launchers.channel import Channel
 from piper.launchers.crew import CrewRun, unread_values
 from piper.launchers.freight import pack_setup
 from piper.launchers.look import running, stopped
-from piper.launchers.member import PATIENCE, Meeting, Order, Places
+from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order, Places
 from piper.launchers.nursery import Nursery
 from piper.launchers.nursery import nursery as started_nursery
 from piper.launchers.shared import Marks, layout, nameless_file, share
 from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.transport.channel import Channel
 from piper.launchers.wired import Readable, WiredCrew
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
@@ -56,7 +56,7 @@ class LocalCrew(WiredCrew):
                 here, there = socket.socketpair()
                 with there:
                     self.pids[device] = self.nursery.fork([there.fileno(), marks, memory])
-                self.channels[device] = Channel(here, self.options.timeout)
+                self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
             for local, device in enumerate(devices):
                 order = Order(
                     device=device,

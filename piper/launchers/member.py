@@ -5,10 +5,9 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,43 +15,19 @@ from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.launchers.accelerator import comms_of, ending, take_one
-from piper.launchers.channel import Channel, ClosedError
-from piper.launchers.freight import unpack
+from piper.launchers.freight import unpack_setup
+from piper.launchers.messages import CODEC, PATIENCE, Call, Order, Places
 from piper.launchers.persist import Done, Keeper
 from piper.launchers.restoring import blank_values
-from piper.launchers.shared import Entry, Marks, SharedValues
+from piper.launchers.shared import Marks, SharedValues
+from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import Failure, Watcher, failure_of
 from piper.plan.divided import Share
 from piper.runtime.env import Rows
 from piper.runtime.record import Recording
-from piper.runtime.setup import Initial, Setup
+from piper.runtime.setup import Initial
 from piper.runtime.trail import Mark
-from piper.runtime.worker import Options, Sums, Worker
-
-PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
-Call = Literal["step", "save", "load", "poll"] | Asked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where the workers of a job find each other."""
-
-    host: str  # of the store
-    port: int
-    address: str  # that this worker listens on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a worker is given at its start."""
-
-    device: int
-    local: int  # which of its machine's accelerators it uses, where the job uses any
-    meeting: Meeting
-    options: Options
-    setup: bytes
-    shares: bool = False  # its accelerator serves other workers too
+from piper.runtime.worker import Sums, Worker
 
 
 class Member:
@@ -61,7 +36,7 @@ class Member:
     def __init__(self, order: Order, initial: Initial, cells: memoryview) -> None:
         self.device = order.device
         torch.set_num_threads(order.options.threads)
-        setup = cast(Setup, unpack(order.setup))
+        setup = unpack_setup(order.setup)
         if setup.device.type == "cuda":
             take_one(order.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
@@ -158,20 +133,10 @@ class Member:
         self.worker.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where a worker of this machine finds what is shared."""
-
-    values: Mapping[str, Entry]
-    devices: tuple[int, ...]
-    width: int
-    path: tuple[str, ...]  # where modules are imported from
-
-
 def main(descriptors: Sequence[int]) -> int:
     """Be a worker of this machine: begin with an order, answer calls until the driver is gone."""
     end, marks, values = descriptors
-    channel = Channel(socket.socket(fileno=end))
+    channel = Channel(socket.socket(fileno=end), codec=CODEC)
     try:
         places, order = cast("tuple[Places, Order]", channel.recv())
         sys.path[:] = places.path

@@ -4,27 +4,16 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import cast
 
-from piper.launchers.channel import Channel, ClosedError
-from piper.launchers.member import Call, Member
+from piper.launchers.member import Member
+from piper.launchers.messages import Call, Told
+from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import failure_of
 from piper.launchers.wires import Wires
 
 LEAVE = 5.0  # seconds that a worker may take to end when its wires are cut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a method of the run gave on rank 0, so that it gives the same on the others."""
-
-    method: str
-    value: object = None
-    error: str | None = None  # the class of what it raised instead, its text, and what was noted of it
-    text: str = ""
-    notes: tuple[str, ...] = ()
 
 
 Message = Told | tuple[Call, object]

@@ -5,7 +5,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,13 +21,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from piper.errors import LaunchError
 from piper.launchers.base import streams_of
 from piper.launchers.blame import Sighting
-from piper.launchers.channel import admit, join
 from piper.launchers.crew import CrewRun, devices_of, unread_values
-from piper.launchers.freight import pack, pack_setup, unpack
+from piper.launchers.freight import pack_setup
 from piper.launchers.look import Look, look_at, sweep
-from piper.launchers.member import PATIENCE, Meeting, Member, Order, serve
+from piper.launchers.member import Member, serve
+from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order
 from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout
 from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.watch import failure_of
 from piper.launchers.wired import WiredCrew
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
@@ -86,8 +86,8 @@ class Actor:
 
         Its calls come over a socket: one through Ray takes milliseconds, as long as many a step.
         """
-        given = cast(Order, unpack(order))
-        channel = join((door.host, door.port), door.key, given.device, PATIENCE)
+        given = cast(Order, CODEC.decode(order))
+        channel = connect((door.host, door.port), door.key, given.device, PATIENCE, CODEC)
         try:
             member = Member(given, HeldValues(memory, index), self.cells)
         except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
@@ -134,17 +134,18 @@ class RayCrew(WiredCrew):
         first = devices[0]
         port = ray.get(self.actors[first].host.remote(own[first]), timeout=PATIENCE)
         key = secrets.token_bytes(32)
-        with socket.create_server((self._address(addresses), 0)) as listening:
-            listening.settimeout(1.0)
+        with Listener(self._address(addresses), key, self.options.timeout, CODEC) as listener:
             until = monotonic() + PATIENCE
-            host, port_here = listening.getsockname()
+            host, port_here = listener.address
             door = Door(host=host, port=port_here, key=key)
             for device in devices:
                 meeting = Meeting(host=own[first], port=port, address=own[device])
                 order = Order(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
-                self.working[self.actors[device].work.remote(pack(order), index, memory, door)] = device
+                self.working[self.actors[device].work.remote(CODEC.encode(order), index, memory, door)] = (
+                    device
+                )
             while len(self.channels) < len(devices):
-                self._let_in(listening, key, until)
+                self._let_in(listener, until)
         self.gather(set(devices), max(PATIENCE, self.options.timeout))
         return CrewRun(program, self, unread_values(program, values))
 
@@ -153,17 +154,14 @@ class RayCrew(WiredCrew):
         mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return LOOPBACK if addresses == {mine} else mine
 
-    def _let_in(self, listening: socket.socket, key: bytes, until: float) -> None:
-        try:
-            newcomer = admit(listening, key, self.options.timeout)
-        except TimeoutError:
-            if lost := self.ended():
-                raise not_started(next(iter(lost.values()))) from None
-            if monotonic() > until:
-                raise not_started("it cannot reach the driver") from None
-            return
-        if newcomer is not None:
-            device, self.channels[device] = newcomer
+    def _let_in(self, listener: Listener, until: float) -> None:
+        arrived = listener.accept(1.0)
+        if arrived is not None:
+            device, self.channels[device] = arrived
+        elif lost := self.ended():
+            raise not_started(next(iter(lost.values())))
+        elif monotonic() > until:
+            raise not_started("it cannot reach the driver")
 
     def _homes(self) -> dict[int, Home]:
         asked = [actor.home.remote() for actor in self.actors.values()]

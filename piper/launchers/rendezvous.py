@@ -15,10 +15,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from piper.errors import LaunchError
-from piper.launchers.member import PATIENCE
+from piper.launchers.messages import PATIENCE
 from piper.launchers.store import LOOPBACK
 from piper.launchers.world import World
 
+MOST = 4096  # streams of a device that a door may claim
 LOOK = 0.2  # seconds between looks at whether there is another launch
 END = "end"  # set when rank 0 launches nothing any more
 LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
@@ -26,11 +27,11 @@ LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where the driver of a launch lets its workers in, and what they show for it."""
+    """Where the driver of a launch lets its workers in. Anybody may read it, so it holds no secret."""
 
     host: str
     port: int
-    key: str
+    launch: str  # the name of the launch, under which its key is found. Empty: the environment gives the key
     width: int  # streams of a device, at most
 
 
@@ -76,9 +77,22 @@ def open_door(world: World, launch: int, door: Door) -> None:
 def find_door(world: World, launch: int) -> Door:
     """Where to come in, once rank 0 has launched."""
     try:
-        return Door(**json.loads(store_of(world).get(f"door/{launch}")))
+        return read_door(world, store_of(world).get(f"door/{launch}"))
     except LOST as error:
         raise apart(world, f"rank 0 did not launch within {PATIENCE:g} s") from error
+
+
+def read_door(world: World, text: bytes) -> Door:
+    """Return the door that the store holds, where anybody could have written it."""
+    try:
+        found = json.loads(text)
+        door = Door(**found)
+    except (ValueError, TypeError) as error:
+        raise apart(world, f"the store holds no address: {error}") from error
+    kinds = {"host": str, "port": int, "launch": str, "width": int}
+    if any(type(found[name]) is not kind for name, kind in kinds.items()) or not 0 < door.width <= MOST:
+        raise apart(world, "the store holds no address")
+    return door
 
 
 def doors(world: World) -> Iterator[Door]:

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from piper.launchers.member import PATIENCE
+from piper.launchers.messages import PATIENCE
 
 LOOPBACK = "127.0.0.1"
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from piper.errors import WorkerError
 from piper.launchers.blame import Scene, Sighting, blame
-from piper.launchers.channel import Channel, ClosedError
 from piper.launchers.crew import Crew, devices_of
-from piper.launchers.member import Call
+from piper.launchers.messages import Call
+from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import Failure
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -17,7 +17,7 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.follower import FollowerRun
 from piper.launchers.inline import launch_inline
 from piper.launchers.joined import JoinedCrew
-from piper.launchers.post import Told
+from piper.launchers.messages import Told
 from piper.launchers.rendezvous import apart
 from piper.launchers.world import World, world_here
 from piper.runtime.worker import Options

@@ -5,15 +5,17 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.launchers.channel import Channel
+from piper.launchers.freight import pack, unpack
 from piper.launchers.nursery import nursery
 from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.transport.channel import Channel
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, summed
 from piper.runtime.comm.gloo import GlooComms
@@ -52,8 +54,8 @@ def processes() -> Iterator[Everyone]:
         def run(work: Callable[[int, Comms], object]) -> list[object]:
             number = next(numbers)
             for device, channel in enumerate(channels):
-                channel.send((device, PLANS, TIMEOUT, store.port, number, work))
-            return [channel.recv() for channel in channels]
+                channel.send(pack((device, PLANS, TIMEOUT, store.port, number, work)))
+            return [unpack(cast(bytes, channel.recv())) for channel in channels]
 
         yield run
 

@@ -1,0 +1,137 @@
+"""The messages between a driver and its workers."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from piper.launchers.base import Resumed, StepResult
+from piper.launchers.excerpt import Excerpt
+from piper.launchers.persist import Done
+from piper.launchers.shared import Entry
+from piper.launchers.transport.serialize import Codec
+from piper.launchers.watch import Failure
+from piper.plan.divided import Share
+from piper.runtime.record import Clock, Recording
+from piper.runtime.worker import Options, Sums
+
+PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
+Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
+Call = Literal["step", "save", "load", "poll"] | Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the workers of a job find each other."""
+
+    host: str  # of the store
+    port: int
+    address: str  # that this worker listens on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a worker is given at its start."""
+
+    device: int
+    local: int  # which of its machine's accelerators it uses, where the job uses any
+    meeting: Meeting
+    options: Options
+    setup: bytes
+    shares: bool = False  # its accelerator serves other workers too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a worker of this machine finds what is shared."""
+
+    values: Mapping[str, Entry]
+    devices: tuple[int, ...]
+    width: int
+    path: tuple[str, ...]  # where modules are imported from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A file without a name, as another process of the machine finds it."""
+
+    path: str
+    stamp: tuple[int, int]  # device and inode: what tells a file from all others of a machine
+
+    @staticmethod
+    def of(descriptor: int) -> "Spot":
+        """Return where other processes find a file of this process."""
+        about = os.fstat(descriptor)
+        return Spot(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
+
+    def open(self) -> int | None:
+        """Open the file. None: it is not a file of this machine."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR)
+        except OSError:
+            return None
+        about = os.fstat(descriptor)
+        if (about.st_dev, about.st_ino) == self.stamp:
+            return descriptor
+        os.close(descriptor)  # a process of another machine has the same number
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a rank says of itself when it comes in."""
+
+    process: int
+    address: str
+    local: int
+    marks: Spot
+    listens: bool  # it wants to know what the run gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What a rank is given: its device, and the first values of all parameters."""
+
+    order: Order
+    values: Mapping[str, Entry]
+    shared: Spot | None  # where they lie on this machine
+    memory: Tensor | None  # or they themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a method of the run gave on rank 0, so that it gives the same on the others."""
+
+    method: str
+    value: object = None
+    error: str | None = None  # the class of what it raised instead, its text, and what was noted of it
+    text: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A sign that a worker which is still at work on a call lives."""
+
+
+CODEC = Codec(
+    (
+        Beat,
+        Clock,
+        Done,
+        Excerpt,
+        Failure,
+        Hello,
+        Order,
+        Places,
+        Recording,
+        Resumed,
+        Share,
+        StepResult,
+        Sums,
+        Told,
+        Welcome,
+    )
+)

@@ -1,0 +1,185 @@
+"""Typed messages as bytes: a JSON header that describes the value, then the raw bytes of its tensors.
+
+Reading a message builds numbers, text, containers, tensors and instances of the classes that the codec was
+made for, and nothing else. It never imports a module or calls a function that the message names.
+"""
+
+import dataclasses
+import json
+import struct
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+HEADER = struct.Struct("!Q")  # length of the JSON header
+ALIGNMENT = 64  # of a tensor's bytes within the message, so that any element type can be read in place
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+PLAIN = (bool, int, float, str)
+CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
+Buffer = bytes | memoryview
+
+
+class MessageError(ValueError):
+    """Bytes that are not a message of this codec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Encode and decode values of plain types, tensors, and a closed set of classes.
+
+    classes: the dataclasses and exceptions that messages may hold. Those that their fields name are added.
+    """
+
+    classes: tuple[type, ...] = ()
+    known: Mapping[str, type] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known", {name_of(cls): cls for cls in reachable(self.classes)})
+
+    def encode(self, value: object) -> bytes:
+        """Return the message that holds `value`."""
+        blobs: list[Buffer] = []
+        header = json.dumps(self._tree(value, blobs), separators=(",", ":")).encode()
+        parts: list[Buffer] = [HEADER.pack(len(header)), header]
+        at = HEADER.size + len(header)
+        for blob in blobs:
+            gap = -at % ALIGNMENT
+            parts += [b"\0" * gap, blob]
+            at += gap + len(blob)
+        return b"".join(parts)
+
+    def _tree(self, value: object, blobs: list[Buffer]) -> object:
+        """Return `value` as what JSON can hold. Bytes go to `blobs`."""
+        kind = type(value)
+        if value is None or kind in PLAIN:
+            return value
+        if kind is list:
+            return [self._tree(item, blobs) for item in cast("list[object]", value)]
+        if isinstance(value, Mapping):
+            pairs = [[self._tree(key, blobs), self._tree(item, blobs)] for key, item in value.items()]
+            return {"d": pairs}
+        for tag, container in CONTAINERS.items():
+            if kind is container:
+                return {tag: [self._tree(item, blobs) for item in cast("Iterable[object]", value)]}
+        if kind is Tensor or kind is nn.Parameter:
+            return {"T": self._tensor(cast(Tensor, value), blobs)}
+        if isinstance(value, bytes | bytearray):
+            blobs.append(memoryview(value))
+            return {"b": len(value)}
+        if isinstance(value, torch.dtype):
+            return {"y": str(value)}
+        if name_of(kind) in self.known:
+            inner = [self._tree(item, blobs) for item in contents(value)]
+            return {"c": [name_of(kind), inner]}
+        raise TypeError(f"{name_of(kind)} cannot be sent in a message")
+
+    def _tensor(self, tensor: Tensor, blobs: list[Buffer]) -> list[object]:
+        here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        raw = memoryview(here.view(-1).view(torch.uint8).numpy()) if here.numel() else memoryview(b"")
+        blobs.append(raw)
+        return [len(raw), str(here.dtype), list(here.shape), tensor.requires_grad]
+
+    def decode(self, message: bytes | bytearray) -> object:
+        """Return the value that `message` holds. Its tensors share one block of memory."""
+        view = memoryview(message if isinstance(message, bytearray) else bytearray(message))
+        if len(view) < HEADER.size:
+            raise MessageError("a message is cut short")
+        (length,) = HEADER.unpack(view[: HEADER.size])
+        end = HEADER.size + length
+        if end > len(view):
+            raise MessageError("a message is cut short")
+        try:
+            tree = json.loads(bytes(view[HEADER.size : end]))
+            return _Reader(self.known, view, end).value(tree)
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+            raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Reader:
+    """Builds the value of one message, in the order in which its bytes were written."""
+
+    def __init__(self, known: Mapping[str, type], view: memoryview, at: int) -> None:
+        self.known, self.view, self.at = known, view, at
+
+    def value(self, tree: object) -> object:
+        if tree is None or type(tree) in PLAIN:
+            return tree
+        if isinstance(tree, list):
+            return [self.value(item) for item in tree]
+        ((tag, inner),) = cast("dict[str, Any]", tree).items()
+        match tag:
+            case "d":
+                return {self.value(key): self.value(item) for key, item in inner}
+            case "T":
+                return self._tensor(*inner)
+            case "b":
+                return bytes(self._blob(inner))
+            case "y":
+                return DTYPES[inner]
+            case "c":
+                name, items = inner
+                return build(self.known[name], [self.value(item) for item in items])
+        return CONTAINERS[tag](self.value(item) for item in inner)
+
+    def _blob(self, length: int) -> memoryview:
+        start = self.at + -self.at % ALIGNMENT
+        self.at = start + length
+        if length < 0 or self.at > len(self.view):
+            raise MessageError("a message is cut short")
+        return self.view[start : self.at]
+
+    def _tensor(self, length: int, dtype: str, shape: list[int], grad: bool) -> Tensor:
+        raw, kind = self._blob(length), DTYPES[dtype]
+        flat = torch.frombuffer(raw, dtype=kind) if length else torch.empty(0, dtype=kind)
+        return flat.view(shape).requires_grad_(grad)
+
+
+def name_of(cls: type) -> str:
+    """Return the full name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def contents(value: object) -> list[object]:
+    """Return what a dataclass or exception is made from, in the order of its constructor."""
+    if isinstance(value, BaseException):
+        return list(value.args)
+    return [getattr(value, name) for name in fields_of(type(value))]
+
+
+def build(cls: type, items: list[object]) -> object:
+    """Make a dataclass or exception from its contents."""
+    if issubclass(cls, BaseException):
+        return cls(*items)
+    return cls(**dict(zip(fields_of(cls), items, strict=True)))
+
+
+def fields_of(cls: type) -> list[str]:
+    """Return the names of the fields that the constructor of a dataclass takes."""
+    return [item.name for item in dataclasses.fields(cls) if item.init]
+
+
+def reachable(roots: Iterable[type]) -> list[type]:
+    """Return these classes and every dataclass or exception that their fields can hold."""
+    found: dict[type, None] = {}
+    left = list(roots)
+    while left:
+        cls = left.pop()
+        if cls in found:
+            continue
+        found[cls] = None
+        if dataclasses.is_dataclass(cls):
+            hints = typing.get_type_hints(cls)
+            left += [named for name in fields_of(cls) for named in classes_in(hints[name])]
+    return list(found)
+
+
+def classes_in(hint: object) -> list[type]:
+    """Return the dataclasses and exceptions that a type hint names."""
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
+        return [hint] if dataclasses.is_dataclass(hint) or issubclass(hint, BaseException) else []
+    return [named for inner in typing.get_args(hint) for named in classes_in(inner)]
