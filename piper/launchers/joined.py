@@ -20,6 +20,7 @@ from piper.launchers.freight import pack_setup
 from piper.launchers.look import gone, running, stopped
 from piper.launchers.member import Member
 from piper.launchers.messages import CODEC, PATIENCE, Hello, Meeting, Order, Spot, Told, Welcome
+from piper.launchers.nursery import StopWatch
 from piper.launchers.post import Post
 from piper.launchers.rendezvous import Door, next_launch, open_door, own_address
 from piper.launchers.shared import Entry, Marks, joined, layout, share
@@ -35,6 +36,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
 
 T = TypeVar("T")
+SILENT = 8.0  # seconds after which a rank of another machine that sends no beat counts as lost
 
 
 class JoinedCrew(WiredCrew):
@@ -47,6 +49,7 @@ class JoinedCrew(WiredCrew):
         self.cells: dict[int, memoryview] = {}  # where devices of this machine are in their plans
         self.post: Post | None = None
         self.seen: list[bytes] = []
+        self.stops = StopWatch()
 
     def start(self) -> "JoinedRun":
         """Let every rank in, and wait until all have met."""
@@ -155,6 +158,11 @@ class JoinedCrew(WiredCrew):
 
     def ended(self) -> dict[int, str]:
         lost: dict[int, str] = {}
+        for device in self.waiting & self.hellos.keys() - self.cells.keys():
+            if monotonic() - self.heard[device] > SILENT:
+                lost[device] = (
+                    f"no sign of life for {SILENT:g} s: the process is stopped, or cannot be reached"
+                )
         for device in self.silent & self.hellos.keys():
             process = self.hellos[device].process
             if device not in self.cells:
@@ -164,6 +172,10 @@ class JoinedCrew(WiredCrew):
             elif not stopped(process):
                 lost[device] = "the process has left the run"
         return lost
+
+    def stopped(self) -> set[int]:
+        near = {device: self.hellos[device].process for device in self.cells.keys() & self.hellos.keys()}
+        return {device for device, pid in near.items() if self.stops.lasting(pid, stopped(pid))}
 
     def sightings(self) -> dict[int, Sighting]:
         ended, found = self.ended(), dict[int, Sighting]()

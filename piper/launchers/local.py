@@ -12,9 +12,9 @@ from piper.launchers.base import streams_of
 from piper.launchers.blame import Sighting
 from piper.launchers.crew import CrewRun, unread_values
 from piper.launchers.freight import pack_setup
-from piper.launchers.look import running, stopped
+from piper.launchers.look import gone, running, stopped
 from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order, Places
-from piper.launchers.nursery import Nursery
+from piper.launchers.nursery import Nursery, StopWatch
 from piper.launchers.nursery import nursery as started_nursery
 from piper.launchers.shared import Marks, layout, nameless_file, share
 from piper.launchers.store import LOOPBACK, store_on
@@ -33,6 +33,7 @@ class LocalCrew(WiredCrew):
         super().__init__(program, options)
         self.nursery = nursery
         self.pids: dict[int, int] = {}
+        self.stops = StopWatch()
         self.seen = b""
 
     def start(self) -> CrewRun:
@@ -75,7 +76,14 @@ class LocalCrew(WiredCrew):
 
     def ended(self) -> dict[int, str]:
         ends = self.nursery.ended()
-        return {d: f"the process {how(ends[pid])}" for d, pid in self.pids.items() if pid in ends}
+        found = {d: f"the process {how(ends[pid])}" for d, pid in self.pids.items() if pid in ends}
+        for device in self.silent - found.keys():  # the nursery may be stopped or gone
+            if device in self.pids and gone(self.pids[device]):
+                found[device] = "the process has ended"
+        return found
+
+    def stopped(self) -> set[int]:
+        return {device for device, pid in self.pids.items() if self.stops.lasting(pid, stopped(pid))}
 
     def sightings(self) -> dict[int, Sighting]:
         ended = self.ended()

@@ -1,9 +1,11 @@
 """A process that has imported torch and does nothing but fork workers.
 
 Workers start in milliseconds instead of seconds each. The nursery is their parent: it tells how they end, and
-when the process that started it is gone, however it went, the nursery kills its workers and ends too.
+when the process that started it is gone, however it went, the nursery kills its workers and ends too. On
+Linux the system itself kills it with the driver, and workers with it: a stopped one cannot stay behind.
 """
 
+import ctypes
 import importlib
 import os
 import select
@@ -12,22 +14,35 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from time import monotonic
 from typing import NoReturn
 
 from piper.errors import LaunchError
+from piper.launchers.look import gone, stopped
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
-PROGRAM = "import sys; from piper.launchers.nursery import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
+PROGRAM = (
+    "import sys; from piper.launchers.nursery import die_with, serve; "
+    "die_with(int(sys.argv[2])); serve(int(sys.argv[1]), *sys.argv[3:])"
+)
 WORKER = "piper.launchers.member"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
 MOST = 8  # descriptors that a worker may be given
 START = 120.0  # seconds that importing torch may take
+STOPPED = (
+    5.0  # seconds for which a process must be stopped to count as lost: a debugger stops one for a moment
+)
+END = 2.0  # seconds that the fork server may take to end by itself
+LOOK = 0.1  # seconds between two looks at processes
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Nursery:
@@ -36,14 +51,9 @@ class Nursery:
     def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
         """`module`: its `main` is what a worker runs. `preload`: another that workers need, imported once."""
         here, there = socket.socketpair()
+        words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
         with there:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(there.fileno()), module, preload],
-                pass_fds=[there.fileno()],
-                env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
-            )
+            self.process = start_with_thread(words, there.fileno())
         self.end = here
         self.ready = False
         self.exits: dict[int, int] = {}
@@ -58,8 +68,14 @@ class Nursery:
     def _notice(self, wanted: int) -> tuple[int, int]:
         """The next notice of this kind; the others are remembered."""
         self.end.settimeout(START)
+        until, stop = monotonic() + START, StopWatch()
         try:
             while True:
+                while not select.select([self.end], [], [], LOOK)[0]:
+                    if monotonic() > until:
+                        raise TimeoutError(f"it does not answer within {START:g} s")
+                    if stop.lasting(self.process.pid, stopped(self.process.pid)):
+                        raise TimeoutError(f"process {self.process.pid} is stopped by a signal")
                 kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
                 if kind == ENDED:
                     self.exits[pid] = status
@@ -91,15 +107,74 @@ class Nursery:
         return self.exits
 
     def wait(self, pids: Sequence[int], timeout: float) -> None:
-        """Wait until these processes have ended, but not for longer."""
+        """Wait until these processes have ended, but not for longer, even if the nursery is stopped."""
+        until = monotonic() + timeout
         while not all(pid in self.ended() for pid in pids):
-            if not select.select([self.end], [], [], timeout)[0] or self.process.poll() is not None:
+            silent = stopped(self.process.pid) or self.process.poll() is not None
+            if monotonic() > until or (silent and all(map(gone, pids))):
                 return
+            select.select([self.end], [], [], LOOK)
 
     def close(self) -> None:
-        """End the nursery and every process it started."""
+        """End the nursery and every process it started, whatever state it is in."""
         self.end.close()
-        self.process.wait(START)
+        try:
+            self.process.wait(0 if stopped(self.process.pid) else END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # its workers end with it
+            self.process.wait(START)
+
+
+class StopWatch:
+    """Tells which processes have been stopped by a signal for so long that they count as lost."""
+
+    def __init__(self, bound: float = STOPPED) -> None:
+        self.bound = bound
+        self.since: dict[int, float] = {}
+
+    def lasting(self, process: int, is_stopped: bool) -> bool:
+        """Note whether a process is stopped now. Return whether it has been for longer than the bound."""
+        if not is_stopped:
+            self.since.pop(process, None)
+            return False
+        return monotonic() - self.since.setdefault(process, monotonic()) > self.bound
+
+
+def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process from a thread that lives as long as it.
+
+    The system sends a process the signal of its parent's death when the thread ends that started it.
+    """
+    started: SimpleQueue[subprocess.Popen[bytes] | BaseException] = SimpleQueue()
+
+    def start() -> None:
+        try:
+            process = subprocess.Popen(
+                words,
+                pass_fds=[descriptor],
+                env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
+            )
+        except BaseException as error:  # noqa: BLE001  it is raised in the thread that asked
+            started.put(error)
+            return
+        started.put(process)
+        process.wait()
+
+    threading.Thread(target=start, name="fork server", daemon=True).start()
+    result = started.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def die_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends, where it can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)  # it ended before it was asked for
 
 
 def import_path() -> dict[str, str]:
@@ -202,11 +277,12 @@ def end_all(children: set[int]) -> NoReturn:
 
 def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
     """Start a worker on its descriptors."""
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid:
         for descriptor in descriptors:
             os.close(descriptor)
         return pid
+    die_with(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in ours:

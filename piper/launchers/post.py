@@ -2,13 +2,13 @@
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import cast
 
 from piper.launchers.member import Member
-from piper.launchers.messages import Call, Told
+from piper.launchers.messages import Beat, Call, Told
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import failure_of
 from piper.launchers.wires import Wires
@@ -16,8 +16,28 @@ from piper.launchers.wires import Wires
 LEAVE = 5.0  # seconds that a worker may take to end when its wires are cut
 
 
+BEAT = 2.0  # seconds between two signs that a worker is still at work
 Message = Told | tuple[Call, object]
 Hear = Callable[[Told | None], None]  # None: the run has ended
+
+
+@contextmanager
+def beating(channel: Channel) -> Iterator[None]:
+    """Send a beat every few seconds inside the block, so that the driver knows that this process runs."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(ClosedError, OSError):  # the driver is gone, which the worker is about to see
+            while not done.wait(BEAT):
+                channel.send(Beat())
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class Post:
@@ -62,7 +82,9 @@ class Post:
             try:
                 self.channel.send(None)
                 while (asked := self.calls.get()) is not None:
-                    self.channel.send(member.answer(*asked))
+                    with beating(self.channel):
+                        answer = member.answer(*asked)
+                    self.channel.send(answer)
             finally:
                 member.close()
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from piper.errors import WorkerError
 from piper.launchers.blame import Scene, Sighting, blame
 from piper.launchers.crew import Crew, devices_of
-from piper.launchers.messages import Call
+from piper.launchers.messages import Beat, Call
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import Failure
 from piper.runtime.setup import ProgramLike
@@ -40,6 +40,8 @@ class WiredCrew(Crew):
         self.failures: list[Failure] = []
         self.silent: set[int] = set()  # devices whose channel is closed or stuck
         self.asked = monotonic()
+        self.waiting: set[int] = set()  # devices that work on a call, and send beats while they do
+        self.heard: dict[int, float] = {}  # when a device was last heard
 
     @abstractmethod
     def ended(self) -> Mapping[int, str]:
@@ -53,6 +55,10 @@ class WiredCrew(Crew):
     def moving(self) -> bool:
         """Whether any device is seen to have moved on in its plan since the last look."""
 
+    def stopped(self) -> set[int]:
+        """Return the devices whose process has been stopped by a signal for several seconds."""
+        return set()
+
     def bells(self) -> Sequence[Readable]:
         """What rings when a process ends."""
         return ()
@@ -61,12 +67,19 @@ class WiredCrew(Crew):
         self.asked = monotonic()
         for device, argument in arguments.items():
             self.send(device, (call, argument))
-        return self.gather(set(arguments), self.options.timeout)
+            self.heard[device] = monotonic()
+        self.waiting = set(arguments)
+        try:
+            return self.gather(self.waiting, self.options.timeout)
+        finally:
+            self.waiting = set()
 
     def send(self, device: int, value: object) -> None:
         """Send a worker something."""
+        channel = self.channels[device]
+        channel.lost = lambda: device in self.stopped()
         try:
-            self.channels[device].send(value)
+            channel.send(value)
         except (ClosedError, TimeoutError):  # it is dead or stopped, and the scene will show it
             self.silent.add(device)
             raise self.blamed() from None
@@ -77,12 +90,15 @@ class WiredCrew(Crew):
         moved = monotonic()
         while waiting:
             ready = self._ready(waiting)
+            before = len(answers)
             for device in ready:
-                answers[device] = self._hear(device)
-            waiting -= set(ready)
-            if self.failures or self.silent or (not ready and self.ended()):
+                answer = self._hear(device)
+                if not isinstance(answer, Beat):
+                    answers[device] = answer
+                    waiting.discard(device)
+            if self.failures or self.silent or (not ready and (self.ended() or self.stopped())):
                 raise self.blamed()
-            if ready or self.moving():
+            if len(answers) > before or self.moving():
                 moved = monotonic()
             elif monotonic() - moved > timeout + POLL:
                 raise self.blamed()
@@ -100,6 +116,7 @@ class WiredCrew(Crew):
         except (ClosedError, TimeoutError):
             self.silent.add(device)
             return None
+        self.heard[device] = monotonic()
         if isinstance(answer, Failure):
             self.failures.append(answer)
         return answer
@@ -108,7 +125,7 @@ class WiredCrew(Crew):
         """The error that names the cause, after a moment in which it may come to light."""
         early = monotonic() - self.asked < self.options.timeout  # then nobody was late, but somebody is gone
         until = monotonic() + (max(self.grace, LOSS) if early else self.grace)
-        while monotonic() < until and not self.ended():
+        while monotonic() < until and not self.ended() and not self.stopped():
             if any(failure.kind == "error" for failure in self.failures):
                 break
             self._listen(POLL)

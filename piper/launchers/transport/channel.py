@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, sleep
 from types import TracebackType
@@ -30,6 +31,7 @@ ANSWER = NAME.size + NONCE + PROOF  # what a worker sends during the handshake
 GREETING = b"piper/1\n"
 HANDSHAKE = 10.0  # seconds that a connection may take to prove that it knows the key
 PENDING = 256  # connections that may be in their handshake at a time; the oldest gives way to a new one
+SLICE = 0.5  # seconds after which a wait looks whether the other process is lost
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
 PAUSE = 0.2  # seconds before the next try
 PLAIN = Codec()
@@ -62,10 +64,11 @@ class Channel:
 
         keys: None for a pair of sockets that only the two processes have; a channel over a network has them.
         """
-        self.end, self.codec, self.keys = end, codec, keys
+        self.end, self.codec, self.keys, self.timeout = end, codec, keys, timeout
         self.sent = self.received = 0  # frames
         self.sending = threading.Lock()
-        end.settimeout(timeout)
+        self.lost: Callable[[], bool] = lambda: False  # whether to give up before the timeout
+        end.settimeout(None if timeout is None else min(timeout, SLICE))
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -80,10 +83,9 @@ class Channel:
         length = LENGTH.pack(len(message))
         with self.sending:
             tag = b"" if self.keys is None else frame_tag(self.keys.sent, self.sent, length, message)
-            try:
-                self.end.sendall(b"".join((length, message, tag)))
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise ClosedError("the other process is gone") from error
+            left = memoryview(b"".join((length, message, tag)))
+            while left:
+                left = left[self._patiently(self.end.send, left) :]
             self.sent += 1
 
     def recv(self) -> object:
@@ -108,14 +110,23 @@ class Channel:
         data = bytearray(length)
         view, got = memoryview(data), 0
         while got < length:
-            try:
-                count = self.end.recv_into(view[got:])
-            except ConnectionResetError as error:
-                raise ClosedError("the other process is gone") from error
+            count = self._patiently(self.end.recv_into, view[got:])
             if not count:
                 raise ClosedError("the other process is gone")
             got += count
         return data
+
+    def _patiently(self, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """Send or receive some bytes. Give up after the timeout, or when the other process is lost."""
+        began = monotonic()
+        while True:
+            try:
+                return move(data)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ClosedError("the other process is gone") from error
+            except TimeoutError:
+                if self.lost() or monotonic() - began >= (self.timeout or 0.0):
+                    raise
 
     def close(self) -> None:
         """Close this end."""

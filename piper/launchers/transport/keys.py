@@ -24,8 +24,8 @@ LEAST = 32  # characters of a key
 LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch, as `new_launch` makes it
 STALE = 24 * 3600.0  # seconds after which the key of a launch that was killed is removed
 HOW = (
-    "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a file of "
-    "mode 0600 that PIPER_KEY_FILE names"
+    "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
+    "file of mode 0600 that PIPER_KEY_FILE names"
 )
 
 
