@@ -14,8 +14,9 @@ from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
 from piper.launchers.crew import devices_of
+from piper.launchers.look import Spot
 from piper.launchers.member import Member
-from piper.launchers.messages import CODEC, PATIENCE, Hello, Spot, Told, Welcome
+from piper.launchers.messages import CODEC, PATIENCE, Hello, Told, Welcome
 from piper.launchers.post import Hear, Post
 from piper.launchers.rendezvous import Door, doors, find_door, next_launch, own_address
 from piper.launchers.shared import HeldValues, Marks, SharedValues, nameless_file

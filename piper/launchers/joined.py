@@ -17,9 +17,9 @@ from piper.launchers.base import Resumed, StepResult, streams_of
 from piper.launchers.blame import Sighting
 from piper.launchers.crew import CrewRun, unread_values
 from piper.launchers.freight import pack_setup
-from piper.launchers.look import gone, running, stopped
+from piper.launchers.look import Spot, gone, running, stopped
 from piper.launchers.member import Member
-from piper.launchers.messages import CODEC, PATIENCE, Hello, Meeting, Order, Spot, Told, Welcome
+from piper.launchers.messages import CODEC, PATIENCE, Hello, Meeting, Order, Told, Welcome
 from piper.launchers.nursery import StopWatch
 from piper.launchers.post import Post
 from piper.launchers.rendezvous import Door, next_launch, open_door, own_address

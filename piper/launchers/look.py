@@ -3,10 +3,11 @@
 Nothing heavy is imported: this runs where a worker is past answering.
 """
 
+import mmap
 import os
 import signal
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,26 +44,71 @@ def running(cells: Sequence[int]) -> tuple[int, ...]:
     return tuple(number - 1 for number in cells if number)
 
 
-def look_at(workers: Mapping[int, tuple[int, str]]) -> dict[int, Look]:
-    """What is seen of workers of this machine, each a process and the file of its marks."""
-    found: dict[int, Look] = {}
-    for device, (process, path) in workers.items():
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A file without a name, as another process of the machine finds it."""
+
+    path: str
+    stamp: tuple[int, int]  # device and inode: what tells a file from all others of a machine
+
+    @staticmethod
+    def of(descriptor: int) -> "Spot":
+        """Return where other processes find a file of this process."""
+        about = os.fstat(descriptor)
+        return Spot(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
+
+    def open(self) -> int | None:
+        """Open the file. None: it is not a file of this machine."""
         try:
-            data = Path(path).read_bytes()
+            descriptor = os.open(self.path, os.O_RDWR)
         except OSError:
-            data = b""
-        found[device] = Look(
-            running=running(struct.unpack(f"{len(data) // 8}q", data)), stopped=stopped(process)
-        )
-    return found
+            return None
+        about = os.fstat(descriptor)
+        if (about.st_dev, about.st_ino) == self.stamp:
+            return descriptor
+        os.close(descriptor)  # a process of another machine has the same number
+        return None
 
 
-def sweep(workers: Sequence[tuple[int, str]]) -> None:
-    """End workers of this machine that still run, stopped or not, and remove the files of their marks."""
-    for process, path in workers:
-        if Path(path).exists():  # else it is not our worker that has this number now
-            Path(path).unlink()
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+def started(process: int) -> str:
+    """Return when a process of this machine started. Empty: there is no such process."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]
+
+
+class Witness:
+    """Watches the workers of one machine, from a process of its own that ends with the driver.
+
+    It holds their marks open, so that they can be read when a worker is dead, and no file is left behind.
+    """
+
+    def __init__(self) -> None:
+        self.processes: dict[int, tuple[int, str]] = {}  # by device: the process, and when it started
+        self.marks: dict[int, memoryview] = {}
+
+    def hold(self, workers: Mapping[int, tuple[int, Spot]]) -> None:
+        """Begin to watch workers, each a process and where its marks are."""
+        for device, (process, spot) in workers.items():
+            self.processes[device] = (process, started(process))
+            descriptor = spot.open()
+            if descriptor is not None:
+                self.marks[device] = memoryview(mmap.mmap(descriptor, 0)).cast("q")
+                os.close(descriptor)
+
+    def look(self) -> dict[int, Look]:
+        """Return what is seen of the workers."""
+        return {
+            device: Look(running=running(self.marks.get(device, ())), stopped=stopped(process))
+            for device, (process, _) in self.processes.items()
+        }
+
+    def sweep(self, devices: Iterable[int]) -> None:
+        """End workers that still run, stopped or not."""
+        for device in devices:
+            process, began = self.processes.get(device, (0, ""))
+            if began and started(process) == began:  # else it is not our worker that has this number now
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)

@@ -1,6 +1,5 @@
 """The messages between a driver and its workers."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.excerpt import Excerpt
+from piper.launchers.look import Spot
 from piper.launchers.persist import Done
 from piper.launchers.shared import Entry
 from piper.launchers.transport.serialize import Codec
@@ -51,32 +51,6 @@ class Places:
     devices: tuple[int, ...]
     width: int
     path: tuple[str, ...]  # where modules are imported from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """A file without a name, as another process of the machine finds it."""
-
-    path: str
-    stamp: tuple[int, int]  # device and inode: what tells a file from all others of a machine
-
-    @staticmethod
-    def of(descriptor: int) -> "Spot":
-        """Return where other processes find a file of this process."""
-        about = os.fstat(descriptor)
-        return Spot(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
-
-    def open(self) -> int | None:
-        """Open the file. None: it is not a file of this machine."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR)
-        except OSError:
-            return None
-        about = os.fstat(descriptor)
-        if (about.st_dev, about.st_ino) == self.stamp:
-            return descriptor
-        os.close(descriptor)  # a process of another machine has the same number
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ import logging
 import os
 import re
 import secrets
-import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,10 +24,11 @@ from piper.launchers.base import streams_of
 from piper.launchers.blame import Sighting
 from piper.launchers.crew import CrewRun, devices_of, unread_values
 from piper.launchers.freight import pack_setup
-from piper.launchers.look import Look, look_at, sweep
+from piper.launchers.look import Look, Spot, Witness
 from piper.launchers.member import Member, serve
 from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order
-from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout
+from piper.launchers.nursery import StopWatch
+from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout, nameless_file
 from piper.launchers.store import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.watch import failure_of
@@ -35,8 +37,19 @@ from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that a cluster may take to find room for all actors
-LEAVE = 1.0  # seconds that an actor may take to say goodbye; one that is at work is killed
 END = 10.0  # seconds that cleaning up after a failure may take
+LOOK = 2.0  # seconds between two looks at all workers while they do not answer
+STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
+REMOVER = """
+import shutil, sys, time
+from pathlib import Path
+folder, word = Path(sys.argv[1]), sys.stdin.read()
+until, absent = time.monotonic() + 60, 0
+while time.monotonic() < until and absent < (1 if word else 8):  # Ray may write on when its driver was killed
+    shutil.rmtree(folder, ignore_errors=True)
+    absent = 0 if folder.exists() else absent + 1
+    time.sleep(0 if word else 0.5)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +59,7 @@ class Home:
     node: str
     address: str
     process: int
-    marks: str  # the file that holds where it is in its plan
+    marks: Spot  # the file that holds where it is in its plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +75,8 @@ class Actor:
     """A worker as Ray runs it."""
 
     def __init__(self, width: int) -> None:
-        descriptor, self.path = tempfile.mkstemp(prefix="piper-marks-")
-        os.truncate(descriptor, Marks.size(1, width))
-        self.cells = Marks(descriptor, [0], width).of(0)
-        os.close(descriptor)
+        self.marks = nameless_file(Marks.size(1, width))
+        self.cells = Marks(self.marks, [0], width).of(0)
 
     def home(self) -> Home:
         """Where this actor runs."""
@@ -73,7 +84,7 @@ class Actor:
             node=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             process=os.getpid(),
-            marks=self.path,
+            marks=Spot.of(self.marks),
         )
 
     def host(self, address: str) -> int:
@@ -96,10 +107,6 @@ class Actor:
         channel.send(None)
         serve(member, channel)
 
-    def leave(self) -> None:
-        """Remove what would outlive this actor."""
-        os.unlink(self.path)
-
 
 class RayCrew(WiredCrew):
     """Workers that are actors."""
@@ -112,7 +119,10 @@ class RayCrew(WiredCrew):
         self.homes: dict[int, Home] = {}
         self.working: dict[Any, int] = {}  # calls that last as long as their actors work
         self.lost: dict[int, str] = {}
+        self.witnesses: dict[str, Any] = {}  # by node
+        self.stops = StopWatch(STOPPED)
         self.looked = (monotonic(), dict[int, Sighting]())
+        self.moved: dict[int, Sighting] = {}  # what was seen when it was last asked whether anything moves
 
     def start(self, group: PlacementGroup, gpus: int) -> CrewRun:
         """Start every actor and wait until all have met."""
@@ -129,6 +139,7 @@ class RayCrew(WiredCrew):
         memory = ray.put(joined(values, index).numpy())
         setup = pack_setup(setup_of(program))
         self.homes = self._homes()
+        watching = self._watch()
         addresses = {home.address for home in self.homes.values()}
         own = {d: LOOPBACK if len(addresses) == 1 else home.address for d, home in self.homes.items()}
         first = devices[0]
@@ -147,6 +158,10 @@ class RayCrew(WiredCrew):
             while len(self.channels) < len(devices):
                 self._let_in(listener, until)
         self.gather(set(devices), max(PATIENCE, self.options.timeout))
+        try:
+            ray.get(watching, timeout=PATIENCE)
+        except (RayError, GetTimeoutError) as error:
+            raise not_started(str(error).splitlines()[0]) from error
         return CrewRun(program, self, unread_values(program, values))
 
     def _address(self, addresses: set[str]) -> str:
@@ -162,6 +177,18 @@ class RayCrew(WiredCrew):
             raise not_started(next(iter(lost.values())))
         elif monotonic() > until:
             raise not_started("it cannot reach the driver")
+
+    def _watch(self) -> list[Any]:
+        """Start a witness on every node. Return the calls that have ended when all of them watch."""
+        calls = []
+        for node, homes in self._by_node().items():
+            place = NodeAffinitySchedulingStrategy(node, soft=False)  # on this node or nowhere
+            self.witnesses[node] = (
+                ray.remote(Witness).options(num_cpus=0, scheduling_strategy=place, max_restarts=0).remote()
+            )
+            workers = {device: (home.process, home.marks) for device, home in homes.items()}
+            calls.append(self.witnesses[node].hold.remote(workers))
+        return calls
 
     def _homes(self) -> dict[int, Home]:
         asked = [actor.home.remote() for actor in self.actors.values()]
@@ -182,19 +209,24 @@ class RayCrew(WiredCrew):
         return self.lost
 
     def moving(self) -> bool:
-        when, before = self.looked
-        if monotonic() - when < self.options.timeout / 2:
-            return False  # a look is a task on every node
-        self.looked = (monotonic(), self.sightings())
-        return bool(before) and before != self.looked[1]
+        before, self.moved = self.moved, self._looked()
+        return bool(before) and before != self.moved
+
+    def stopped(self) -> set[int]:
+        return {d for d, seen in self._looked().items() if self.stops.lasting(seen.process, seen.stopped)}
+
+    def _looked(self) -> dict[int, Sighting]:
+        """Return what was seen of every device within the last seconds."""
+        when, seen = self.looked
+        if monotonic() - max(when, self.asked) > LOOK:  # it costs a call to every node
+            seen = self.sightings()
+            self.looked = (monotonic(), seen)
+        return seen
 
     def sightings(self) -> dict[int, Sighting]:
-        """What is seen of every device, from a task on its own node: an actor may be past answering."""
+        """What is seen of every device, by the witness of its node: an actor may be past answering."""
         ended = self.ended()
-        asked = {
-            node: look_on(node).remote({d: (h.process, h.marks) for d, h in homes.items()})
-            for node, homes in self._by_node().items()
-        }
+        asked = {node: witness.look.remote() for node, witness in self.witnesses.items()}
         found: dict[int, Sighting] = {}
         for node, ref in asked.items():
             try:
@@ -220,20 +252,17 @@ class RayCrew(WiredCrew):
     def close(self) -> None:
         for channel in self.channels.values():
             channel.close()
-        leaving = {actor.leave.remote(): device for device, actor in self.actors.items()}
-        left, _ = ray.wait(list(leaving), num_returns=len(leaving), timeout=LEAVE) if leaving else ([], [])
-        gone = {leaving[ref] for ref in left} - set(self.lost)
         for actor in self.actors.values():
             ray.kill(actor)
-        rest = {
-            node: [(home.process, home.marks) for device, home in homes.items() if device not in gone]
-            for node, homes in self._by_node().items()
-        }
-        swept = [sweep_on(node).remote(workers) for node, workers in rest.items() if workers]
+        nodes = self._by_node()
+        swept = [witness.sweep.remote(list(nodes[node])) for node, witness in self.witnesses.items()]
         if swept:
             ray.wait(swept, num_returns=len(swept), timeout=END)
+        for witness in self.witnesses.values():
+            ray.kill(witness)
         self.actors.clear()
         self.homes.clear()
+        self.witnesses.clear()
 
 
 def not_started(why: str) -> LaunchError:
@@ -244,21 +273,6 @@ def not_started(why: str) -> LaunchError:
         facts={"why": why},
         hint="every node needs the same Python, torch and piper, and a way to the driver",
     )
-
-
-def look_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
-    """A task that looks at workers of its node."""
-    return ray.remote(look_at).options(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)
-
-
-def sweep_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
-    """A task that ends what is left of workers of its node."""
-    return ray.remote(sweep).options(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)
-
-
-def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    """On this node or nowhere."""
-    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def reason(error: RayError) -> str:
@@ -278,8 +292,7 @@ def cluster(devices: int) -> Iterator[None]:
         if address:
             ray.init(address=address, logging_level=logging.ERROR)
         else:
-            folder = tempfile.mkdtemp(prefix="piper-ray-")
-            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = held.enter_context(folder_of_ray())
             with loopback():
                 ray.init(
                     address="local",
@@ -290,6 +303,18 @@ def cluster(devices: int) -> Iterator[None]:
                 )
         held.callback(ray.shutdown)
         yield
+
+
+@contextmanager
+def folder_of_ray() -> Iterator[str]:
+    """Make a folder that another process removes after the block, or when this process is killed."""
+    folder = tempfile.mkdtemp(prefix="piper-ray-")
+    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True) as remover:
+        try:
+            yield folder
+        finally:
+            remover.communicate("now", timeout=END)
 
 
 @contextmanager

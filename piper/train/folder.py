@@ -46,7 +46,7 @@ def choose(out: Path | None, recipe: str, resume: bool) -> Path:
 def prepare(folder: Path, job: Job, resume: bool) -> None:
     """Make the folder; refuse one that holds another run, or cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()

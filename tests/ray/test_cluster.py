@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from inspect import cleandoc
@@ -16,6 +17,7 @@ pytest.importorskip("ray")
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.state import list_actors
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
@@ -26,6 +28,7 @@ from piper.launchers.ray import RayCrew, launch_ray
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
+from tests.launchers.family import family
 from tests.launchers.sabotage import Sabotaged
 from tests.ray.test_own import exposed, listening
 from tests.runtime.grid import Cell, batches, job
@@ -84,12 +87,11 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
 
 def failing(program: ProgramLike, options: Options) -> str:
     with launch_ray(program, options) as run:
-        pids, marks = pids_of(run), [home.marks for home in crew_of(run).homes.values()]
+        pids = pids_of(run)
         with pytest.raises(WorkerError) as caught:
             for batch in batches(PAIR, 2):
                 run.step(batch)
     assert gone(pids)
-    assert not any(Path(path).exists() for path in marks)
     return re.sub(r"process \d+", "process N", str(caught.value))
 
 
@@ -105,7 +107,7 @@ def test_a_killed_actor(two_nodes: None, pair: Program) -> None:
 
 
 def test_a_stopped_actor(two_nodes: None, pair: Program) -> None:
-    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.stop), Options(timeout=5))
+    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.stop), Options(timeout=60))
     assert text.startswith("device 1 (process N): the process is stopped by a signal\n")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in text
 
@@ -123,6 +125,46 @@ def test_an_actor_that_is_killed_between_steps(two_nodes: None, pair: Program) -
         with pytest.raises(WorkerError, match=r"^device 0 \(process \d+\): the process died"):
             run.step(batches(PAIR, 1)[0])
     assert gone(pids)
+
+
+DRIVER = """
+import sys, time
+import ray
+from piper.api import compile
+from piper.launchers.ray import launch_ray
+from tests.ray.test_cluster import PAIR
+from tests.runtime.grid import batches, job
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+with launch_ray(compile(job(PAIR))) as run:
+    run.step(batches(PAIR, 1)[0])
+    print(*[home.process for home in run.crew.homes.values()], flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_nothing_in_a_cluster(two_nodes: None) -> None:
+    """Neither actors nor placement groups, though the cluster goes on."""
+    root = Path(__file__).parents[2]
+    with family() as drivers:
+        address = ray.get_runtime_context().gcs_address
+        driver = drivers.start(
+            [sys.executable, "-c", DRIVER, address], env={**os.environ, "PYTHONPATH": str(root)}
+        )
+        assert driver.stdout is not None
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 2, driver.communicate(timeout=30)[1]
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(driver.pid, signal.SIGKILL)
+        assert gone(pids)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and any(map(held, ray.util.placement_group_table().values())):
+            time.sleep(0.2)
+        assert not any(map(held, ray.util.placement_group_table().values()))
+        assert not [actor for actor in list_actors() if actor.state != "DEAD"]
+
+
+def held(group: dict[str, str]) -> bool:
+    return group["state"] != "REMOVED"
 
 
 def test_no_room(two_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:

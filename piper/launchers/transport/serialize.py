@@ -96,7 +96,15 @@ class Codec:
         try:
             tree = json.loads(bytes(view[HEADER.size : end]))
             return _Reader(self.known, view, end).value(tree)
-        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as error:
             raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
 
