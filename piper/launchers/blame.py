@@ -149,7 +149,7 @@ def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
 HINTS = {
     "dead": "look for what ended it: the system's log names a process killed for want of memory",
     "error": "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
-    "stopped": "let it continue with SIGCONT within 5 s, or start again",
+    "stopped": "let it continue with SIGCONT within seconds, or start again",
     "late": "if this instruction is only slow, give launch a larger timeout",
 }
 

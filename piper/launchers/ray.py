@@ -27,7 +27,7 @@ from piper.launchers.freight import pack_setup
 from piper.launchers.look import Look, Spot, Witness
 from piper.launchers.member import Member, serve
 from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order
-from piper.launchers.nursery import StopWatch
+from piper.launchers.nursery import StopWatch, die_with
 from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout, nameless_file
 from piper.launchers.store import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener, connect
@@ -75,6 +75,7 @@ class Actor:
     """A worker as Ray runs it."""
 
     def __init__(self, width: int) -> None:
+        die_with(os.getppid())  # a stopped actor would outlive its raylet
         self.marks = nameless_file(Marks.size(1, width))
         self.cells = Marks(self.marks, [0], width).of(0)
 

@@ -80,7 +80,7 @@ class Codec:
 
     def _tensor(self, tensor: Tensor, blobs: list[Buffer]) -> list[object]:
         here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = memoryview(here.view(-1).view(torch.uint8).numpy()) if here.numel() else memoryview(b"")
+        raw = here.view(-1).view(torch.uint8).numpy().data if here.numel() else memoryview(b"")
         blobs.append(raw)
         return [len(raw), str(here.dtype), list(here.shape), tensor.requires_grad]
 
