@@ -21,7 +21,7 @@ import torch
 
 import piper
 from piper.api import Program
-from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.single_rank import AloneRun, launch_alone
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.runtime.cuda.executor import StreamExecutor

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import piper
 from piper.api import Program
-from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.single_rank import AloneRun, launch_alone
 from piper.models import moe
 from piper.plan.instr import Op
 from piper.plan.plan import Plan

@@ -25,7 +25,7 @@ from piper.api import Program
 from piper.directives import Directive
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
-from piper.launchers.nursery import nursery
+from piper.launchers.transport.fork_server import nursery
 from piper.models import decoder
 from piper.plan.plan import Plans
 from piper.runtime.record import WARM

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from piper.capture.annotate import annotate, annotate_modules
     from piper.experts import grouped_mm, route, unroute
     from piper.launchers.base import Run
-    from piper.launchers.start import launch
+    from piper.launchers.launch import launch
 
 __all__ = [
     "CaptureError",
@@ -53,7 +53,7 @@ NEEDS_TORCH = {
     "compile": "piper.api",
     "Run": "piper.launchers.base",
     "grouped_mm": "piper.experts",
-    "launch": "piper.launchers.start",
+    "launch": "piper.launchers.launch",
     "route": "piper.experts",
     "unroute": "piper.experts",
 }

@@ -103,7 +103,7 @@ def check(
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.api import compile
-    from piper.launchers.start import launcher
+    from piper.launchers.launch import launcher
     from piper.recipe import load_recipe
     from piper.report import check_text
     from piper.runtime.check import check as compare

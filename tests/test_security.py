@@ -79,7 +79,7 @@ def test_unpickled_functions_come_from_a_setup_alone() -> None:
     users = {(where, inside) for where, inside, _ in found({"unpack"})}
     assert users == {("launchers/freight.py", "unpack_setup")}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
-    assert builders == {("launchers/member.py", "__init__")}
+    assert builders == {("launchers/worker_server.py", "__init__")}
 
 
 def test_code_is_run_from_text_nowhere_else() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
-from piper.launchers.blame import Scene, Sighting, blame
 from piper.launchers.checkpoints import Checkpoints, Saves
-from piper.launchers.look import running
+from piper.launchers.failures import Scene, Sighting, blame
 from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
+from piper.launchers.processes import running
 from piper.launchers.restoring import blank_values
 from piper.launchers.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_buffers, whole_parameters

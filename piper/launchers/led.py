@@ -23,7 +23,7 @@ def led(verb: Callable[P, None]) -> Callable[P, None]:
             with leading(world):
                 verb(*args, **kwargs)
         else:
-            from piper.launchers.follower import attend
+            from piper.launchers.torchrun_worker import attend
 
             attend(world)
 

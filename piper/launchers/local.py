@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from piper.launchers.accelerator import crowded
 from piper.launchers.base import streams_of
-from piper.launchers.blame import Sighting
-from piper.launchers.crew import CrewRun, unread_values
+from piper.launchers.driver import CrewRun, unread_values
+from piper.launchers.failures import Sighting
 from piper.launchers.freight import pack_setup
-from piper.launchers.look import gone, running, stopped
 from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order, Places
-from piper.launchers.nursery import Nursery, StopWatch
-from piper.launchers.nursery import nursery as started_nursery
-from piper.launchers.shared import Marks, layout, nameless_file, share
+from piper.launchers.processes import gone, running, stopped
 from piper.launchers.store import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
+from piper.launchers.transport.fork_server import Nursery, StopWatch
+from piper.launchers.transport.fork_server import nursery as started_nursery
+from piper.launchers.transport.shared_memory import Marks, layout, nameless_file, share
 from piper.launchers.wired import Readable, WiredCrew
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.excerpt import Excerpt
-from piper.launchers.look import Spot
 from piper.launchers.persist import Done
-from piper.launchers.shared import Entry
+from piper.launchers.processes import Spot
 from piper.launchers.transport.serialize import Codec
+from piper.launchers.transport.shared_memory import Entry
 from piper.launchers.watch import Failure
 from piper.plan.divided import Share
 from piper.runtime.record import Clock, Recording

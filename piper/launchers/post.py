@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import cast
 
-from piper.launchers.member import Member
 from piper.launchers.messages import Beat, Call, Told
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import failure_of
 from piper.launchers.wires import Wires
+from piper.launchers.worker_server import Member
 
 LEAVE = 5.0  # seconds that a worker may take to end when its wires are cut
 

@@ -21,18 +21,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from piper.errors import LaunchError
 from piper.launchers.base import streams_of
-from piper.launchers.blame import Sighting
-from piper.launchers.crew import CrewRun, devices_of, unread_values
+from piper.launchers.driver import CrewRun, devices_of, unread_values
+from piper.launchers.failures import Sighting
 from piper.launchers.freight import pack_setup
-from piper.launchers.look import Look, Spot, Witness
-from piper.launchers.member import Member, serve
 from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order
-from piper.launchers.nursery import StopWatch, die_with
-from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout, nameless_file
+from piper.launchers.processes import Look, Spot, Witness
 from piper.launchers.store import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener, connect
+from piper.launchers.transport.fork_server import StopWatch, die_with
+from piper.launchers.transport.shared_memory import (
+    Bytes,
+    Entry,
+    HeldValues,
+    Marks,
+    joined,
+    layout,
+    nameless_file,
+)
 from piper.launchers.watch import failure_of
 from piper.launchers.wired import WiredCrew
+from piper.launchers.worker_server import Member, serve
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 

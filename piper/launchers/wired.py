@@ -7,8 +7,8 @@ from time import monotonic, sleep
 from typing import Protocol
 
 from piper.errors import WorkerError
-from piper.launchers.blame import Scene, Sighting, blame
-from piper.launchers.crew import Crew, devices_of
+from piper.launchers.driver import Crew, devices_of
+from piper.launchers.failures import Scene, Sighting, blame
 from piper.launchers.messages import Beat, Call
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import Failure

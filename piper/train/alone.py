@@ -6,7 +6,7 @@ from statistics import median
 
 from piper.api import compile
 from piper.errors import ConfigError
-from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.single_rank import AloneRun, launch_alone
 from piper.recipe import load_recipe
 from piper.runtime.worker import Options
 

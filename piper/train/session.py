@@ -11,7 +11,7 @@ from piper.api import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.start import launcher
+from piper.launchers.launch import launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
 from piper.runtime.worker import Options

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import piper
 from piper.api import compile
 from piper.errors import ConfigError
-from piper.launchers.start import launcher
+from piper.launchers.launch import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
 from piper.simulate.cluster import Cluster, Link

@@ -18,9 +18,9 @@ from torch.optim import SGD, Optimizer
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launchers.crew import CrewRun
+from piper.launchers.driver import CrewRun
 from piper.launchers.local import LocalCrew, launch_local
-from piper.launchers.nursery import Nursery, nursery
+from piper.launchers.transport.fork_server import Nursery, nursery
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -274,7 +274,7 @@ def ended_soon(pids: list[int]) -> bool:
 
 SCRIPT = """
 import os, signal, socket, sys
-from piper.launchers.nursery import Nursery
+from piper.launchers.transport.fork_server import Nursery
 made = Nursery("tests.launchers.idle", preload="socket")
 ends = [socket.socketpair() for _ in range(3)]
 pids = [made.fork([there.fileno()]) for _, there in ends]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from piper.api import compile
-from piper.launchers.alone import launch_alone
+from piper.launchers.single_rank import launch_alone
 from piper.runtime.occupy import CopyEngine
 from tests.launchers.test_alone import SLOW
 from tests.runtime.grid import Cell, batches, job

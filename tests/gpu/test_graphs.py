@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import piper
 from piper.api import Program, compile
 from piper.errors import WorkerError
-from piper.launchers.alone import AloneRun, launch_alone
 from piper.launchers.base import StepResult
 from piper.launchers.inline import InlineRun, launch_inline
 from piper.launchers.local import launch_local
+from piper.launchers.single_rank import AloneRun, launch_alone
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.executor import StreamExecutor

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import piper
 from piper.errors import PiperError
-from piper.launchers.look import Spot
+from piper.launchers.processes import Spot
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job

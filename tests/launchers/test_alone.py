@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.alone import AloneRun, launch_alone
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
+from piper.launchers.single_rank import AloneRun, launch_alone
 from piper.plan.memory import timeline
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled

@@ -2,7 +2,7 @@
 
 from inspect import cleandoc
 
-from piper.launchers.blame import Scene, Sighting, blame
+from piper.launchers.failures import Scene, Sighting, blame
 from piper.launchers.watch import Failure
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans

@@ -14,9 +14,9 @@ from piper.api import Program, compile
 from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import Run, StepResult
 from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch
 from piper.launchers.local import launch_local
-from piper.launchers.nursery import nursery
-from piper.launchers.start import launch
+from piper.launchers.transport.fork_server import nursery
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage

@@ -53,7 +53,7 @@ def test_a_recipe_is_not_importable_and_the_package_is(tmp_path: Path) -> None:
     module = import_file(recipe)
     assert not importable(module.__name__)
     assert not importable("__main__")
-    assert importable("piper.launchers.member")
+    assert importable("piper.launchers.worker_server")
 
 
 RECIPE = """
@@ -84,7 +84,7 @@ def tiny():
 """
 RUN = """
 from piper.api import compile
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from piper.recipe import load_recipe
 program = compile(load_recipe("{path}:tiny"))
 for on in ("inline", "local"):

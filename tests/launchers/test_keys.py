@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.follower import come_in
 from piper.launchers.rendezvous import Door, read_door
+from piper.launchers.torchrun_worker import come_in
 from piper.launchers.transport import keys
 from piper.launchers.transport.channel import ANSWER, GREETING, NONCE
 from piper.launchers.world import World

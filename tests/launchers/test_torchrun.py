@@ -14,11 +14,11 @@ import pytest
 
 from piper.api import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
-from piper.launchers.follower import FollowerRun
 from piper.launchers.inline import launch_inline
-from piper.launchers.joined import JoinedCrew
 from piper.launchers.messages import Told
 from piper.launchers.rendezvous import apart
+from piper.launchers.torchrun import JoinedCrew
+from piper.launchers.torchrun_worker import FollowerRun
 from piper.launchers.world import World, world_here
 from piper.runtime.worker import Options
 from tests.launchers.family import family, wait_for

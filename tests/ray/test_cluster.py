@@ -22,7 +22,7 @@ from ray.util.state import list_actors
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
-from piper.launchers.crew import CrewRun
+from piper.launchers.driver import CrewRun
 from piper.launchers.inline import launch_inline
 from piper.launchers.ray import RayCrew, launch_ray
 from piper.runtime.setup import ProgramLike

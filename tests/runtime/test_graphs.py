@@ -16,7 +16,7 @@ from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
 from piper.ir.select import at
-from piper.launchers.start import by_host, launch
+from piper.launchers.launch import by_host, launch
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.runtime import compute

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from piper.launchers.local import launch_local
-from piper.launchers.nursery import Nursery, nursery
+from piper.launchers.transport.fork_server import Nursery, nursery
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, case_of

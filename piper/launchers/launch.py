@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from piper.errors import ConfigError
 from piper.launchers.accelerator import crowded
 from piper.launchers.base import Run
-from piper.launchers.crew import devices_of
+from piper.launchers.driver import devices_of
 from piper.launchers.world import world_here
 from piper.runtime.cuda.static import check_static
 from piper.runtime.setup import ProgramLike, setup_of
@@ -72,7 +72,7 @@ def launcher(
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
-        from piper.launchers.alone import launch_alone
+        from piper.launchers.single_rank import launch_alone
 
         return launch_alone(program, on, options, cluster=cluster)
     match on:
@@ -111,9 +111,9 @@ def local_launcher(program: ProgramLike, options: Options) -> AbstractContextMan
 
         return launch_local(program, options)
     if world.leads:
-        from piper.launchers.joined import launch_joined
+        from piper.launchers.torchrun import launch_joined
 
         return launch_joined(program, options, world)
-    from piper.launchers.follower import launch_follower
+    from piper.launchers.torchrun_worker import launch_follower
 
     return launch_follower(program, world)

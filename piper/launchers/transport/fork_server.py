@@ -24,14 +24,14 @@ from time import monotonic
 from typing import NoReturn
 
 from piper.errors import LaunchError
-from piper.launchers.look import gone, stopped
+from piper.launchers.processes import gone, stopped
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = (
-    "import sys; from piper.launchers.nursery import die_with, serve; "
+    "import sys; from piper.launchers.transport.fork_server import die_with, serve; "
     "die_with(int(sys.argv[2])); serve(int(sys.argv[1]), *sys.argv[3:])"
 )
-WORKER = "piper.launchers.member"  # the module whose `main` a worker runs
+WORKER = "piper.launchers.worker_server"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code

@@ -19,8 +19,8 @@ from piper.launchers.freight import unpack_setup
 from piper.launchers.messages import CODEC, PATIENCE, Call, Order, Places
 from piper.launchers.persist import Done, Keeper
 from piper.launchers.restoring import blank_values
-from piper.launchers.shared import Marks, SharedValues
 from piper.launchers.transport.channel import Channel, ClosedError
+from piper.launchers.transport.shared_memory import Marks, SharedValues
 from piper.launchers.watch import Failure, Watcher, failure_of
 from piper.plan.divided import Share
 from piper.runtime.env import Rows

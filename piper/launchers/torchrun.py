@@ -14,21 +14,21 @@ from torch import Tensor
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.accelerator import crowded
 from piper.launchers.base import Resumed, StepResult, streams_of
-from piper.launchers.blame import Sighting
-from piper.launchers.crew import CrewRun, unread_values
+from piper.launchers.driver import CrewRun, unread_values
+from piper.launchers.failures import Sighting
 from piper.launchers.freight import pack_setup
-from piper.launchers.look import Spot, gone, running, stopped
-from piper.launchers.member import Member
 from piper.launchers.messages import CODEC, PATIENCE, Hello, Meeting, Order, Told, Welcome
-from piper.launchers.nursery import StopWatch
 from piper.launchers.post import Post
+from piper.launchers.processes import Spot, gone, running, stopped
 from piper.launchers.rendezvous import Door, next_launch, open_door, own_address
-from piper.launchers.shared import Entry, Marks, joined, layout, share
 from piper.launchers.store import store_on
 from piper.launchers.transport.channel import Channel, ClosedError, Listener
+from piper.launchers.transport.fork_server import StopWatch
 from piper.launchers.transport.keys import check_key, given_key, new_launch, offered_key
+from piper.launchers.transport.shared_memory import Entry, Marks, joined, layout, share
 from piper.launchers.watch import new_cells
 from piper.launchers.wired import WiredCrew
+from piper.launchers.worker_server import Member
 from piper.launchers.world import World, check_size
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of

@@ -13,15 +13,15 @@ from torch import Tensor
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
-from piper.launchers.crew import devices_of
-from piper.launchers.look import Spot
-from piper.launchers.member import Member
+from piper.launchers.driver import devices_of
 from piper.launchers.messages import CODEC, PATIENCE, Hello, Told, Welcome
 from piper.launchers.post import Hear, Post
+from piper.launchers.processes import Spot
 from piper.launchers.rendezvous import Door, doors, find_door, next_launch, own_address
-from piper.launchers.shared import HeldValues, Marks, SharedValues, nameless_file
 from piper.launchers.transport.channel import ClosedError, connect
 from piper.launchers.transport.keys import HOW, check_key, fetched_key, given_key, key_missing
+from piper.launchers.transport.shared_memory import HeldValues, Marks, SharedValues, nameless_file
+from piper.launchers.worker_server import Member
 from piper.launchers.world import World, check_size
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike
