@@ -9,7 +9,7 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name
 from piper.launchers.checkpoints import Checkpoints, Saves
-from piper.launchers.excerpt import Cutter
+from piper.launchers.excerpt import BatchSlicer
 from piper.launchers.messages import Call
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
@@ -21,7 +21,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
 
-class Crew(ABC):
+class WorkerGroup(ABC):
     """The workers of a job, one for each device."""
 
     @abstractmethod
@@ -55,15 +55,15 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 
-class CrewRun(Saves, Trains):
+class RemoteRun(Saves, Trains):
     """A job whose devices are processes somewhere."""
 
-    def __init__(self, program: ProgramLike, crew: Crew, unread: dict[str, Tensor]) -> None:
+    def __init__(self, program: ProgramLike, crew: WorkerGroup, unread: dict[str, Tensor]) -> None:
         """`unread`: the first values of parameters and buffers that no device holds."""
         self.program, self.plans, self.crew, self.unread = program, program.plans, crew, unread
         self.devices = devices_of(program.plans)
         self.shapes = wanted_shapes(setup_of(program))
-        self.cutter = Cutter(program.plans)
+        self.cutter = BatchSlicer(program.plans)
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 

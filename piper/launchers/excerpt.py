@@ -13,7 +13,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Excerpt:
+class BatchSlice:
     """Some rows of a field."""
 
     samples: int  # of the whole field
@@ -51,20 +51,20 @@ def joined(spans: list[Span]) -> list[Span]:
     return found
 
 
-class Cutter:
+class BatchSlicer:
     """Cuts batches into what each device needs; the rows are worked out once for each length of batch."""
 
     def __init__(self, plans: Plans) -> None:
         self.plans = plans
         self.known: dict[tuple[int, int], dict[str, list[Span]]] = {}
 
-    def cut(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Excerpt]:
+    def cut(self, batch: Mapping[str, Tensor], device: int) -> dict[str, BatchSlice]:
         """What one device needs of a batch."""
         samples = len(next(iter(batch.values())))
         if (device, samples) not in self.known:
             self.known[device, samples] = spans_of(self.plans, device, samples)
         return {
-            field: Excerpt(
+            field: BatchSlice(
                 samples=samples,
                 dtype=batch[field].dtype,
                 parts=tuple((low, batch[field][low:high]) for low, high in spans),

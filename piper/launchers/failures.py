@@ -17,7 +17,7 @@ MOST = 4  # victims that are listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
+class ProcessStatus:
     """What is seen of one device from outside."""
 
     process: int
@@ -27,13 +27,13 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class JobSnapshot:
     """What is seen of a job when a step does not end as it should."""
 
     plans: Plans
     origins: Origins
     timeout: float
-    sightings: Mapping[int, Sighting]
+    statuses: Mapping[int, ProcessStatus]
     failures: Sequence[Failure] = field(default=())
 
     def instr(self, device: int, place: int) -> Instr:
@@ -43,7 +43,7 @@ class Scene:
     @property
     def broken(self) -> bool:
         """Whether a device has ended or failed, so that the others run on until they need it."""
-        ended = any(seen.ended is not None for seen in self.sightings.values())
+        ended = any(seen.ended is not None for seen in self.statuses.values())
         return ended or any(failure.kind == "error" for failure in self.failures)
 
     @property
@@ -52,29 +52,29 @@ class Scene:
         failed = {failure.device for failure in self.failures}
         return any(
             self.instr(device, place).op not in COMMUNICATION
-            for device, seen in self.sightings.items()
+            for device, seen in self.statuses.items()
             if device not in failed and seen.ended is None
             for place in seen.running
         )
 
     def place(self, device: int) -> int | None:
         """The instruction that says most about what a device does: work before waiting, early before late."""
-        running = sorted(self.sightings[device].running)
+        running = sorted(self.statuses[device].running)
         busy = [place for place in running if self.instr(device, place).op not in COMMUNICATION]
         return next(iter([*busy, *running]), None)
 
 
-def blame(scene: Scene) -> WorkerError:
+def blame(scene: JobSnapshot) -> WorkerError:
     """The one error that says why a step did not end."""
     explained = {failure.device for failure in scene.failures if failure.kind == "error"}
-    for device, seen in scene.sightings.items():
+    for device, seen in scene.statuses.items():
         if seen.ended is not None and device not in explained:
             return told(scene, device, seen.ended, scene.place(device), HINTS["dead"])
     for failure in scene.failures:
         if failure.kind == "error":
             place = failure.place if failure.place is not None else scene.place(failure.device)
             return told(scene, failure.device, failure.what, place, HINTS["error"], failure.trace)
-    for device, seen in scene.sightings.items():
+    for device, seen in scene.statuses.items():
         if seen.stopped:
             return told(
                 scene, device, "the process is stopped by a signal", scene.place(device), HINTS["stopped"]
@@ -82,7 +82,7 @@ def blame(scene: Scene) -> WorkerError:
     return late(scene)
 
 
-def late(scene: Scene) -> WorkerError:
+def late(scene: JobSnapshot) -> WorkerError:
     """The error of a step in which nothing moves, and nobody has failed."""
     first = next(iter(scene.failures), None)
     device = first.device if first is not None else slowest(scene)
@@ -99,18 +99,18 @@ def late(scene: Scene) -> WorkerError:
     return told(scene, device, what, place, HINTS["late"], trace)
 
 
-def slowest(scene: Scene) -> int:
+def slowest(scene: JobSnapshot) -> int:
     """A device that has not done its part of the step: one that works, else one that waits."""
-    at_work = [device for device, seen in scene.sightings.items() if seen.running]
+    at_work = [device for device, seen in scene.statuses.items() if seen.running]
     busy = [
         device
         for device in at_work
-        if any(scene.instr(device, p).op not in COMMUNICATION for p in scene.sightings[device].running)
+        if any(scene.instr(device, p).op not in COMMUNICATION for p in scene.statuses[device].running)
     ]
-    return next(iter([*busy, *at_work, *scene.sightings]))
+    return next(iter([*busy, *at_work, *scene.statuses]))
 
 
-def follow(scene: Scene, device: int) -> int:
+def follow(scene: JobSnapshot, device: int) -> int:
     """From a device that waits to the one that all wait for."""
     seen = {device}
     while True:
@@ -121,15 +121,15 @@ def follow(scene: Scene, device: int) -> int:
         seen.add(device)
 
 
-def awaited(scene: Scene, device: int) -> list[int]:
+def awaited(scene: JobSnapshot, device: int) -> list[int]:
     """The devices that have not come to what a device waits in; nobody, if it is at work itself."""
-    waits = [scene.instr(device, place) for place in scene.sightings[device].running]
+    waits = [scene.instr(device, place) for place in scene.statuses[device].running]
     if any(ins.op not in COMMUNICATION for ins in waits):
         return []
     absent: list[int] = []
     for ins in waits:
         for other in partners(scene.plans, device, ins):
-            there = [scene.instr(other, place) for place in scene.sightings[other].running]
+            there = [scene.instr(other, place) for place in scene.statuses[other].running]
             if not any(met.comm == ins.comm and met.node == ins.node for met in there):
                 absent.append(other)
     return absent
@@ -155,7 +155,7 @@ HINTS = {
 
 
 def told(
-    scene: Scene, device: int, what: str, place: int | None, hint: str, trace: str | None = None
+    scene: JobSnapshot, device: int, what: str, place: int | None, hint: str, trace: str | None = None
 ) -> WorkerError:
     """The error that names a device and where it was."""
     facts: dict[str, str] = {}
@@ -172,17 +172,17 @@ def told(
         more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
         facts["waiting"] = ", ".join(waiting[:MOST]) + more
     error = WorkerError(
-        what, by=f"device {device} (process {scene.sightings[device].process})", facts=facts, hint=hint
+        what, by=f"device {device} (process {scene.statuses[device].process})", facts=facts, hint=hint
     )
     if trace:
         error.add_note(trace)
     return error
 
 
-def waiters(scene: Scene, culprit: int) -> list[str]:
+def waiters(scene: JobSnapshot, culprit: int) -> list[str]:
     """The other devices that wait in some communication."""
     found = []
-    for device in scene.sightings:
+    for device in scene.statuses:
         place = scene.place(device)
         if device != culprit and place is not None and scene.instr(device, place).op in COMMUNICATION:
             found.append(f"device {device} in {scene.instr(device, place).node}")

@@ -29,7 +29,7 @@ Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Codes:
+class CalledCode:
     """The code that plans call, and nothing else of the capture it comes from."""
 
     built: Mapping[tuple[str, Phase], Code]
@@ -42,7 +42,7 @@ class Codes:
 class Functions:
     """What of a setup is code: it can only travel as a pickle, over a channel of the driver's own workers."""
 
-    code: Codes
+    code: CalledCode
     optimizer: Callable[[Iterable[Tensor]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None
 
@@ -64,7 +64,7 @@ class Shipment:
 SHIPMENT = Codec((Shipment,))
 
 
-def called_code(setup: Setup) -> Codes:
+def called_code(setup: Setup) -> CalledCode:
     """Return the code that the plans of a setup call."""
     chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
     called = {ins.arg for plan in setup.plans for ins in plan.instrs if ins.op == "compute"}
@@ -72,7 +72,7 @@ def called_code(setup: Setup) -> Codes:
     for arg in sorted(called):
         phase, chunk = subject(chunks, arg)
         built[chunk.key, phase] = setup.code(chunk, phase)
-    return Codes(built=built)
+    return CalledCode(built=built)
 
 
 def pack_setup(setup: Setup) -> bytes:
@@ -143,7 +143,7 @@ def by_value(modules: list[ModuleType]) -> Iterator[None]:
 def pack(value: object) -> bytes:
     """A value as bytes."""
     target = io.BytesIO()
-    Packer(target, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    FunctionPickler(target, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return target.getvalue()
 
 
@@ -152,7 +152,7 @@ def unpack(data: bytes) -> object:
     return pickle.loads(data)
 
 
-class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
+class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
     """Packs tensors as their own elements, not their whole storage, and captured code as its source."""
 
     def reducer_override(self, obj: object) -> object:
@@ -187,7 +187,7 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
         for node in module.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
-    return Source, (code.src, dict(code.globals), held, modules_of(module.graph))
+    return CapturedSource, (code.src, dict(code.globals), held, modules_of(module.graph))
 
 
 def modules_of(graph: fx.Graph) -> list[str]:
@@ -217,11 +217,11 @@ def attribute(module: nn.Module, path: str) -> object:
     return found
 
 
-class Holder:
+class AttributePath:
     """What a dotted path may lead through."""
 
 
-class Source:
+class CapturedSource:
     """Captured code, made from its source."""
 
     def __init__(
@@ -231,12 +231,12 @@ class Source:
             importlib.import_module(name)
         space: dict[str, object] = dict(names)
         exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
-        root = Holder()
+        root = AttributePath()
         for path, value in held.items():
             *way, last = path.split(".")
             place = root
             for name in way:
-                place = place.__dict__.setdefault(name, Holder())
+                place = place.__dict__.setdefault(name, AttributePath())
             setattr(place, last, value)
         self.forward = cast(Callable[..., tuple[Tensor, ...]], space["forward"])
         self.root = root

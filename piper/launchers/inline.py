@@ -12,7 +12,7 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
 from piper.launchers.checkpoints import Checkpoints, Saves
-from piper.launchers.failures import Scene, Sighting, blame
+from piper.launchers.failures import JobSnapshot, ProcessStatus, blame
 from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
 from piper.launchers.processes import running
@@ -99,15 +99,15 @@ class InlineRun(Saves, Trains):
 
     def _blame(self) -> WorkerError:
         """The error that names the cause."""
-        sightings = {
-            device: Sighting(process=os.getpid(), running=running(watcher.cells))
+        statuses = {
+            device: ProcessStatus(process=os.getpid(), running=running(watcher.cells))
             for device, watcher in self.watchers.items()
         }
-        scene = Scene(
+        scene = JobSnapshot(
             plans=self.plans,
             origins=self.program.origins,
             timeout=self.options.timeout,
-            sightings=sightings,
+            statuses=statuses,
             failures=self.failures,
         )
         return blame(scene)

@@ -72,9 +72,9 @@ def launcher(
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
-        from piper.launchers.single_rank import launch_alone
+        from piper.launchers.single_rank import launch_single_rank
 
-        return launch_alone(program, on, options, cluster=cluster)
+        return launch_single_rank(program, on, options, cluster=cluster)
     match on:
         case "inline":
             from piper.launchers.inline import launch_inline
@@ -111,9 +111,9 @@ def local_launcher(program: ProgramLike, options: Options) -> AbstractContextMan
 
         return launch_local(program, options)
     if world.leads:
-        from piper.launchers.torchrun import launch_joined
+        from piper.launchers.torchrun import launch_torchrun
 
-        return launch_joined(program, options, world)
-    from piper.launchers.torchrun_worker import launch_follower
+        return launch_torchrun(program, options, world)
+    from piper.launchers.torchrun_worker import launch_torchrun_worker
 
-    return launch_follower(program, world)
+    return launch_torchrun_worker(program, world)

@@ -11,7 +11,7 @@ SPREAD = 0.02  # of the elements of a matrix, as most models begin
 SAMPLE = 1_000_003  # numbers that are drawn; a prime, so that no two rows are alike
 
 
-def made_up(job: JobLike, outline: Outline) -> Initial:
+def synthetic_weights(job: JobLike, outline: Outline) -> Initial:
     """Values for one device: the model's own buffers, and parameters like those it would begin with."""
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
     buffers = buffers_alone(job)

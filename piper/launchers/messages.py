@@ -7,11 +7,11 @@ from typing import Literal
 from torch import Tensor
 
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.excerpt import Excerpt
+from piper.launchers.excerpt import BatchSlice
 from piper.launchers.persist import Done
-from piper.launchers.processes import Spot
+from piper.launchers.processes import SharedFile
 from piper.launchers.transport.serialize import Codec
-from piper.launchers.transport.shared_memory import Entry
+from piper.launchers.transport.shared_memory import TensorEntry
 from piper.launchers.watch import Failure
 from piper.plan.divided import Share
 from piper.runtime.record import Clock, Recording
@@ -23,7 +23,7 @@ Call = Literal["step", "save", "load", "poll"] | Asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class StoreAddress:
     """Where the workers of a job find each other."""
 
     host: str  # of the store
@@ -32,50 +32,50 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Assignment:
     """What a worker is given at its start."""
 
     device: int
     local: int  # which of its machine's accelerators it uses, where the job uses any
-    meeting: Meeting
+    meeting: StoreAddress
     options: Options
     setup: bytes
     shares: bool = False  # its accelerator serves other workers too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class SharedState:
     """Where a worker of this machine finds what is shared."""
 
-    values: Mapping[str, Entry]
+    values: Mapping[str, TensorEntry]
     devices: tuple[int, ...]
     width: int
     path: tuple[str, ...]  # where modules are imported from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class RankInfo:
     """What a rank says of itself when it comes in."""
 
     process: int
     address: str
     local: int
-    marks: Spot
+    marks: SharedFile
     listens: bool  # it wants to know what the run gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class RankAssignment:
     """What a rank is given: its device, and the first values of all parameters."""
 
-    order: Order
-    values: Mapping[str, Entry]
-    shared: Spot | None  # where they lie on this machine
+    order: Assignment
+    values: Mapping[str, TensorEntry]
+    shared: SharedFile | None  # where they lie on this machine
     memory: Tensor | None  # or they themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RankZeroResult:
     """What a method of the run gave on rank 0, so that it gives the same on the others."""
 
     method: str
@@ -86,26 +86,26 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """A sign that a worker which is still at work on a call lives."""
 
 
 CODEC = Codec(
     (
-        Beat,
+        Heartbeat,
         Clock,
         Done,
-        Excerpt,
+        BatchSlice,
         Failure,
-        Hello,
-        Order,
-        Places,
+        RankInfo,
+        Assignment,
+        SharedState,
         Recording,
         Resumed,
         Share,
         StepResult,
         Sums,
-        Told,
-        Welcome,
+        RankZeroResult,
+        RankAssignment,
     )
 )

@@ -7,18 +7,18 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import cast
 
-from piper.launchers.messages import Beat, Call, Told
+from piper.launchers.messages import Call, Heartbeat, RankZeroResult
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import failure_of
-from piper.launchers.wires import Wires
-from piper.launchers.worker_server import Member
+from piper.launchers.wires import OpenSockets
+from piper.launchers.worker_server import WorkerServer
 
 LEAVE = 5.0  # seconds that a worker may take to end when its wires are cut
 
 
 BEAT = 2.0  # seconds between two signs that a worker is still at work
-Message = Told | tuple[Call, object]
-Hear = Callable[[Told | None], None]  # None: the run has ended
+Message = RankZeroResult | tuple[Call, object]
+Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def beating(channel: Channel) -> Iterator[None]:
     def beat() -> None:
         with suppress(ClosedError, OSError):  # the driver is gone, which the worker is about to see
             while not done.wait(BEAT):
-                channel.send(Beat())
+                channel.send(Heartbeat())
 
     thread = threading.Thread(target=beat, name="beat", daemon=True)
     thread.start()
@@ -40,15 +40,15 @@ def beating(channel: Channel) -> Iterator[None]:
         thread.join()
 
 
-class Post:
+class BackgroundWorker:
     """A worker at the end of a channel."""
 
     def __init__(
-        self, channel: Channel, device: int, build: Callable[[], Member], hear: Hear = lambda told: None
+        self, channel: Channel, device: int, build: Callable[[], WorkerServer], hear: Hear = lambda told: None
     ) -> None:
         self.channel, self.device, self.build, self.hear = channel, device, build, hear
         self.calls: SimpleQueue[tuple[Call, object] | None] = SimpleQueue()
-        self.wires = Wires()
+        self.wires = OpenSockets()
         self.threads = [
             threading.Thread(target=act, name=f"device {device}", daemon=True)
             for act in (self._read, self._work)
@@ -61,7 +61,7 @@ class Post:
         with suppress(ClosedError, OSError):
             while True:
                 message = cast(Message, self.channel.recv())
-                if isinstance(message, Told):
+                if isinstance(message, RankZeroResult):
                     self.hear(message)
                 else:
                     self.calls.put(message)

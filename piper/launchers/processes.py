@@ -45,17 +45,17 @@ def running(cells: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class SharedFile:
     """A file without a name, as another process of the machine finds it."""
 
     path: str
     stamp: tuple[int, int]  # device and inode: what tells a file from all others of a machine
 
     @staticmethod
-    def of(descriptor: int) -> "Spot":
+    def of(descriptor: int) -> "SharedFile":
         """Return where other processes find a file of this process."""
         about = os.fstat(descriptor)
-        return Spot(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
+        return SharedFile(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
 
     def open(self) -> int | None:
         """Open the file. None: it is not a file of this machine."""
@@ -79,7 +79,7 @@ def started(process: int) -> str:
     return text.rpartition(")")[2].split()[19]
 
 
-class Witness:
+class NodeMonitor:
     """Watches the workers of one machine, from a process of its own that ends with the driver.
 
     It holds their marks open, so that they can be read when a worker is dead, and no file is left behind.
@@ -89,7 +89,7 @@ class Witness:
         self.processes: dict[int, tuple[int, str]] = {}  # by device: the process, and when it started
         self.marks: dict[int, memoryview] = {}
 
-    def hold(self, workers: Mapping[int, tuple[int, Spot]]) -> None:
+    def hold(self, workers: Mapping[int, tuple[int, SharedFile]]) -> None:
         """Begin to watch workers, each a process and where its marks are."""
         for device, (process, spot) in workers.items():
             self.processes[device] = (process, started(process))

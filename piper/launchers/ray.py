@@ -21,26 +21,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from piper.errors import LaunchError
 from piper.launchers.base import streams_of
-from piper.launchers.driver import CrewRun, devices_of, unread_values
-from piper.launchers.failures import Sighting
+from piper.launchers.driver import RemoteRun, devices_of, unread_values
+from piper.launchers.failures import ProcessStatus
 from piper.launchers.freight import pack_setup
-from piper.launchers.messages import CODEC, PATIENCE, Meeting, Order
-from piper.launchers.processes import Look, Spot, Witness
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
+from piper.launchers.processes import Look, NodeMonitor, SharedFile
 from piper.launchers.store import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import StopWatch, die_with
 from piper.launchers.transport.shared_memory import (
     Bytes,
-    Entry,
     HeldValues,
-    Marks,
+    ProgressMarks,
+    TensorEntry,
     joined,
     layout,
     nameless_file,
 )
 from piper.launchers.watch import failure_of
-from piper.launchers.wired import WiredCrew
-from piper.launchers.worker_server import Member, serve
+from piper.launchers.wired import SocketWorkerGroup
+from piper.launchers.worker_server import WorkerServer, serve
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options
 
@@ -61,17 +61,17 @@ while time.monotonic() < until and absent < (1 if word else 8):  # Ray may write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class ActorLocation:
     """Where an actor runs."""
 
     node: str
     address: str
     process: int
-    marks: Spot  # the file that holds where it is in its plan
+    marks: SharedFile  # the file that holds where it is in its plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class DriverAddress:
     """Where a worker reports to its driver, and what it shows to be let in."""
 
     host: str
@@ -84,16 +84,16 @@ class Actor:
 
     def __init__(self, width: int) -> None:
         die_with(os.getppid())  # a stopped actor would outlive its raylet
-        self.marks = nameless_file(Marks.size(1, width))
-        self.cells = Marks(self.marks, [0], width).of(0)
+        self.marks = nameless_file(ProgressMarks.size(1, width))
+        self.cells = ProgressMarks(self.marks, [0], width).of(0)
 
-    def home(self) -> Home:
+    def home(self) -> ActorLocation:
         """Where this actor runs."""
-        return Home(
+        return ActorLocation(
             node=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             process=os.getpid(),
-            marks=Spot.of(self.marks),
+            marks=SharedFile.of(self.marks),
         )
 
     def host(self, address: str) -> int:
@@ -101,15 +101,17 @@ class Actor:
         self.store = store_on(address)
         return self.store.port
 
-    def work(self, order: bytes, index: Mapping[str, Entry], memory: Bytes, door: Door) -> None:
+    def work(
+        self, order: bytes, index: Mapping[str, TensorEntry], memory: Bytes, door: DriverAddress
+    ) -> None:
         """Be the worker of a device until the driver is gone.
 
         Its calls come over a socket: one through Ray takes milliseconds, as long as many a step.
         """
-        given = cast(Order, CODEC.decode(order))
+        given = cast(Assignment, CODEC.decode(order))
         channel = connect((door.host, door.port), door.key, given.device, PATIENCE, CODEC)
         try:
-            member = Member(given, HeldValues(memory, index), self.cells)
+            member = WorkerServer(given, HeldValues(memory, index), self.cells)
         except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
             channel.send(failure_of(given.device, error))
             return
@@ -117,7 +119,7 @@ class Actor:
         serve(member, channel)
 
 
-class RayCrew(WiredCrew):
+class RayWorkerGroup(SocketWorkerGroup):
     """Workers that are actors."""
 
     grace = 3.0  # Ray takes its time to tell of a death
@@ -125,15 +127,17 @@ class RayCrew(WiredCrew):
     def __init__(self, program: ProgramLike, options: Options) -> None:
         super().__init__(program, options)
         self.actors: dict[int, Any] = {}
-        self.homes: dict[int, Home] = {}
+        self.locations: dict[int, ActorLocation] = {}
         self.working: dict[Any, int] = {}  # calls that last as long as their actors work
         self.lost: dict[int, str] = {}
-        self.witnesses: dict[str, Any] = {}  # by node
+        self.monitors: dict[str, Any] = {}  # by node
         self.stops = StopWatch(STOPPED)
-        self.looked = (monotonic(), dict[int, Sighting]())
-        self.moved: dict[int, Sighting] = {}  # what was seen when it was last asked whether anything moves
+        self.looked = (monotonic(), dict[int, ProcessStatus]())
+        self.moved: dict[
+            int, ProcessStatus
+        ] = {}  # what was seen when it was last asked whether anything moves
 
-    def start(self, group: PlacementGroup, gpus: int) -> CrewRun:
+    def start(self, group: PlacementGroup, gpus: int) -> RemoteRun:
         """Start every actor and wait until all have met."""
         program, devices = self.program, self.devices
         width = streams_of(program.plans)
@@ -147,20 +151,20 @@ class RayCrew(WiredCrew):
         index = layout(values)
         memory = ray.put(joined(values, index).numpy())
         setup = pack_setup(setup_of(program))
-        self.homes = self._homes()
+        self.locations = self._locations()
         watching = self._watch()
-        addresses = {home.address for home in self.homes.values()}
-        own = {d: LOOPBACK if len(addresses) == 1 else home.address for d, home in self.homes.items()}
+        addresses = {home.address for home in self.locations.values()}
+        own = {d: LOOPBACK if len(addresses) == 1 else home.address for d, home in self.locations.items()}
         first = devices[0]
         port = ray.get(self.actors[first].host.remote(own[first]), timeout=PATIENCE)
         key = secrets.token_bytes(32)
         with Listener(self._address(addresses), key, self.options.timeout, CODEC) as listener:
             until = monotonic() + PATIENCE
             host, port_here = listener.address
-            door = Door(host=host, port=port_here, key=key)
+            door = DriverAddress(host=host, port=port_here, key=key)
             for device in devices:
-                meeting = Meeting(host=own[first], port=port, address=own[device])
-                order = Order(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
+                meeting = StoreAddress(host=own[first], port=port, address=own[device])
+                order = Assignment(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
                 self.working[self.actors[device].work.remote(CODEC.encode(order), index, memory, door)] = (
                     device
                 )
@@ -171,7 +175,7 @@ class RayCrew(WiredCrew):
             ray.get(watching, timeout=PATIENCE)
         except (RayError, GetTimeoutError) as error:
             raise not_started(str(error).splitlines()[0]) from error
-        return CrewRun(program, self, unread_values(program, values))
+        return RemoteRun(program, self, unread_values(program, values))
 
     def _address(self, addresses: set[str]) -> str:
         """Where this driver can be reached by all actors."""
@@ -188,18 +192,20 @@ class RayCrew(WiredCrew):
             raise not_started("it cannot reach the driver")
 
     def _watch(self) -> list[Any]:
-        """Start a witness on every node. Return the calls that have ended when all of them watch."""
+        """Start a monitor on every node. Return the calls that have ended when all of them watch."""
         calls = []
-        for node, homes in self._by_node().items():
+        for node, locations in self._by_node().items():
             place = NodeAffinitySchedulingStrategy(node, soft=False)  # on this node or nowhere
-            self.witnesses[node] = (
-                ray.remote(Witness).options(num_cpus=0, scheduling_strategy=place, max_restarts=0).remote()
+            self.monitors[node] = (
+                ray.remote(NodeMonitor)
+                .options(num_cpus=0, scheduling_strategy=place, max_restarts=0)
+                .remote()
             )
-            workers = {device: (home.process, home.marks) for device, home in homes.items()}
-            calls.append(self.witnesses[node].hold.remote(workers))
+            workers = {device: (home.process, home.marks) for device, home in locations.items()}
+            calls.append(self.monitors[node].hold.remote(workers))
         return calls
 
-    def _homes(self) -> dict[int, Home]:
+    def _locations(self) -> dict[int, ActorLocation]:
         asked = [actor.home.remote() for actor in self.actors.values()]
         try:
             return dict(zip(self.actors, ray.get(asked, timeout=PATIENCE), strict=True))
@@ -224,19 +230,19 @@ class RayCrew(WiredCrew):
     def stopped(self) -> set[int]:
         return {d for d, seen in self._looked().items() if self.stops.lasting(seen.process, seen.stopped)}
 
-    def _looked(self) -> dict[int, Sighting]:
+    def _looked(self) -> dict[int, ProcessStatus]:
         """Return what was seen of every device within the last seconds."""
         when, seen = self.looked
         if monotonic() - max(when, self.asked) > LOOK:  # it costs a call to every node
-            seen = self.sightings()
+            seen = self.statuses()
             self.looked = (monotonic(), seen)
         return seen
 
-    def sightings(self) -> dict[int, Sighting]:
-        """What is seen of every device, by the witness of its node: an actor may be past answering."""
+    def statuses(self) -> dict[int, ProcessStatus]:
+        """What is seen of every device, by the monitor of its node: an actor may be past answering."""
         ended = self.ended()
-        asked = {node: witness.look.remote() for node, witness in self.witnesses.items()}
-        found: dict[int, Sighting] = {}
+        asked = {node: monitor.look.remote() for node, monitor in self.monitors.items()}
+        found: dict[int, ProcessStatus] = {}
         for node, ref in asked.items():
             try:
                 looks = ray.get(ref, timeout=END)
@@ -244,7 +250,7 @@ class RayCrew(WiredCrew):
                 looks = {}  # the node is gone too
             for device, home in self._by_node()[node].items():
                 look = looks.get(device, Look())
-                found[device] = Sighting(
+                found[device] = ProcessStatus(
                     process=home.process,
                     running=look.running,
                     ended=ended.get(device),
@@ -252,9 +258,9 @@ class RayCrew(WiredCrew):
                 )
         return {device: found[device] for device in self.devices}
 
-    def _by_node(self) -> dict[str, dict[int, Home]]:
-        nodes: dict[str, dict[int, Home]] = {}
-        for device, home in self.homes.items():
+    def _by_node(self) -> dict[str, dict[int, ActorLocation]]:
+        nodes: dict[str, dict[int, ActorLocation]] = {}
+        for device, home in self.locations.items():
             nodes.setdefault(home.node, {})[device] = home
         return nodes
 
@@ -264,14 +270,14 @@ class RayCrew(WiredCrew):
         for actor in self.actors.values():
             ray.kill(actor)
         nodes = self._by_node()
-        swept = [witness.sweep.remote(list(nodes[node])) for node, witness in self.witnesses.items()]
+        swept = [monitor.sweep.remote(list(nodes[node])) for node, monitor in self.monitors.items()]
         if swept:
             ray.wait(swept, num_returns=len(swept), timeout=END)
-        for witness in self.witnesses.values():
-            ray.kill(witness)
+        for monitor in self.monitors.values():
+            ray.kill(monitor)
         self.actors.clear()
-        self.homes.clear()
-        self.witnesses.clear()
+        self.locations.clear()
+        self.monitors.clear()
 
 
 def not_started(why: str) -> LaunchError:
@@ -363,7 +369,7 @@ def room(devices: int, gpus: int) -> Iterator[PlacementGroup]:
 
 
 @contextmanager
-def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[CrewRun]:
+def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[RemoteRun]:
     """Start a program on actors of Ray, and end them with the block.
 
     A Ray that is initialised already is used, with all its nodes; otherwise one is started, which listens on
@@ -372,7 +378,7 @@ def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator
     devices = len(devices_of(program.plans))
     gpus = int(setup_of(program).device.type == "cuda")
     with cluster(devices), room(devices, gpus) as group, ExitStack() as held:
-        crew = RayCrew(program, options or Options())
+        crew = RayWorkerGroup(program, options or Options())
         held.callback(crew.close)
         run = crew.start(group, gpus)
         held.callback(run.close)

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from piper.errors import LaunchError
 from piper.launchers.messages import PATIENCE
 from piper.launchers.store import LOOPBACK
-from piper.launchers.world import World
+from piper.launchers.world import RankEnvironment
 
 MOST = 4096  # streams of a device that a door may claim
 LOOK = 0.2  # seconds between looks at whether there is another launch
@@ -26,7 +26,7 @@ LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class DriverAddress:
     """Where the driver of a launch lets its workers in. Anybody may read it, so it holds no secret."""
 
     host: str
@@ -36,7 +36,7 @@ class Door:
 
 
 @cache  # a process is in one world; rank 0 keeps the store that all meet at, unless torchrun does
-def store_of(world: World) -> Store:
+def store_of(world: RankEnvironment) -> Store:
     """The store of a world."""
     try:
         found = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
@@ -45,7 +45,7 @@ def store_of(world: World) -> Store:
     return PrefixStore("piper", cast(Store, found[0]))
 
 
-def apart(world: World, why: str) -> LaunchError:
+def apart(world: RankEnvironment, why: str) -> LaunchError:
     """The error of processes that do not find each other."""
     return LaunchError(
         "the processes of this world do not find each other",
@@ -55,7 +55,7 @@ def apart(world: World, why: str) -> LaunchError:
     )
 
 
-def own_address(world: World) -> str:
+def own_address(world: RankEnvironment) -> str:
     """The address at which the other processes reach this one."""
     if world.one_machine:
         return LOOPBACK
@@ -64,17 +64,17 @@ def own_address(world: World) -> str:
         return cast(str, way.getsockname()[0])
 
 
-def next_launch(world: World) -> int:
+def next_launch(world: RankEnvironment) -> int:
     """The number of this process's next launch: the same on every rank that runs the same script."""
     return store_of(world).add(f"launches/{world.rank}", 1)
 
 
-def open_door(world: World, launch: int, door: Door) -> None:
+def open_door(world: RankEnvironment, launch: int, door: DriverAddress) -> None:
     """Tell the others where to come in."""
     store_of(world).set(f"door/{launch}", json.dumps(asdict(door)))
 
 
-def find_door(world: World, launch: int) -> Door:
+def find_door(world: RankEnvironment, launch: int) -> DriverAddress:
     """Where to come in, once rank 0 has launched."""
     try:
         return read_door(world, store_of(world).get(f"door/{launch}"))
@@ -82,11 +82,11 @@ def find_door(world: World, launch: int) -> Door:
         raise apart(world, f"rank 0 did not launch within {PATIENCE:g} s") from error
 
 
-def read_door(world: World, text: bytes) -> Door:
+def read_door(world: RankEnvironment, text: bytes) -> DriverAddress:
     """Return the door that the store holds, where anybody could have written it."""
     try:
         found = json.loads(text)
-        door = Door(**found)
+        door = DriverAddress(**found)
     except (ValueError, TypeError) as error:
         raise apart(world, f"the store holds no address: {error}") from error
     kinds = {"host": str, "port": int, "launch": str, "width": int}
@@ -95,7 +95,7 @@ def read_door(world: World, text: bytes) -> Door:
     return door
 
 
-def doors(world: World) -> Iterator[Door]:
+def doors(world: RankEnvironment) -> Iterator[DriverAddress]:
     """The door of every launch, as they come, until rank 0 says that there will be no more or is gone."""
     launch = 1
     try:
@@ -113,7 +113,7 @@ def doors(world: World) -> Iterator[Door]:
 
 
 @contextmanager
-def leading(world: World) -> Iterator[None]:
+def leading(world: RankEnvironment) -> Iterator[None]:
     """Launch inside; then let the others go."""
     store = store_of(world)
     try:

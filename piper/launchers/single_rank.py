@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.base import Resumed, StepResult, Trains, result_of
-from piper.launchers.madeup import made_up
+from piper.launchers.madeup import synthetic_weights
 from piper.plan.instr import COMMUNICATION
 from piper.plan.memory import timeline
 from piper.runtime.batch import check_batch, wanted_shapes
@@ -37,7 +37,7 @@ class Peak:
     measured: int | None  # none on a host, which does not count
 
 
-class AloneRun(Trains):
+class SingleRankRun(Trains):
     """One device of a job. What it gives is a time and a peak of memory; its numbers mean nothing."""
 
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
@@ -55,7 +55,7 @@ class AloneRun(Trains):
             setup,
             device,
             AloneComms(self.plans, device),
-            made_up(program.job, program.outline),
+            synthetic_weights(program.job, program.outline),
             options,
             kernels=kernels,
         )
@@ -136,11 +136,11 @@ def device_named(on: str, program: ProgramLike) -> int:
 
 
 @contextmanager
-def launch_alone(
+def launch_single_rank(
     program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
-) -> Iterator[AloneRun]:
+) -> Iterator[SingleRankRun]:
     """Start one device of a program in this process, and end it with the block."""
-    run = AloneRun(program, device_named(on, program), options or Options(), cluster)
+    run = SingleRankRun(program, device_named(on, program), options or Options(), cluster)
     try:
         yield run
     finally:

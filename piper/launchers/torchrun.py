@@ -14,22 +14,30 @@ from torch import Tensor
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.accelerator import crowded
 from piper.launchers.base import Resumed, StepResult, streams_of
-from piper.launchers.driver import CrewRun, unread_values
-from piper.launchers.failures import Sighting
+from piper.launchers.driver import RemoteRun, unread_values
+from piper.launchers.failures import ProcessStatus
 from piper.launchers.freight import pack_setup
-from piper.launchers.messages import CODEC, PATIENCE, Hello, Meeting, Order, Told, Welcome
-from piper.launchers.post import Post
-from piper.launchers.processes import Spot, gone, running, stopped
-from piper.launchers.rendezvous import Door, next_launch, open_door, own_address
+from piper.launchers.messages import (
+    CODEC,
+    PATIENCE,
+    Assignment,
+    RankAssignment,
+    RankInfo,
+    RankZeroResult,
+    StoreAddress,
+)
+from piper.launchers.post import BackgroundWorker
+from piper.launchers.processes import SharedFile, gone, running, stopped
+from piper.launchers.rendezvous import DriverAddress, next_launch, open_door, own_address
 from piper.launchers.store import store_on
 from piper.launchers.transport.channel import Channel, ClosedError, Listener
 from piper.launchers.transport.fork_server import StopWatch
 from piper.launchers.transport.keys import check_key, given_key, new_launch, offered_key
-from piper.launchers.transport.shared_memory import Entry, Marks, joined, layout, share
+from piper.launchers.transport.shared_memory import ProgressMarks, TensorEntry, joined, layout, share
 from piper.launchers.watch import new_cells
-from piper.launchers.wired import WiredCrew
-from piper.launchers.worker_server import Member
-from piper.launchers.world import World, check_size
+from piper.launchers.wired import SocketWorkerGroup
+from piper.launchers.worker_server import WorkerServer
+from piper.launchers.world import RankEnvironment, check_size
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.trail import Mark
@@ -39,19 +47,19 @@ T = TypeVar("T")
 SILENT = 8.0  # seconds after which a rank of another machine that sends no beat counts as lost
 
 
-class JoinedCrew(WiredCrew):
+class TorchrunWorkerGroup(SocketWorkerGroup):
     """The ranks of a world: this process's own worker, and those that came in."""
 
-    def __init__(self, program: ProgramLike, options: Options, world: World) -> None:
+    def __init__(self, program: ProgramLike, options: Options, world: RankEnvironment) -> None:
         super().__init__(program, options)
         self.world = world
-        self.hellos: dict[int, Hello] = {}  # of the other ranks, by device
+        self.hellos: dict[int, RankInfo] = {}  # of the other ranks, by device
         self.cells: dict[int, memoryview] = {}  # where devices of this machine are in their plans
-        self.post: Post | None = None
+        self.post: BackgroundWorker | None = None
         self.seen: list[bytes] = []
         self.stops = StopWatch()
 
-    def start(self) -> "JoinedRun":
+    def start(self) -> "TorchrunRun":
         """Let every rank in, and wait until all have met."""
         program, world = self.program, self.world
         values = {} if self.options.blank else initial_tensors(program.job)
@@ -64,11 +72,11 @@ class JoinedCrew(WiredCrew):
         self._let_in(own, width)
         shares = program.device == "cuda" and crowded(world.nearby)
 
-        def order(device: int, local: int, address: str) -> Order:
-            return Order(
+        def order(device: int, local: int, address: str) -> Assignment:
+            return Assignment(
                 device=device,
                 local=local,
-                meeting=Meeting(host=own, port=meeting.port, address=address),
+                meeting=StoreAddress(host=own, port=meeting.port, address=address),
                 options=self.options,
                 setup=setup,
                 shares=shares,
@@ -79,10 +87,10 @@ class JoinedCrew(WiredCrew):
             held.callback(os.close, memory)
             for device, hello in self.hellos.items():
                 given = order(device, hello.local, hello.address)
-                self.send(device, self._welcome(given, device, values, index, Spot.of(memory)))
+                self.send(device, self._welcome(given, device, values, index, SharedFile.of(memory)))
             self._be_one(order(self.devices[0], world.local, own), values)
             self.gather(set(self.devices), max(PATIENCE, self.options.timeout))
-        return JoinedRun(program, self, unread_values(program, values))
+        return TorchrunRun(program, self, unread_values(program, values))
 
     def _let_in(self, own: str, width: int) -> None:
         """Wait for all other ranks, and look where they are."""
@@ -92,7 +100,7 @@ class JoinedCrew(WiredCrew):
             key = given if given is not None else held.enter_context(offered_key(launch))
             listener = held.enter_context(Listener(own, key, self.options.timeout, CODEC))
             host, port = listener.address
-            door = Door(host=host, port=port, launch=launch, width=width)
+            door = DriverAddress(host=host, port=port, launch=launch, width=width)
             open_door(self.world, next_launch(self.world), door)
             while len(self.hellos) < self.world.size - 1:
                 if (newcomer := listener.accept(1.0)) is not None:
@@ -106,13 +114,13 @@ class JoinedCrew(WiredCrew):
         except (ClosedError, TimeoutError):
             channel.close()  # it ended just after it came in: another may still come in its place
             return
-        if not isinstance(hello, Hello) or not 0 < rank < self.world.size:
+        if not isinstance(hello, RankInfo) or not 0 < rank < self.world.size:
             channel.close()
             return
         device = self.devices[rank]
         self.channels[device], self.hellos[device] = channel, hello
         if (marks := hello.marks.open()) is not None:
-            self.cells[device] = Marks(marks, [device], width).of(device)
+            self.cells[device] = ProgressMarks(marks, [device], width).of(device)
             os.close(marks)
 
     def absent(self) -> LaunchError:
@@ -125,26 +133,31 @@ class JoinedCrew(WiredCrew):
         )
 
     def _welcome(
-        self, order: Order, device: int, values: Mapping[str, Tensor], index: dict[str, Entry], spot: Spot
-    ) -> Welcome:
+        self,
+        order: Assignment,
+        device: int,
+        values: Mapping[str, Tensor],
+        index: dict[str, TensorEntry],
+        spot: SharedFile,
+    ) -> RankAssignment:
         near = device in self.cells
-        return Welcome(
+        return RankAssignment(
             order=order,
             values=index,
             shared=spot if near else None,
             memory=None if near else joined(values, index),
         )
 
-    def _be_one(self, order: Order, values: Mapping[str, Tensor]) -> None:
+    def _be_one(self, order: Assignment, values: Mapping[str, Tensor]) -> None:
         """Be the worker of the first device too."""
         here, there = socket.socketpair()
         self.channels[order.device] = Channel(here, self.options.timeout, codec=CODEC)
         cells = self.cells[order.device]
-        self.post = Post(
-            Channel(there, codec=CODEC), order.device, lambda: Member(order, values.__getitem__, cells)
+        self.post = BackgroundWorker(
+            Channel(there, codec=CODEC), order.device, lambda: WorkerServer(order, values.__getitem__, cells)
         )
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: RankZeroResult) -> None:
         """Let the scripts of the other ranks know what a method gave."""
         for device, hello in self.hellos.items():
             if hello.listens and device in self.channels and device not in self.silent:
@@ -177,12 +190,12 @@ class JoinedCrew(WiredCrew):
         near = {device: self.hellos[device].process for device in self.cells.keys() & self.hellos.keys()}
         return {device for device, pid in near.items() if self.stops.lasting(pid, stopped(pid))}
 
-    def sightings(self) -> dict[int, Sighting]:
-        ended, found = self.ended(), dict[int, Sighting]()
+    def statuses(self) -> dict[int, ProcessStatus]:
+        ended, found = self.ended(), dict[int, ProcessStatus]()
         for device in self.devices:
             near = device in self.cells
             process = self.hellos[device].process if device in self.hellos else os.getpid()
-            found[device] = Sighting(
+            found[device] = ProcessStatus(
                 process=process,
                 running=running(self.cells[device]) if near else (),
                 ended=ended.get(device),
@@ -205,10 +218,10 @@ class JoinedCrew(WiredCrew):
             self.post = None
 
 
-class JoinedRun(CrewRun):
+class TorchrunRun(RemoteRun):
     """A run whose results every rank gets."""
 
-    crew: JoinedCrew
+    crew: TorchrunWorkerGroup
 
     def _tell(self, method: str, act: Callable[[], T]) -> T:
         try:
@@ -216,12 +229,12 @@ class JoinedRun(CrewRun):
         except PiperError as error:
             self.crew.tell(failed(method, error))
             raise
-        self.crew.tell(Told(method=method, value=value))
+        self.crew.tell(RankZeroResult(method=method, value=value))
         return value
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
-        return self._tell("step", lambda: super(JoinedRun, self).step(batch))
+        return self._tell("step", lambda: super(TorchrunRun, self).step(batch))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer in full, by fully qualified name."""
@@ -248,23 +261,23 @@ class JoinedRun(CrewRun):
 
     def load(self, path: Path | str) -> Resumed:
         """Go on from a checkpoint."""
-        return self._tell("load", lambda: super(JoinedRun, self).load(path))
+        return self._tell("load", lambda: super(TorchrunRun, self).load(path))
 
     def settle(self) -> None:
         """Wait until what is being saved is complete."""
         self._tell("settle", super().settle)
 
 
-def failed(method: str, error: PiperError) -> Told:
+def failed(method: str, error: PiperError) -> RankZeroResult:
     """What to tell of an error."""
     notes = tuple(getattr(error, "__notes__", ()))
-    return Told(method=method, error=type(error).__name__, text=str(error), notes=notes)
+    return RankZeroResult(method=method, error=type(error).__name__, text=str(error), notes=notes)
 
 
 @contextmanager
-def launch_joined(program: ProgramLike, options: Options, world: World) -> Iterator[JoinedRun]:
+def launch_torchrun(program: ProgramLike, options: Options, world: RankEnvironment) -> Iterator[TorchrunRun]:
     """Start a program on the ranks of a world, of which this is the first."""
-    crew = JoinedCrew(program, options, world)
+    crew = TorchrunWorkerGroup(program, options, world)
     check_size(world, len(crew.devices))
     check_key(world)
     with ExitStack() as held:

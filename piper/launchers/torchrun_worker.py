@@ -14,15 +14,15 @@ from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
 from piper.launchers.driver import devices_of
-from piper.launchers.messages import CODEC, PATIENCE, Hello, Told, Welcome
-from piper.launchers.post import Hear, Post
-from piper.launchers.processes import Spot
-from piper.launchers.rendezvous import Door, doors, find_door, next_launch, own_address
+from piper.launchers.messages import CODEC, PATIENCE, RankAssignment, RankInfo, RankZeroResult
+from piper.launchers.post import BackgroundWorker, Hear
+from piper.launchers.processes import SharedFile
+from piper.launchers.rendezvous import DriverAddress, doors, find_door, next_launch, own_address
 from piper.launchers.transport.channel import ClosedError, connect
 from piper.launchers.transport.keys import HOW, check_key, fetched_key, given_key, key_missing
-from piper.launchers.transport.shared_memory import HeldValues, Marks, SharedValues, nameless_file
-from piper.launchers.worker_server import Member
-from piper.launchers.world import World, check_size
+from piper.launchers.transport.shared_memory import HeldValues, ProgressMarks, SharedValues, nameless_file
+from piper.launchers.worker_server import WorkerServer
+from piper.launchers.world import RankEnvironment, check_size
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike
 from piper.runtime.trail import Mark
@@ -30,7 +30,7 @@ from piper.runtime.trail import Mark
 CHANGES = ("step", "load")  # what rank 0 may not do without the others noticing
 
 
-def key_for(world: World, door: Door) -> bytes:
+def key_for(world: RankEnvironment, door: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
     if key is not None and not door.launch:
@@ -40,7 +40,7 @@ def key_for(world: World, door: Door) -> bytes:
     return fetched_key(door.launch, world.rank)
 
 
-def come_in(world: World, door: Door, hear: Hear | None) -> Post:
+def come_in(world: RankEnvironment, door: DriverAddress, hear: Hear | None) -> BackgroundWorker:
     """Become the worker of a launch."""
     key = key_for(world, door)
     try:
@@ -52,29 +52,29 @@ def come_in(world: World, door: Door, hear: Hear | None) -> Post:
             facts={"at": f"{door.host}:{door.port}", "why": str(error)},
             hint=HOW,
         ) from error
-    descriptor = nameless_file(Marks.size(1, door.width))
-    cells = Marks(descriptor, [world.rank], door.width).of(world.rank)
+    descriptor = nameless_file(ProgressMarks.size(1, door.width))
+    cells = ProgressMarks(descriptor, [world.rank], door.width).of(world.rank)
     channel.send(
-        Hello(
+        RankInfo(
             process=os.getpid(),
             address=own_address(world),
             local=world.local,
-            marks=Spot.of(descriptor),
+            marks=SharedFile.of(descriptor),
             listens=hear is not None,
         )
     )
-    welcome = cast(Welcome, channel.recv())
+    welcome = cast(RankAssignment, channel.recv())
     os.close(descriptor)  # rank 0 has opened it by now, if it can
     initial = values_of(welcome)
-    return Post(
+    return BackgroundWorker(
         channel,
         welcome.order.device,
-        lambda: Member(welcome.order, initial, cells),
+        lambda: WorkerServer(welcome.order, initial, cells),
         hear or (lambda told: None),
     )
 
 
-def values_of(welcome: Welcome) -> Initial:
+def values_of(welcome: RankAssignment) -> Initial:
     """The first values that a rank was given."""
     if welcome.memory is not None:
         return HeldValues(welcome.memory.numpy(), welcome.values)
@@ -87,10 +87,10 @@ def values_of(welcome: Welcome) -> Initial:
         os.close(descriptor)
 
 
-def attend(world: World) -> None:
+def attend(world: RankEnvironment) -> None:
     """Be a worker of everything that rank 0 launches, until it is done."""
     check_key(world)
-    posts: list[Post] = []
+    posts: list[BackgroundWorker] = []
     for door in doors(world):
         with suppress(OSError):  # rank 0 has closed it again
             posts.append(come_in(world, door, None))
@@ -98,10 +98,10 @@ def attend(world: World) -> None:
         post.wait()
 
 
-class FollowerRun(Trains):
+class TorchrunWorkerRun(Trains):
     """A run as the other ranks see it: rank 0 cuts the batch, and all get the same results."""
 
-    def __init__(self, program: ProgramLike, told: SimpleQueue[Told | None]) -> None:
+    def __init__(self, program: ProgramLike, told: SimpleQueue[RankZeroResult | None]) -> None:
         self.program, self.told = program, told
         self.over = False
 
@@ -166,7 +166,7 @@ class FollowerRun(Trains):
         self.over = True
 
 
-def again(told: Told) -> PiperError:
+def again(told: RankZeroResult) -> PiperError:
     """The error that rank 0 has raised."""
     kind = cast("type[PiperError]", getattr(errors, told.error or ""))
     error = kind.__new__(kind)
@@ -177,15 +177,15 @@ def again(told: Told) -> PiperError:
 
 
 @contextmanager
-def launch_follower(program: ProgramLike, world: World) -> Iterator[FollowerRun]:
+def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iterator[TorchrunWorkerRun]:
     """Take part in what rank 0 launches. The block's end waits for the end of the run there."""
     check_size(world, len(devices_of(program.plans)))
     check_key(world)
     threads = torch.get_num_threads()
-    told: SimpleQueue[Told | None] = SimpleQueue()
+    told: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     post = come_in(world, find_door(world, next_launch(world)), told.put)
     try:
-        yield FollowerRun(program, told)
+        yield TorchrunWorkerRun(program, told)
         post.wait()
     finally:
         post.leave()

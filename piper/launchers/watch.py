@@ -1,4 +1,4 @@
-"""Marks where a device is in its plan, and tells what went wrong there as soon as it does."""
+"""ProgressMarks where a device is in its plan, and tells what went wrong there as soon as it does."""
 
 import threading
 import traceback

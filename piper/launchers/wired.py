@@ -7,9 +7,9 @@ from time import monotonic, sleep
 from typing import Protocol
 
 from piper.errors import WorkerError
-from piper.launchers.driver import Crew, devices_of
-from piper.launchers.failures import Scene, Sighting, blame
-from piper.launchers.messages import Beat, Call
+from piper.launchers.driver import WorkerGroup, devices_of
+from piper.launchers.failures import JobSnapshot, ProcessStatus, blame
+from piper.launchers.messages import Call, Heartbeat
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.watch import Failure
 from piper.runtime.setup import ProgramLike
@@ -28,7 +28,7 @@ class Readable(Protocol):
     def fileno(self) -> int: ...
 
 
-class WiredCrew(Crew):
+class SocketWorkerGroup(WorkerGroup):
     """Workers that answer over channels. Whoever starts them adds how they are seen from outside."""
 
     grace = 0.5  # seconds that the cause of a failure may come after its first victim
@@ -48,7 +48,7 @@ class WiredCrew(Crew):
         """The devices whose process has ended, and how."""
 
     @abstractmethod
-    def sightings(self) -> dict[int, Sighting]:
+    def statuses(self) -> dict[int, ProcessStatus]:
         """What is seen of every device."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class WiredCrew(Crew):
             before = len(answers)
             for device in ready:
                 answer = self._hear(device)
-                if not isinstance(answer, Beat):
+                if not isinstance(answer, Heartbeat):
                     answers[device] = answer
                     waiting.discard(device)
             if self.failures or self.silent or (not ready and (self.ended() or self.stopped())):
@@ -137,7 +137,7 @@ class WiredCrew(Crew):
         for device in self._ready(set(self.devices) - done, wait):
             self._hear(device)
 
-    def settled(self) -> Scene:
+    def settled(self) -> JobSnapshot:
         """The scene once those who go on have come to where they need the one that failed.
 
         Until then, who waits for whom depends on the moment of the look.
@@ -146,17 +146,17 @@ class WiredCrew(Crew):
         while alike < LOOKS and scene.broken and monotonic() < until:
             sleep(STILL)
             before, scene = scene, self.scene()
-            alike = alike + 1 if scene.sightings == before.sightings and not scene.at_work else 1
+            alike = alike + 1 if scene.statuses == before.statuses and not scene.at_work else 1
         return scene
 
-    def scene(self) -> Scene:
+    def scene(self) -> JobSnapshot:
         """What is seen now, and what was said: whoever is seen to have ended has said it before."""
-        sightings = self.sightings()
+        statuses = self.statuses()
         self._listen(0)
-        return Scene(
+        return JobSnapshot(
             plans=self.program.plans,
             origins=self.program.origins,
             timeout=self.options.timeout,
-            sightings=sightings,
+            statuses=statuses,
             failures=self.failures,
         )

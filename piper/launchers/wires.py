@@ -10,7 +10,7 @@ from pathlib import Path
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-class Wires:
+class OpenSockets:
     """The sockets that were opened while this was recording."""
 
     def __init__(self) -> None:

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import TCPStore
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.launchers.accelerator import comms_of, ending, take_one
 from piper.launchers.freight import unpack_setup
-from piper.launchers.messages import CODEC, PATIENCE, Call, Order, Places
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, SharedState
 from piper.launchers.persist import Done, Keeper
 from piper.launchers.restoring import blank_values
 from piper.launchers.transport.channel import Channel, ClosedError
-from piper.launchers.transport.shared_memory import Marks, SharedValues
+from piper.launchers.transport.shared_memory import ProgressMarks, SharedValues
 from piper.launchers.watch import Failure, Watcher, failure_of
 from piper.plan.divided import Share
 from piper.runtime.env import Rows
@@ -30,10 +30,10 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums, Worker
 
 
-class Member:
+class WorkerServer:
     """A worker that answers calls. Its first failure is its answer, though other streams may still wait."""
 
-    def __init__(self, order: Order, initial: Initial, cells: memoryview) -> None:
+    def __init__(self, order: Assignment, initial: Initial, cells: memoryview) -> None:
         self.device = order.device
         torch.set_num_threads(order.options.threads)
         setup = unpack_setup(order.setup)
@@ -138,11 +138,11 @@ def main(descriptors: Sequence[int]) -> int:
     end, marks, values = descriptors
     channel = Channel(socket.socket(fileno=end), codec=CODEC)
     try:
-        places, order = cast("tuple[Places, Order]", channel.recv())
+        places, order = cast("tuple[SharedState, Assignment]", channel.recv())
         sys.path[:] = places.path
-        cells = Marks(marks, places.devices, places.width).of(order.device)
+        cells = ProgressMarks(marks, places.devices, places.width).of(order.device)
         try:
-            member = Member(order, SharedValues(values, places.values), cells)
+            member = WorkerServer(order, SharedValues(values, places.values), cells)
         except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
             channel.send(failure_of(order.device, error))
             return 1
@@ -153,7 +153,7 @@ def main(descriptors: Sequence[int]) -> int:
     return 0
 
 
-def serve(member: Member, channel: Channel) -> None:
+def serve(member: WorkerServer, channel: Channel) -> None:
     """Answer calls until the driver is gone."""
     try:
         while True:

@@ -10,7 +10,7 @@ NEARBY = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class RankEnvironment:
     """The processes of a job, all of which run the same script."""
 
     rank: int
@@ -31,12 +31,12 @@ class World:
         return self.nearby == self.size
 
 
-def world_here() -> World | None:
+def world_here() -> RankEnvironment | None:
     """The world that this process was started in, if its environment says so."""
     if any(name not in os.environ for name in NAMES):
         return None
     size = number("WORLD_SIZE")
-    return World(
+    return RankEnvironment(
         rank=number("RANK"),
         size=size,
         local=number("LOCAL_RANK"),
@@ -58,7 +58,7 @@ def number(name: str) -> int:
     return int(text)
 
 
-def check_size(world: World, devices: int) -> None:
+def check_size(world: RankEnvironment, devices: int) -> None:
     """A process for each device, neither more nor fewer."""
     if world.size != devices:
         raise ConfigError(

@@ -6,7 +6,7 @@ from statistics import median
 
 from piper.api import compile
 from piper.errors import ConfigError
-from piper.launchers.single_rank import AloneRun, launch_alone
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.recipe import load_recipe
 from piper.runtime.worker import Options
 
@@ -38,13 +38,13 @@ def train_alone(wanted: Wanted) -> str:
     job = replace(load_recipe(wanted.recipe), checkpoint=None)
     program = compile(job, device=wanted.device, compile=wanted.compile)
     options = Options(graphs=wanted.graphs)
-    with launch_alone(program, wanted.on, options, cluster=wanted.cluster) as run:
+    with launch_single_rank(program, wanted.on, options, cluster=wanted.cluster) as run:
         for batch in islice(job.data(), steps):
             run.step(batch)
         return summary(run, wanted.on, warm)
 
 
-def summary(run: AloneRun, on: str, warm: int) -> str:
+def summary(run: SingleRankRun, on: str, warm: int) -> str:
     """What a device's steps took, in words, without the first ones."""
     times = run.seconds[warm:] or run.seconds
     peak = run.peak()

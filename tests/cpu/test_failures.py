@@ -18,9 +18,9 @@ from torch.optim import SGD, Optimizer
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launchers.driver import CrewRun
-from piper.launchers.local import LocalCrew, launch_local
-from piper.launchers.transport.fork_server import Nursery, nursery
+from piper.launchers.driver import RemoteRun
+from piper.launchers.local import LocalWorkerGroup, launch_local
+from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -34,8 +34,8 @@ LONG = Options(timeout=50.0)
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Nursery]:
-    with nursery() as made:
+def forks() -> Iterator[ForkServer]:
+    with fork_server() as made:
         yield made
 
 
@@ -48,7 +48,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def failing(program: ProgramLike, options: Options, forks: Nursery) -> tuple[WorkerError, float]:
+def failing(program: ProgramLike, options: Options, forks: ForkServer) -> tuple[WorkerError, float]:
     """The error of a run that goes wrong in its second part, and how long it took; nobody may survive it."""
     with launch_local(program, options, forks) as run:
         pids = pids_of(run)
@@ -63,8 +63,8 @@ def failing(program: ProgramLike, options: Options, forks: Nursery) -> tuple[Wor
     return caught.value, took
 
 
-def pids_of(run: CrewRun) -> list[int]:
-    assert isinstance(run.crew, LocalCrew)
+def pids_of(run: RemoteRun) -> list[int]:
+    assert isinstance(run.crew, LocalWorkerGroup)
     return list(run.crew.pids.values())
 
 
@@ -92,7 +92,7 @@ def told(program: Program, first: str, hint: str) -> str:
     )
 
 
-def test_an_exception(program: Program, forks: Nursery) -> None:
+def test_an_exception(program: Program, forks: ForkServer) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail), LONG, forks)
     assert text(error) == told(
         program,
@@ -103,7 +103,7 @@ def test_an_exception(program: Program, forks: Nursery) -> None:
     assert took < 20, "nobody waits for the timeout"
 
 
-def test_a_killed_worker(program: Program, forks: Nursery) -> None:
+def test_a_killed_worker(program: Program, forks: ForkServer) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.die), LONG, forks)
     assert text(error) == told(
         program,
@@ -113,7 +113,7 @@ def test_a_killed_worker(program: Program, forks: Nursery) -> None:
     assert took < 20, "nobody waits for the timeout"
 
 
-def test_a_stopped_worker(program: Program, forks: Nursery) -> None:
+def test_a_stopped_worker(program: Program, forks: ForkServer) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), LONG, forks)
     assert text(error) == told(
         program,
@@ -123,7 +123,7 @@ def test_a_stopped_worker(program: Program, forks: Nursery) -> None:
     assert took < 10, "nobody waits for the timeout of 50 s"
 
 
-def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: Nursery) -> None:
+def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: ForkServer) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=1", act=sabotage.sleep), SHORT, forks)
     assert text(error) == told(
         program,
@@ -133,7 +133,7 @@ def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: Nursery
     assert took < 3 * SHORT.timeout
 
 
-def test_a_stuck_communication(program: Program, forks: Nursery) -> None:
+def test_a_stuck_communication(program: Program, forks: ForkServer) -> None:
     error, took = failing(Sabotaged(program=program, arg="F PP=0", act=sabotage.mute), SHORT, forks)
     assert re.match(
         r"device \d \(process N\): waited 2 s in transfer\[.*\], which never ended\n"
@@ -144,7 +144,9 @@ def test_a_stuck_communication(program: Program, forks: Nursery) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_lost_between_steps(program: Program, forks: Nursery, how: signal.Signals) -> None:
+def test_a_worker_that_is_lost_between_steps(
+    program: Program, forks: ForkServer, how: signal.Signals
+) -> None:
     with launch_local(program, SHORT, forks) as run:
         run.step(BATCHES[0])
         pids = pids_of(run)
@@ -158,7 +160,7 @@ def test_a_worker_that_is_lost_between_steps(program: Program, forks: Nursery, h
     assert not any(map(alive, pids))
 
 
-def test_a_worker_that_cannot_start(forks: Nursery) -> None:
+def test_a_worker_that_cannot_start(forks: ForkServer) -> None:
     home = os.getpid()
     made = compile(job(CELL, optimizer=lambda params: start_at(home, params)))
     with pytest.raises(WorkerError) as caught, launch_local(made, LONG, forks):
@@ -179,7 +181,7 @@ def start_at(home: int, params: Iterable[Tensor]) -> Optimizer:
     return SGD(params, lr=0.1)
 
 
-def test_a_job_that_cannot_be_sent(forks: Nursery) -> None:
+def test_a_job_that_cannot_be_sent(forks: ForkServer) -> None:
     lock = threading.Lock()
     made = compile(job(CELL, optimizer=lambda params: SGD(params, lr=0.1 + lock.locked())))
     with pytest.raises(LaunchError) as caught, launch_local(made, LONG, forks):
@@ -192,14 +194,14 @@ def test_a_job_that_cannot_be_sent(forks: Nursery) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, forks: Nursery) -> None:
+def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, forks: ForkServer) -> None:
     """The driver does not wait in its send until the timeout."""
     with launch_local(program, LONG, forks) as run:
         run.step(BATCHES[0])
         pids = pids_of(run)
         os.kill(pids[0], signal.SIGSTOP)
         crew, began = run.crew, time.monotonic()
-        assert isinstance(crew, LocalCrew)
+        assert isinstance(crew, LocalWorkerGroup)
         with pytest.raises(
             WorkerError, match=r"^device 0 \(process \d+\): the process is stopped by a signal"
         ):
@@ -208,16 +210,16 @@ def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, fo
     assert not any(map(alive, pids))
 
 
-def test_a_worker_that_is_stopped_for_a_moment_is_not_lost(program: Program, forks: Nursery) -> None:
+def test_a_worker_that_is_stopped_for_a_moment_is_not_lost(program: Program, forks: ForkServer) -> None:
     with launch_local(program, LONG, forks) as run:
         os.kill(pids_of(run)[0], signal.SIGSTOP)
         threading.Timer(2.0, os.kill, (pids_of(run)[0], signal.SIGCONT)).start()
         assert run.step(BATCHES[0]).loss > 0
 
 
-def idle_server() -> tuple[Nursery, list[int]]:
+def idle_server() -> tuple[ForkServer, list[int]]:
     """A fork server without torch, and two of its workers."""
-    made = Nursery("tests.launchers.idle", preload="socket")
+    made = ForkServer("tests.launchers.idle", preload="socket")
     ends = [socket.socketpair() for _ in range(2)]
     pids = [made.fork([there.fileno()]) for _, there in ends]
     for here, there in ends:
@@ -255,7 +257,7 @@ def test_a_stopped_fork_server_starts_no_worker() -> None:
 
 def test_a_fork_server_outlives_the_thread_that_asked_for_it() -> None:
     """The system kills it with the thread that started it, which is therefore one of its own."""
-    found: list[Nursery] = []
+    found: list[ForkServer] = []
     thread = threading.Thread(target=lambda: found.append(idle_server()[0]))
     thread.start()
     thread.join(50)
@@ -274,8 +276,8 @@ def ended_soon(pids: list[int]) -> bool:
 
 SCRIPT = """
 import os, signal, socket, sys
-from piper.launchers.transport.fork_server import Nursery
-made = Nursery("tests.launchers.idle", preload="socket")
+from piper.launchers.transport.fork_server import ForkServer
+made = ForkServer("tests.launchers.idle", preload="socket")
 ends = [socket.socketpair() for _ in range(3)]
 pids = [made.fork([there.fileno()]) for _, there in ends]
 print(made.process.pid, *pids, flush=True)
@@ -300,7 +302,7 @@ def test_workers_end_with_a_driver_that_is_killed(stopped: str) -> None:
     assert ended_soon(pids)
 
 
-def test_nothing_shared_has_a_name(program: Program, forks: Nursery) -> None:
+def test_nothing_shared_has_a_name(program: Program, forks: ForkServer) -> None:
     memory = Path("/dev/shm")
     before = set(memory.iterdir())
     with launch_local(program, LONG, forks) as run:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import piper
 from piper.errors import PiperError
-from piper.launchers.processes import Spot
+from piper.launchers.processes import SharedFile
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -32,7 +32,7 @@ def main(folder: Path, what: str) -> None:
             seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
         with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
-        elsewhere = patch.object(Spot, "open", lambda self: None) if rank == "0" else nullcontext()
+        elsewhere = patch.object(SharedFile, "open", lambda self: None) if rank == "0" else nullcontext()
         with elsewhere, piper.launch(program, on="local", timeout=30) as run:
             seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
         seen["size"] = error_of(piper.compile(job(MANY)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.launch import launch
-from piper.launchers.single_rank import AloneRun, launch_alone
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.memory import timeline
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
@@ -39,7 +39,7 @@ latency = {latency}
 def test_every_device_runs_alone(cell: Cell) -> None:
     program = compiled(cell)
     for plan in program.plans:
-        with launch_alone(program, f"rank:{plan.devices[-1]}") as run:
+        with launch_single_rank(program, f"rank:{plan.devices[-1]}") as run:
             for batch in batches(cell, 2):
                 result = run.step(batch)
             assert result.grad_norm >= 0
@@ -53,7 +53,7 @@ def test_memory_is_what_the_plan_counts(cell: Cell) -> None:
     """Alone, a device holds what it would hold among others."""
     program = compiled(cell)
     plan = program.plans.of(0)
-    with launch_alone(program, "rank:0", Options(measure=True)) as run:
+    with launch_single_rank(program, "rank:0", Options(measure=True)) as run:
         for batch in batches(cell, 2):
             run.step(batch)
         assert run.worker.meter is not None
@@ -65,12 +65,12 @@ def test_memory_is_what_the_plan_counts(cell: Cell) -> None:
         assert run.worker.meter.live == slots
 
 
-def run_with(latency: float, folder: Path, streams: bool) -> tuple[AloneRun, Mapping[str, Tensor]]:
+def run_with(latency: float, folder: Path, streams: bool) -> tuple[SingleRankRun, Mapping[str, Tensor]]:
     cell = Cell(case="mlp", schedule="1f1b", dp=1, parts=4)
     file = folder / f"{latency}.toml"
     file.write_text(SLOW.format(latency=latency))
     program = compiled(cell)
-    with launch_alone(program, "rank:0", Options(streams=streams), cluster=str(file)) as run:
+    with launch_single_rank(program, "rank:0", Options(streams=streams), cluster=str(file)) as run:
         for batch in batches(cell, 3):
             run.step(batch)
     return run, batches(cell, 1)[0]

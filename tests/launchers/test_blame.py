@@ -2,7 +2,7 @@
 
 from inspect import cleandoc
 
-from piper.launchers.failures import Scene, Sighting, blame
+from piper.launchers.failures import JobSnapshot, ProcessStatus, blame
 from piper.launchers.watch import Failure
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
@@ -41,9 +41,9 @@ PLANS = Plans(
 
 def scene(
     *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
-) -> Scene:
-    sightings = {
-        device: Sighting(
+) -> JobSnapshot:
+    statuses = {
+        device: ProcessStatus(
             process=100 + device,
             running=places,
             ended="the process was killed by SIGKILL" if device == ended else None,
@@ -53,11 +53,11 @@ def scene(
     failures = [] if late is None else [Failure(device=late, kind="late", what="CommError: ...", trace="")]
     if failed is not None:
         failures.append(Failure(device=failed, kind="error", what="BrokenError: glass", trace=""))
-    return Scene(
+    return JobSnapshot(
         plans=PLANS,
         origins=lambda node: [f"place #{node[-1]}"] if node.startswith("F") else [],
         timeout=5,
-        sightings=sightings,
+        statuses=statuses,
         failures=failures,
     )
 

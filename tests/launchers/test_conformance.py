@@ -16,7 +16,7 @@ from piper.launchers.base import Run, StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.launch import launch
 from piper.launchers.local import launch_local
-from piper.launchers.transport.fork_server import nursery
+from piper.launchers.transport.fork_server import fork_server
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -48,7 +48,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
         case "inline":
             yield launch_inline
         case "local":
-            with nursery() as forks:
+            with fork_server() as forks:
                 yield lambda program, options: launch_local(program, options, forks)
         case "ray":
             pytest.importorskip("ray")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.launchers.excerpt import Cutter, Excerpt
+from piper.launchers.excerpt import BatchSlice, BatchSlicer
 from piper.launchers.freight import importable, modules_of, pack, unpack
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
@@ -121,7 +121,7 @@ def test_a_device_gets_its_own_rows() -> None:
         axes={"MB": 2},
     )
     batch = {"x": torch.arange(8), "y": torch.arange(8) + 10, "z": torch.arange(8)}
-    cutter = Cutter(plans)
+    cutter = BatchSlicer(plans)
     assert shown(cutter.cut(batch, 0)) == {"x": [(0, [0, 1, 2, 3])]}
     cut = cutter.cut(batch, 1)
     assert shown(cut) == {"x": [(6, [6, 7])], "y": [(4, [14, 15])]}
@@ -131,7 +131,7 @@ def test_a_device_gets_its_own_rows() -> None:
         cut["x"][0:2]
 
 
-def shown(cut: dict[str, Excerpt]) -> dict[str, list[tuple[int, list[int]]]]:
+def shown(cut: dict[str, BatchSlice]) -> dict[str, list[tuple[int, list[int]]]]:
     return {name: [(low, rows.tolist()) for low, rows in part.parts] for name, part in cut.items()}
 
 

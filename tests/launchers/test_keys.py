@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.rendezvous import Door, read_door
+from piper.launchers.rendezvous import DriverAddress, read_door
 from piper.launchers.torchrun_worker import come_in
 from piper.launchers.transport import keys
 from piper.launchers.transport.channel import ANSWER, GREETING, NONCE
-from piper.launchers.world import World
+from piper.launchers.world import RankEnvironment
 
-HERE = World(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
-FAR = World(rank=1, size=2, local=0, nearby=1, address="here", port=29500)
+HERE = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
+FAR = RankEnvironment(rank=1, size=2, local=0, nearby=1, address="here", port=29500)
 HINT = (
     "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a file "
     "of mode 0600 that PIPER_KEY_FILE names"
@@ -147,7 +147,7 @@ def test_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_store_holds_no_secret() -> None:
-    door = Door(host="127.0.0.1", port=1, launch="a" * 32, width=2)
+    door = DriverAddress(host="127.0.0.1", port=1, launch="a" * 32, width=2)
     assert asdict(door) == {"host": "127.0.0.1", "port": 1, "launch": "a" * 32, "width": 2}
     assert read_door(HERE, json.dumps(asdict(door)).encode()) == door
 
@@ -201,7 +201,7 @@ def false_driver() -> Iterator[tuple[str, int]]:
 def test_a_worker_reads_nothing_from_a_driver_that_does_not_know_the_key() -> None:
     launch = keys.new_launch()
     with keys.offered_key(launch), false_driver() as (host, port), pytest.raises(LaunchError) as caught:
-        come_in(HERE, Door(host=host, port=port, launch=launch, width=1), None)
+        come_in(HERE, DriverAddress(host=host, port=port, launch=launch, width=1), None)
     assert str(caught.value) == cleandoc(f"""
         rank 1: this rank and rank 0 do not know the same key
           at:   {host}:{port}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from piper.api import compile
 from piper.launchers.copying import RefusedError
-from piper.launchers.excerpt import Excerpt
+from piper.launchers.excerpt import BatchSlice
 from piper.launchers.freight import SHIPMENT, Shipment, pack_setup, unpack_setup
-from piper.launchers.messages import CODEC, Told
+from piper.launchers.messages import CODEC, RankZeroResult
 from piper.launchers.persist import Done
 from piper.launchers.transport.serialize import HEADER, Codec, MessageError
 from piper.launchers.watch import Failure
@@ -115,13 +115,13 @@ def test_views_conjugates_and_parameters() -> None:
 
 
 def test_messages_of_a_run() -> None:
-    rows = Excerpt(samples=8, dtype=torch.int64, parts=((2, torch.tensor([5, 6])),))
+    rows = BatchSlice(samples=8, dtype=torch.int64, parts=((2, torch.tensor([5, 6])),))
     got = CODEC.decode(CODEC.encode(("step", {"x": rows})))
     assert isinstance(got, tuple)
     assert got[1]["x"][2:4].tolist() == [5, 6]
     failure = Failure(device=1, kind="late", what="CommError: ...", trace="...", place=3)
     assert CODEC.decode(CODEC.encode(failure)) == failure
-    told = Told(method="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
+    told = RankZeroResult(method="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
     assert CODEC.decode(CODEC.encode(told)) == told
     refused = CODEC.decode(CODEC.encode(Done(refused=RefusedError("what", {"a": "b"}, "hint"))))
     assert isinstance(refused, Done) and refused.refused is not None
@@ -187,7 +187,9 @@ def test_bytes_that_are_no_message(sent: bytes) -> None:
 
 def test_damaged_messages_build_data_or_nothing() -> None:
     rng = random.Random(0)
-    sent = CODEC.encode(("step", {"x": Excerpt(samples=4, dtype=torch.float32, parts=((0, torch.ones(4)),))}))
+    sent = CODEC.encode(
+        ("step", {"x": BatchSlice(samples=4, dtype=torch.float32, parts=((0, torch.ones(4)),))})
+    )
     refused = 0
     for _ in range(2000):
         damaged = bytearray(sent)

@@ -15,11 +15,11 @@ import pytest
 from piper.api import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.inline import launch_inline
-from piper.launchers.messages import Told
+from piper.launchers.messages import RankZeroResult
 from piper.launchers.rendezvous import apart
-from piper.launchers.torchrun import JoinedCrew
-from piper.launchers.torchrun_worker import FollowerRun
-from piper.launchers.world import World, world_here
+from piper.launchers.torchrun import TorchrunWorkerGroup
+from piper.launchers.torchrun_worker import TorchrunWorkerRun
+from piper.launchers.world import RankEnvironment, world_here
 from piper.runtime.worker import Options
 from tests.launchers.family import family, wait_for
 from tests.launchers.ranks import CELL
@@ -166,7 +166,7 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world_here() is None, "it says too little"
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert world_here() == World(rank=3, size=8, local=1, nearby=2, address="here", port=29500)
+    assert world_here() == RankEnvironment(rank=3, size=8, local=1, nearby=2, address="here", port=29500)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ConfigError) as caught:
         world_here()
@@ -176,19 +176,23 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """)
 
 
-WORLD = World(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
+WORLD = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 
 
-def follower(*told: Told | None) -> FollowerRun:
+def follower(*told: RankZeroResult | None) -> TorchrunWorkerRun:
     """A run on another rank than 0, of which it was told this."""
-    queue: SimpleQueue[Told | None] = SimpleQueue()
+    queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     for item in told:
         queue.put(item)
-    return FollowerRun(compile(job(CELL)), queue)
+    return TorchrunWorkerRun(compile(job(CELL)), queue)
 
 
 def test_ranks_that_do_not_do_the_same() -> None:
-    run = follower(Told(method="settle"), Told(method="step", value="taken"), Told(method="step"))
+    run = follower(
+        RankZeroResult(method="settle"),
+        RankZeroResult(method="step", value="taken"),
+        RankZeroResult(method="step"),
+    )
     assert run.step({}) == "taken", "what rank 0 only asks for does not matter"  # type: ignore[comparison-overlap]
     with pytest.raises(LaunchError) as caught:
         run.state_dict()
@@ -201,7 +205,9 @@ def test_ranks_that_do_not_do_the_same() -> None:
 
 
 def test_rank_0_ends_the_run() -> None:
-    run = follower(Told(method="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None)
+    run = follower(
+        RankZeroResult(method="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None
+    )
     with pytest.raises(WorkerError, match=r"^device 0: \.\.\.\n") as told:
         run.step({})
     assert told.value.__notes__ == ["its trace"]
@@ -221,7 +227,7 @@ def test_ranks_that_do_not_meet() -> None:
           why:  timed out
           hint: start every rank of WORLD_SIZE, with a MASTER_ADDR and MASTER_PORT that all can reach
     """)
-    assert str(JoinedCrew(compile(job(CELL)), Options(), WORLD).absent()) == cleandoc("""
+    assert str(TorchrunWorkerGroup(compile(job(CELL)), Options(), WORLD).absent()) == cleandoc("""
         launch: rank 1 did not launch within 120 s
           hint: every rank runs the same script: let all of them come to launch
     """)

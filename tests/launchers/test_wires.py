@@ -6,12 +6,12 @@ import socket
 import pytest
 
 from piper.launchers import wires
-from piper.launchers.wires import Wires
+from piper.launchers.wires import OpenSockets
 
 
 def test_only_what_was_opened_meanwhile_is_cut() -> None:
     before = socket.socketpair()
-    cutter = Wires()
+    cutter = OpenSockets()
     with cutter.recording():
         pair = socket.socketpair()
         listening = socket.create_server(("127.0.0.1", 0))
@@ -27,7 +27,7 @@ def test_only_what_was_opened_meanwhile_is_cut() -> None:
 
 
 def test_a_socket_that_its_owner_closes_first_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    cutter = Wires()
+    cutter = OpenSockets()
     with cutter.recording():
         first, second = socket.socketpair(), socket.socketpair()
     seen = wires.sockets()

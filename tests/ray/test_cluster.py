@@ -22,9 +22,9 @@ from ray.util.state import list_actors
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
-from piper.launchers.driver import CrewRun
+from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import launch_inline
-from piper.launchers.ray import RayCrew, launch_ray
+from piper.launchers.ray import RayWorkerGroup, launch_ray
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -53,14 +53,14 @@ def two_nodes() -> Iterator[None]:
     nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
-def crew_of(run: object) -> RayCrew:
-    assert isinstance(run, CrewRun)
-    assert isinstance(run.crew, RayCrew)
+def group_of(run: object) -> RayWorkerGroup:
+    assert isinstance(run, RemoteRun)
+    assert isinstance(run.crew, RayWorkerGroup)
     return run.crew
 
 
-def pids_of(run: CrewRun) -> list[int]:
-    return [home.process for home in crew_of(run).homes.values()]
+def pids_of(run: RemoteRun) -> list[int]:
+    return [home.process for home in group_of(run).locations.values()]
 
 
 def gone(pids: list[int]) -> bool:
@@ -77,7 +77,7 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
         wanted = [run.step(batch) for batch in batches(CELL, 2)]
         state = run.state_dict()
     with launch_ray(program) as run:
-        assert len({home.node for home in crew_of(run).homes.values()}) == 2
+        assert len({home.node for home in group_of(run).locations.values()}) == 2
         assert [run.step(batch) for batch in batches(CELL, 2)] == wanted
         assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
         pids = pids_of(run)
@@ -140,7 +140,7 @@ with loopback():
     ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 with launch_ray(compile(job(PAIR))) as run:
     run.step(batches(PAIR, 1)[0])
-    print(*[home.process for home in run.crew.homes.values()], flush=True)
+    print(*[home.process for home in run.crew.locations.values()], flush=True)
     time.sleep(300)
 """
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from piper.launchers.freight import pack, unpack
 from piper.launchers.store import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import nursery
+from piper.launchers.transport.fork_server import fork_server
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, summed
 from piper.runtime.comm.gloo import GlooComms
@@ -42,7 +42,7 @@ def processes() -> Iterator[Everyone]:
     """Run a function on every device at once, each a process."""
     numbers = itertools.count()
     with ExitStack() as held:
-        forks = held.enter_context(nursery("tests.runtime.gloo_process"))
+        forks = held.enter_context(fork_server("tests.runtime.gloo_process"))
         store = store_on(LOOPBACK)
         channels: list[Channel] = []
         for _ in DEVICES:

@@ -1,7 +1,7 @@
 """A process that has imported torch and does nothing but fork workers.
 
-Workers start in milliseconds instead of seconds each. The nursery is their parent: it tells how they end, and
-when the process that started it is gone, however it went, the nursery kills its workers and ends too. On
+Workers start in milliseconds instead of seconds each. The fork_server is their parent: it tells how they end, and
+when the process that started it is gone, however it went, the fork_server kills its workers and ends too. On
 Linux the system itself kills it with the driver, and workers with it: a stopped one cannot stay behind.
 """
 
@@ -45,7 +45,7 @@ LOOK = 0.1  # seconds between two looks at processes
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-class Nursery:
+class ForkServer:
     """The driver's end: asks for workers and hears of their ends."""
 
     def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
@@ -107,7 +107,7 @@ class Nursery:
         return self.exits
 
     def wait(self, pids: Sequence[int], timeout: float) -> None:
-        """Wait until these processes have ended, but not for longer, even if the nursery is stopped."""
+        """Wait until these processes have ended, but not for longer, even if the fork_server is stopped."""
         until = monotonic() + timeout
         while not all(pid in self.ended() for pid in pids):
             silent = stopped(self.process.pid) or self.process.poll() is not None
@@ -116,7 +116,7 @@ class Nursery:
             select.select([self.end], [], [], LOOK)
 
     def close(self) -> None:
-        """End the nursery and every process it started, whatever state it is in."""
+        """End the fork_server and every process it started, whatever state it is in."""
         self.end.close()
         try:
             self.process.wait(0 if stopped(self.process.pid) else END)
@@ -184,9 +184,9 @@ def import_path() -> dict[str, str]:
 
 
 @contextmanager
-def nursery(module: str = WORKER) -> Iterator[Nursery]:
-    """A nursery that ends with the block."""
-    made = Nursery(module)
+def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
+    """A fork_server that ends with the block."""
+    made = ForkServer(module)
     try:
         yield made
     finally:
@@ -199,13 +199,13 @@ def read_exactly(end: socket.socket, size: int) -> bytes:
     while len(data) < size:
         got = end.recv(size - len(data))
         if not got:
-            raise EOFError("the nursery is gone")
+            raise EOFError("the fork_server is gone")
         data += got
     return data
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:
-    """Fork workers as asked; runs in the nursery's own process until the driver is gone."""
+    """Fork workers as asked; runs in the fork_server's own process until the driver is gone."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     importlib.import_module(preload)
@@ -231,7 +231,7 @@ def serve(descriptor: int, module: str, preload: str) -> None:
                 pid = fork(main, [end.fileno(), awake, waker], descriptors)
                 children.add(pid)
                 tell(end, FORKED, pid, 0)
-    finally:  # whatever happens, no worker outlives the nursery
+    finally:  # whatever happens, no worker outlives the fork_server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         end_all(children)
@@ -290,7 +290,7 @@ def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
     code = 1
     try:
         code = main(descriptors)
-    finally:  # whatever happens, a worker never returns into the nursery's loop
+    finally:  # whatever happens, a worker never returns into the fork_server's loop
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.world import World
+from piper.launchers.world import RankEnvironment
 from piper.private_files import private_folder, read_private, write_private
 
 KEY = "PIPER_KEY"
@@ -104,7 +104,7 @@ def fetched_key(launch: str, rank: int) -> bytes:
     )
 
 
-def check_key(world: World) -> None:
+def check_key(world: RankEnvironment) -> None:
     """Refuse to launch on several machines without a key that all ranks have."""
     if not world.one_machine and given_key() is None:
         raise key_missing(world.rank)

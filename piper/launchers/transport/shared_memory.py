@@ -25,7 +25,7 @@ def nameless_file(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies in shared memory."""
 
     offset: int
@@ -34,18 +34,18 @@ class Entry:
     shape: tuple[int, ...]
 
 
-def layout(values: Mapping[str, Tensor]) -> dict[str, Entry]:
+def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """A place for each tensor, one after another."""
-    index: dict[str, Entry] = {}
+    index: dict[str, TensorEntry] = {}
     offset = 0
     for name, value in values.items():
         nbytes = value.numel() * value.element_size()
-        index[name] = Entry(offset=offset, nbytes=nbytes, dtype=value.dtype, shape=tuple(value.shape))
+        index[name] = TensorEntry(offset=offset, nbytes=nbytes, dtype=value.dtype, shape=tuple(value.shape))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return index
 
 
-def extent(index: Mapping[str, Entry]) -> int:
+def extent(index: Mapping[str, TensorEntry]) -> int:
     """The bytes that tensors take together."""
     return max((entry.offset + entry.nbytes for entry in index.values()), default=0)
 
@@ -55,7 +55,7 @@ def raw_bytes(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def joined(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> Tensor:
+def joined(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
     """Tensors as bytes, each in its place."""
     memory = torch.zeros(extent(index), dtype=torch.uint8)
     for name, entry in index.items():
@@ -64,7 +64,7 @@ def joined(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> Tensor:
     return memory
 
 
-def share(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> int:
+def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int:
     """Write tensors into a nameless file; its descriptor."""
     size = extent(index)
     descriptor = nameless_file(size)
@@ -80,7 +80,7 @@ def share(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> int:
 class SharedValues:
     """Tensors that another process wrote, by name. Whoever changes one changes a copy."""
 
-    def __init__(self, descriptor: int, index: Mapping[str, Entry]) -> None:
+    def __init__(self, descriptor: int, index: Mapping[str, TensorEntry]) -> None:
         self.index = index
         self.memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
 
@@ -96,7 +96,7 @@ class SharedValues:
 class HeldValues:
     """Tensors that lie one after another in memory that nobody may write to, by name."""
 
-    def __init__(self, memory: Bytes, index: Mapping[str, Entry]) -> None:
+    def __init__(self, memory: Bytes, index: Mapping[str, TensorEntry]) -> None:
         self.memory, self.index = memory, index
 
     def __call__(self, name: str) -> Tensor:
@@ -105,7 +105,7 @@ class HeldValues:
         return raw.view(entry.dtype).view(entry.shape)
 
 
-class Marks:
+class ProgressMarks:
     """Where each device is in its plan: for every stream, the instruction that runs, or none.
 
     They lie in shared memory, so that they can be read when the worker that wrote them is dead or stopped.
