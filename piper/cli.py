@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from piper.errors import PiperError
-from piper.launchers.led import led
+from piper.launchers.processes import led
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.schedules.torch_csv import to_csv

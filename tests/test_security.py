@@ -15,7 +15,11 @@ EXACT = {
     "torch.compiler.load_cache_artifacts",
 }
 ALLOWED = {
-    ("launchers/freight.py", "unpack", "pickle.loads"),  # functions of the job, from the worker's own driver
+    (
+        "launchers/transport/serialize.py",
+        "unpack",
+        "pickle.loads",
+    ),  # functions of the job, from the worker's own driver
     (
         "capture/inductor.py",
         "_load",
@@ -23,7 +27,7 @@ ALLOWED = {
     ),  # what the cache has verified, or this process made
 }
 RUN = {
-    ("launchers/freight.py", "__init__", "exec"),  # captured code, of what `unpack` has read
+    ("launchers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read
 }
 
 
@@ -77,7 +81,7 @@ def test_no_name_of_a_reader_is_imported_by_itself() -> None:
 def test_unpickled_functions_come_from_a_setup_alone() -> None:
     """A setup is what a worker is given by its driver, over a channel that both have proved their key on."""
     users = {(where, inside) for where, inside, _ in found({"unpack"})}
-    assert users == {("launchers/freight.py", "unpack_setup")}
+    assert users == {("launchers/transport/serialize.py", "unpack_setup")}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
     assert builders == {("launchers/worker_server.py", "__init__")}
 

@@ -4,26 +4,43 @@ A worker that fails takes others with it: they wait for it in vain, and are ofte
 those who waited are followed, from each to the one it waited for, until there is one who waits for nobody.
 """
 
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from piper.errors import WorkerError
-from piper.launchers.watch import Failure
+from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import COMMUNICATION, Instr
 from piper.plan.plan import Plans
+from piper.runtime.comm.base import CommError, StoppedError
+from piper.runtime.env import Bound
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessStatus:
-    """What is seen of one device from outside."""
+class Failure:
+    """What went wrong on a device."""
 
-    process: int
-    running: tuple[int, ...] = ()  # places in its plan, one for each stream that is at work
-    ended: str | None = None  # how its process ended; None: it lives
-    stopped: bool = False
+    device: int
+    kind: Literal["error", "late"]  # late: it waited for others in vain
+    what: str
+    trace: str
+    place: int | None = None  # the instruction, if it was one
+
+
+def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
+    """An exception in words, because its own class may not be known elsewhere."""
+    return Failure(
+        device=device,
+        kind="late" if isinstance(error, CommError) else "error",
+        what=f"{type(error).__name__}: {error}",
+        trace="".join(traceback.format_exception(error)),
+        place=place,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,3 +204,42 @@ def waiters(scene: JobSnapshot, culprit: int) -> list[str]:
         if device != culprit and place is not None and scene.instr(device, place).op in COMMUNICATION:
             found.append(f"device {device} in {scene.instr(device, place).node}")
     return found
+
+
+def private_marks(width: int) -> memoryview:
+    """Cells to mark that nobody else shares."""
+    return memoryview(bytearray(8 * width)).cast("q")
+
+
+class Watcher:
+    """Watches the instructions of one device."""
+
+    def __init__(self, device: int, cells: memoryview, report: Callable[[Failure], None]) -> None:
+        """`cells`: one for each stream, to be marked. `report` is called with the first failure, at once."""
+        self.device, self.cells, self.report = device, cells, report
+        self.streams: dict[str, int] = {}
+        self.first: Exception | None = None
+        self.lock = threading.Lock()
+
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+        """An instruction that marks its cell while it runs."""
+        cells, cell, number = self.cells, self.streams.setdefault(ins.stream, len(self.streams)), place + 1
+
+        def marked() -> None:
+            cells[cell] = number
+            try:
+                run()
+            except Exception as error:
+                self.fail(error, place)
+                raise
+            cells[cell] = 0
+
+        return marked
+
+    def fail(self, error: Exception, place: int | None = None) -> None:
+        """Report a failure, unless it is not the first, or only follows from one elsewhere."""
+        with self.lock:
+            if self.first is not None or isinstance(error, StoppedError):
+                return
+            self.first = error
+        self.report(failure_of(self.device, error, place))

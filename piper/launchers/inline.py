@@ -12,12 +12,11 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
 from piper.launchers.checkpoints import Checkpoints, Saves
-from piper.launchers.failures import JobSnapshot, ProcessStatus, blame
+from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
-from piper.launchers.processes import running
+from piper.launchers.processes import ProcessStatus, running
 from piper.launchers.restoring import blank_values
-from piper.launchers.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_shapes
 from piper.runtime.comm.inline import World
@@ -45,7 +44,7 @@ class InlineRun(Saves, Trains):
         self.shapes = wanted_shapes(setup)
         self.failures: list[Failure] = []
         self.watchers = {
-            device: Watcher(device, new_cells(streams_of(self.plans)), self.failures.append)
+            device: Watcher(device, private_marks(streams_of(self.plans)), self.failures.append)
             for plan in program.plans
             for device in plan.devices
         }

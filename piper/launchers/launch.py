@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from piper.errors import ConfigError
-from piper.launchers.accelerator import crowded
 from piper.launchers.base import Run
 from piper.launchers.driver import devices_of
-from piper.launchers.world import world_here
+from piper.launchers.processes import world_here
+from piper.launchers.worker_server import crowded
 from piper.runtime.cuda.static import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options

@@ -4,120 +4,88 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from piper.launchers.accelerator import crowded
-from piper.launchers.base import streams_of
-from piper.launchers.driver import RemoteRun, unread_values
-from piper.launchers.failures import ProcessStatus
-from piper.launchers.freight import pack_setup
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, SharedState, StoreAddress
-from piper.launchers.processes import gone, running, stopped
-from piper.launchers.store import LOOPBACK, store_on
+from torch import Tensor
+
+from piper.launchers.driver import Readable, RemoteRun, SocketWorkerGroup
+from piper.launchers.messages import CODEC, Assignment, StoreAddress
+from piper.launchers.processes import gone
+from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import ForkServer, StopWatch
-from piper.launchers.transport.fork_server import fork_server as started_fork_server
-from piper.launchers.transport.shared_memory import ProgressMarks, layout, nameless_file, share
-from piper.launchers.wired import Readable, SocketWorkerGroup
-from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
+from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.launchers.transport.shared_memory import TensorEntry, map_marks, new_marks, share
+from piper.launchers.worker_server import crowded
+from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 END = 10.0  # seconds that a killed process may take to end
 
 
 class LocalWorkerGroup(SocketWorkerGroup):
-    """Workers that a fork_server forks, each at the end of a socket."""
+    """Workers that a fork server forks, each at the end of a pair of sockets."""
 
-    def __init__(self, program: ProgramLike, options: Options, fork_server: ForkServer) -> None:
+    def __init__(self, program: ProgramLike, options: Options, forks: ForkServer) -> None:
         super().__init__(program, options)
-        self.fork_server = fork_server
-        self.pids: dict[int, int] = {}
-        self.stops = StopWatch()
-        self.seen = b""
+        self.forks = forks
+        self.shares = program.device == "cuda" and crowded(len(self.devices))
 
-    def start(self) -> RemoteRun:
-        """Start every worker and wait until all have met."""
-        program, devices = self.program, self.devices
-        width = streams_of(program.plans)
-        values = {} if self.options.blank else initial_tensors(program.job)
-        index = layout(values)
-        store = store_on(LOOPBACK)
-        meeting = StoreAddress(host=LOOPBACK, port=store.port, address=LOOPBACK)
-        setup = pack_setup(setup_of(program))
-        shares = program.device == "cuda" and crowded(len(devices))
-        places = SharedState(values=index, devices=tuple(devices), width=width, path=tuple(sys.path))
-        with ExitStack() as held:
-            marks = nameless_file(ProgressMarks.size(len(devices), width))
-            held.callback(os.close, marks)
-            memory = share(values, index)
-            held.callback(os.close, memory)
-            self.marks = ProgressMarks(marks, devices, width)
-            for device in devices:
-                here, there = socket.socketpair()
-                with there:
-                    self.pids[device] = self.fork_server.fork([there.fileno(), marks, memory])
-                self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
-            for local, device in enumerate(devices):
-                order = Assignment(
-                    device=device,
-                    local=local,
-                    meeting=meeting,
-                    options=self.options,
-                    setup=setup,
-                    shares=shares,
-                )
-                self.send(device, (places, order))
-        self.gather(set(devices), max(PATIENCE, self.options.timeout))
-        return RemoteRun(program, self, unread_values(program, values))
+    def connect(
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+    ) -> None:
+        self.store = store_on(LOOPBACK)
+        memory = share(weights, index)
+        held.callback(os.close, memory)
+        for device in self.devices:
+            marks = new_marks(width)
+            self.marks[device] = map_marks(marks)
+            here, there = socket.socketpair()
+            with there:
+                self.processes[device] = self.forks.fork([there.fileno(), marks, memory])
+            os.close(marks)
+            self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
+
+    def assignment(
+        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
+    ) -> Assignment:
+        return Assignment(
+            device=device,
+            local=self.devices.index(device),
+            store=StoreAddress(host=LOOPBACK, port=self.store.port, own=LOOPBACK),
+            options=self.options,
+            setup=setup,
+            shares=self.shares,
+            values=index,
+            path=tuple(sys.path),
+        )
 
     def bells(self) -> Sequence[Readable]:
-        return (self.fork_server,)
+        return (self.forks,)
 
     def ended(self) -> dict[int, str]:
-        ends = self.fork_server.ended()
-        found = {d: f"the process {how(ends[pid])}" for d, pid in self.pids.items() if pid in ends}
-        for device in self.silent - found.keys():  # the fork_server may be stopped or gone
-            if device in self.pids and gone(self.pids[device]):
+        ends = self.forks.ended()
+        found = {d: f"the process {how(ends[pid])}" for d, pid in self.processes.items() if pid in ends}
+        for device in self.silent - found.keys():  # the fork server may be stopped or gone
+            if device in self.processes and gone(self.processes[device]):
                 found[device] = "the process has ended"
         return found
-
-    def stopped(self) -> set[int]:
-        return {device for device, pid in self.pids.items() if self.stops.lasting(pid, stopped(pid))}
-
-    def statuses(self) -> dict[int, ProcessStatus]:
-        ended = self.ended()
-        return {
-            device: ProcessStatus(
-                process=pid,
-                running=running(self.marks.of(device)),
-                ended=ended.get(device),
-                stopped=device not in ended and stopped(pid),
-            )
-            for device, pid in self.pids.items()
-        }
-
-    def moving(self) -> bool:
-        before, self.seen = self.seen, bytes(self.marks.cells)
-        return before != self.seen
 
     def close(self) -> None:
         for channel in self.channels.values():
             channel.close()
-        ended = self.fork_server.ended()
-        left = [pid for pid in self.pids.values() if pid not in ended]
+        ended = self.forks.ended()
+        left = [pid for pid in self.processes.values() if pid not in ended]
         for pid in left:
-            with suppress(
-                ProcessLookupError
-            ):  # it ended since the fork_server was asked, which is what we want
+            with suppress(ProcessLookupError):  # it has ended since the fork server was asked
                 os.kill(pid, signal.SIGKILL)
-        self.fork_server.wait(left, END)
+        self.forks.wait(left, END)
         self.channels.clear()
-        self.pids.clear()
+        self.processes.clear()
 
 
 def how(status: int) -> str:
-    """How a process ended."""
+    """Return how a process ended, in words."""
     if status >= 0:
         return f"ended with exit code {status}"
     return f"was killed by {signal.Signals(-status).name}"
@@ -125,16 +93,15 @@ def how(status: int) -> str:
 
 @contextmanager
 def launch_local(
-    program: ProgramLike, options: Options | None = None, fork_server: ForkServer | None = None
+    program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
 ) -> Iterator[RemoteRun]:
     """Start a program on processes of this machine, and end them with the block.
 
-    `fork_server`: forks the workers, where several launches share one; else the launch has its own.
+    forks: the fork server that several launches share. None: the launch starts its own.
     """
     with ExitStack() as held:
-        forks = fork_server or held.enter_context(started_fork_server())
-        crew = LocalWorkerGroup(program, options or Options(), forks)
-        held.callback(crew.close)
-        run = crew.start()
+        group = LocalWorkerGroup(program, options or Options(), forks or held.enter_context(fork_server()))
+        held.callback(group.close)
+        run = group.start()
         held.callback(run.close)
         yield run

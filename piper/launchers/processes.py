@@ -1,22 +1,36 @@
-"""What can be seen of a worker from outside, and how to end it, whatever state it is in.
+"""Processes: the state of those on this machine, and the ranks that a launcher such as torchrun has started.
 
-Nothing heavy is imported: this runs where a worker is past answering.
+Nothing heavy is imported: some of this runs where a worker no longer answers, and before torch is needed.
 """
 
 import mmap
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from time import monotonic
+from typing import ParamSpec
+
+from piper.errors import ConfigError
+
+P = ParamSpec("P")
+STOPPED = (
+    5.0  # seconds for which a process must be stopped to count as lost: a debugger stops one for a moment
+)
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NEARBY = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What is seen of a worker."""
+class ProcessStatus:
+    """What is known of one device's process from outside."""
 
+    process: int
     running: tuple[int, ...] = ()  # places in its plan, one for each stream that is at work
+    ended: str | None = None  # how the process ended. None: it lives
     stopped: bool = False
 
 
@@ -31,17 +45,42 @@ def gone(process: int) -> bool:
 
 
 def state(process: int) -> str:
-    """The letter that the system has for what a process does; none, if there is no such process."""
+    """Return the system's letter for the state of a process. Empty: there is no such process."""
+    return stat_field(process, 0)
+
+
+def started(process: int) -> str:
+    """Return when a process of this machine started. Empty: there is no such process."""
+    return stat_field(process, 19)
+
+
+def stat_field(process: int, place: int) -> str:
+    """Return a field of /proc/PID/stat, counted from the one after the command."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[0]
+    return text.rpartition(")")[2].split()[place]
 
 
 def running(cells: Sequence[int]) -> tuple[int, ...]:
     """The instructions that a device's marks say are running."""
     return tuple(number - 1 for number in cells if number)
+
+
+class StopWatch:
+    """Tells which processes have been stopped by a signal for so long that they count as lost."""
+
+    def __init__(self, bound: float = STOPPED) -> None:
+        self.bound = bound
+        self.since: dict[int, float] = {}
+
+    def lasting(self, process: int, is_stopped: bool) -> bool:
+        """Note whether a process is stopped now. Return whether it has been for longer than the bound."""
+        if not is_stopped:
+            self.since.pop(process, None)
+            return False
+        return monotonic() - self.since.setdefault(process, monotonic()) > self.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +109,6 @@ class SharedFile:
         return None
 
 
-def started(process: int) -> str:
-    """Return when a process of this machine started. Empty: there is no such process."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]
-
-
 class NodeMonitor:
     """Watches the workers of one machine, from a process of its own that ends with the driver.
 
@@ -98,10 +128,12 @@ class NodeMonitor:
                 self.marks[device] = memoryview(mmap.mmap(descriptor, 0)).cast("q")
                 os.close(descriptor)
 
-    def look(self) -> dict[int, Look]:
+    def look(self) -> dict[int, ProcessStatus]:
         """Return what is seen of the workers."""
         return {
-            device: Look(running=running(self.marks.get(device, ())), stopped=stopped(process))
+            device: ProcessStatus(
+                process=process, running=running(self.marks.get(device, ())), stopped=stopped(process)
+            )
             for device, (process, _) in self.processes.items()
         }
 
@@ -112,3 +144,84 @@ class NodeMonitor:
             if began and started(process) == began:  # else it is not our worker that has this number now
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """The processes of a job, all of which run the same script."""
+
+    rank: int
+    size: int
+    local: int  # which of its machine's processes this one is
+    nearby: int  # how many of them are on this machine
+    address: str  # where they meet
+    port: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that drives the others."""
+        return self.rank == 0
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all are on this machine."""
+        return self.nearby == self.size
+
+
+def world_here() -> RankEnvironment | None:
+    """The world that this process was started in, if its environment says so."""
+    if any(name not in os.environ for name in NAMES):
+        return None
+    size = number("WORLD_SIZE")
+    return RankEnvironment(
+        rank=number("RANK"),
+        size=size,
+        local=number("LOCAL_RANK"),
+        nearby=number(NEARBY) if NEARBY in os.environ else size,
+        address=os.environ["MASTER_ADDR"],
+        port=number("MASTER_PORT"),
+    )
+
+
+def number(name: str) -> int:
+    """An environment variable that is a number."""
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{name}={text} is not a number",
+            by="launch",
+            hint=f"start with torchrun, or unset {', '.join(NAMES)}",
+        )
+    return int(text)
+
+
+def check_size(world: RankEnvironment, devices: int) -> None:
+    """A process for each device, neither more nor fewer."""
+    if world.size != devices:
+        raise ConfigError(
+            "there is not one process for each device",
+            by="launch",
+            facts={"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"},
+            hint=f"start {devices} processes, or unset {', '.join(NAMES)} and piper starts them",
+        )
+
+
+def led(verb: Callable[P, None]) -> Callable[P, None]:
+    """Let a verb that launches be done by rank 0 alone, if it is to run on the processes of a world."""
+
+    @wraps(verb)
+    def act(*args: P.args, **kwargs: P.kwargs) -> None:
+        world = world_here() if kwargs["on"] == "local" else None
+        if world is None:
+            verb(*args, **kwargs)
+        elif world.leads:
+            from piper.launchers.rendezvous import leading  # torch is paid for only where it is used
+
+            with leading(world):
+                verb(*args, **kwargs)
+        else:
+            from piper.launchers.torchrun_worker import attend
+
+            attend(world)
+
+    return act

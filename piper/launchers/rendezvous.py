@@ -1,24 +1,41 @@
 """Where the processes of a world find each other: torch's store, and in it a door for each launch."""
 
 import json
+import os
+import re
+import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from piper.errors import LaunchError
+from piper.errors import ConfigError, LaunchError
 from piper.launchers.messages import PATIENCE
-from piper.launchers.store import LOOPBACK
-from piper.launchers.world import RankEnvironment
+from piper.launchers.processes import RankEnvironment
+from piper.private_files import private_folder, read_private, write_private
 
+LOOPBACK = "127.0.0.1"
+KEY = "PIPER_KEY"
+KEY_FILE = "PIPER_KEY_FILE"
+RUNTIME = "XDG_RUNTIME_DIR"
+LEAST = 32  # characters of a key
+LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch, as `new_launch` makes it
+STALE = 24 * 3600.0  # seconds after which the key of a launch that was killed is removed
+HOW = (
+    "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
+    "file of mode 0600 that PIPER_KEY_FILE names"
+)
 MOST = 4096  # streams of a device that a door may claim
 LOOK = 0.2  # seconds between looks at whether there is another launch
 END = "end"  # set when rank 0 launches nothing any more
@@ -69,40 +86,40 @@ def next_launch(world: RankEnvironment) -> int:
     return store_of(world).add(f"launches/{world.rank}", 1)
 
 
-def open_door(world: RankEnvironment, launch: int, door: DriverAddress) -> None:
+def publish_address(world: RankEnvironment, launch: int, address: DriverAddress) -> None:
     """Tell the others where to come in."""
-    store_of(world).set(f"door/{launch}", json.dumps(asdict(door)))
+    store_of(world).set(f"launch/{launch}", json.dumps(asdict(address)))
 
 
-def find_door(world: RankEnvironment, launch: int) -> DriverAddress:
+def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
     """Where to come in, once rank 0 has launched."""
     try:
-        return read_door(world, store_of(world).get(f"door/{launch}"))
+        return read_address(world, store_of(world).get(f"launch/{launch}"))
     except LOST as error:
         raise apart(world, f"rank 0 did not launch within {PATIENCE:g} s") from error
 
 
-def read_door(world: RankEnvironment, text: bytes) -> DriverAddress:
+def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
     """Return the door that the store holds, where anybody could have written it."""
     try:
         found = json.loads(text)
-        door = DriverAddress(**found)
+        address = DriverAddress(**found)
     except (ValueError, TypeError) as error:
         raise apart(world, f"the store holds no address: {error}") from error
     kinds = {"host": str, "port": int, "launch": str, "width": int}
-    if any(type(found[name]) is not kind for name, kind in kinds.items()) or not 0 < door.width <= MOST:
+    if any(type(found[name]) is not kind for name, kind in kinds.items()) or not 0 < address.width <= MOST:
         raise apart(world, "the store holds no address")
-    return door
+    return address
 
 
-def doors(world: RankEnvironment) -> Iterator[DriverAddress]:
+def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
     """The door of every launch, as they come, until rank 0 says that there will be no more or is gone."""
     launch = 1
     try:
         store = store_of(world)
         while True:
-            if store.check([f"door/{launch}"]):
-                yield find_door(world, launch)
+            if store.check([f"launch/{launch}"]):
+                yield find_address(world, launch)
                 launch += 1
             elif store.check([END]):
                 return
@@ -120,3 +137,111 @@ def leading(world: RankEnvironment) -> Iterator[None]:
         yield
     finally:
         store.set(END, "")
+
+
+def store_on(address: str) -> TCPStore:
+    """A store that can be reached at this address only."""
+    with socket.socket() as listening:
+        listening.bind((address, 0))
+        listening.listen(128)
+        return TCPStore(
+            address,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=PATIENCE),
+            master_listen_fd=listening.detach(),
+        )
+
+
+def given_key() -> bytes | None:
+    """Return the key that the environment gives: PIPER_KEY, or the contents of PIPER_KEY_FILE."""
+    text = os.environ.get(KEY)
+    if text is None and (path := os.environ.get(KEY_FILE)) is not None:
+        try:
+            text = read_private(Path(path), "launch").decode(errors="replace")
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "there is no key file",
+                by="launch",
+                facts={KEY_FILE: path},
+                hint="put it where every rank can read it, with mode 0600",
+            ) from error
+    if text is None:
+        return None
+    if len(text.strip()) < LEAST:
+        raise ConfigError(
+            f"the key is shorter than {LEAST} characters",
+            by="launch",
+            facts={"length": str(len(text.strip()))},
+            hint=HOW,
+        )
+    return text.strip().encode()
+
+
+def new_launch() -> str:
+    """Return a new name for a launch. It is no secret."""
+    return secrets.token_hex(16)
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user in which the keys of running launches lie."""
+    runtime = os.environ.get(RUNTIME)
+    if runtime and os.access(runtime, os.W_OK):
+        return private_folder(Path(runtime) / "piper", "launch")
+    return private_folder(Path(tempfile.gettempdir()) / f"piper-{os.geteuid()}", "launch")
+
+
+@contextmanager
+def offered_key(launch: str) -> Iterator[bytes]:
+    """Make a key that other processes of this user on this machine can fetch inside the block."""
+    folder = runtime_folder()
+    _remove_stale(folder)
+    path, key = folder / launch, secrets.token_bytes(32)
+    write_private(path, key)
+    try:
+        yield key
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    for path in folder.iterdir():
+        try:
+            if LAUNCH.fullmatch(path.name) and time.time() - path.stat().st_mtime > STALE:
+                path.unlink()
+        except FileNotFoundError:
+            continue  # another process was faster
+
+
+def fetched_key(launch: str, rank: int) -> bytes:
+    """Return the key that rank 0 of a launch has made on this machine."""
+    try:
+        if LAUNCH.fullmatch(launch):
+            return read_private(runtime_folder() / launch, "launch")
+    except FileNotFoundError:
+        pass
+    raise LaunchError(
+        "this rank does not have the key of the launch",
+        by=f"rank {rank}",
+        facts={"why": "rank 0 made one in a file of its own machine and user, and it is not here"},
+        hint=HOW,
+    )
+
+
+def check_key(world: RankEnvironment) -> None:
+    """Refuse to launch on several machines without a key that all ranks have."""
+    if not world.one_machine and given_key() is None:
+        raise key_missing(world.rank)
+
+
+def key_missing(rank: int) -> LaunchError:
+    """Return the error of ranks on several machines that have no key in common."""
+    return LaunchError(
+        "ranks on several machines need a key",
+        by=f"rank {rank}",
+        facts={
+            "why": "each proves to the others that it knows one, and torchrun's store is open to everybody"
+        },
+        hint=HOW,
+    )

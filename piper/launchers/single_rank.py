@@ -7,11 +7,12 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
+from piper.ir.chunk import Outline
 from piper.launchers.base import Resumed, StepResult, Trains, result_of
-from piper.launchers.madeup import synthetic_weights
 from piper.plan.instr import COMMUNICATION
 from piper.plan.memory import timeline
 from piper.runtime.batch import check_batch, wanted_shapes
@@ -20,11 +21,13 @@ from piper.runtime.cuda.releases import foretold_peak
 from piper.runtime.kernels import KERNELS
 from piper.runtime.occupy import CopyEngine, Sleeper, occupied
 from piper.runtime.record import Clock, Recording
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 
+SPREAD = 0.02  # standard deviation of the elements of a matrix, as most models begin
+SAMPLE = 1_000_003  # numbers that are drawn; a prime, so that no two rows are alike
 CLUSTERS = {"cuda": "h200", "cpu": "cpu"}  # whose network is meant where none is named
 
 
@@ -145,3 +148,42 @@ def launch_single_rank(
         yield run
     finally:
         run.close()
+
+
+def synthetic_weights(job: JobLike, outline: Outline) -> Initial:
+    """Values for one device: the model's own buffers, and parameters like those it would begin with."""
+    shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
+    buffers = buffers_alone(job)
+    drawn = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(job.seed)).mul_(SPREAD)
+
+    def initial(name: str) -> Tensor:
+        if name in buffers:
+            return buffers[name]
+        shape = shapes[name]
+        if len(shape) < 2:
+            return torch.ones(shape)  # scales of norms; a bias does not mind
+        if len(shape) > 2:  # experts, all alike: a device copies only its own
+            return spread(drawn, shape[1:]).expand(shape)
+        return spread(drawn, shape)
+
+    return initial
+
+
+def spread(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As many numbers as a shape has room for, the drawn ones again and again."""
+    size = torch.Size(shape).numel()
+    return drawn.repeat(-(-size // len(drawn)))[:size].view(shape)
+
+
+def buffers_alone(job: JobLike) -> dict[str, Tensor]:
+    """A model's buffers as its constructor makes them, while its parameters take no memory."""
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # it may return one
+    try:
+        model = build_model(job)
+    finally:
+        hook.remove()
+    return {name: value.detach() for name, value in model.named_buffers()}

@@ -1,7 +1,10 @@
-"""The ranks of a world that do not drive: each is a worker, and gives its script what rank 0 gets."""
+"""The ranks of a torchrun job other than 0: each is a worker, and gives its script the results of rank 0."""
 
 import os
-from collections.abc import Iterator, Mapping
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,46 +17,190 @@ from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
 from piper.launchers.driver import devices_of
-from piper.launchers.messages import CODEC, PATIENCE, RankAssignment, RankInfo, RankZeroResult
-from piper.launchers.post import BackgroundWorker, Hear
-from piper.launchers.processes import SharedFile
-from piper.launchers.rendezvous import DriverAddress, doors, find_door, next_launch, own_address
-from piper.launchers.transport.channel import ClosedError, connect
-from piper.launchers.transport.keys import HOW, check_key, fetched_key, given_key, key_missing
-from piper.launchers.transport.shared_memory import HeldValues, ProgressMarks, SharedValues, nameless_file
+from piper.launchers.failures import failure_of
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
+from piper.launchers.processes import RankEnvironment, SharedFile, check_size
+from piper.launchers.rendezvous import (
+    HOW,
+    DriverAddress,
+    addresses,
+    check_key,
+    fetched_key,
+    find_address,
+    given_key,
+    key_missing,
+    next_launch,
+    own_address,
+)
+from piper.launchers.transport.channel import Channel, ClosedError, connect
+from piper.launchers.transport.shared_memory import HeldValues, SharedValues, map_marks, new_marks
 from piper.launchers.worker_server import WorkerServer
-from piper.launchers.world import RankEnvironment, check_size
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike
 from piper.runtime.trail import Mark
 
-CHANGES = ("step", "load")  # what rank 0 may not do without the others noticing
+DESCRIPTORS = Path("/proc/self/fd")
+CHANGES = ("step", "load")  # methods that every rank has to call when rank 0 does
+BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
+LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
+Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
 
 
-def key_for(world: RankEnvironment, door: DriverAddress) -> bytes:
+@contextmanager
+def beating(channel: Channel) -> Iterator[None]:
+    """Send heartbeats inside the block, so that the driver knows that this process runs."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(ClosedError, OSError):  # the driver is gone, which the worker is about to see
+            while not done.wait(BEAT):
+                channel.send(Heartbeat())
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class BackgroundWorker:
+    """A worker in a process that runs a script: one thread reads messages, another answers calls."""
+
+    def __init__(
+        self, channel: Channel, build: Callable[[Assignment], WorkerServer], hear: Hear | None = None
+    ) -> None:
+        """`build`: makes the worker from the first message. `hear`: is called with the results of rank 0."""
+        self.channel, self.build, self.hear = channel, build, hear or (lambda result: None)
+        self.calls: SimpleQueue[Assignment | tuple[Call, object] | None] = SimpleQueue()
+        self.sockets = OpenSockets()
+        self.threads = [
+            threading.Thread(target=act, name="worker", daemon=True) for act in (self._read, self._work)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self) -> None:
+        """Read messages until the driver is gone. Then end every wait of this process for another one."""
+        with suppress(ClosedError, OSError):
+            while True:
+                message = self.channel.recv()
+                if isinstance(message, RankZeroResult):
+                    self.hear(message)
+                else:
+                    self.calls.put(cast("Assignment | tuple[Call, object]", message))
+        try:
+            self.sockets.shut()
+        finally:
+            self.calls.put(None)
+            self.hear(None)
+
+    def _work(self) -> None:
+        given = self.calls.get()
+        if given is None:
+            return
+        assert isinstance(given, Assignment), "an assignment comes before any call"
+        with suppress(ClosedError, OSError):
+            try:
+                with self.sockets.recording():
+                    server = self.build(given)
+            except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+                self.channel.send(failure_of(given.device, error))
+                return
+            try:
+                self.channel.send(None)
+                while (asked := cast("tuple[Call, object] | None", self.calls.get())) is not None:
+                    with beating(self.channel):
+                        answer = server.answer(*asked)
+                    self.channel.send(answer)
+            finally:
+                server.close()
+
+    def wait(self) -> None:
+        """Wait until the driver is gone."""
+        for thread in self.threads:
+            thread.join()
+
+    def leave(self) -> None:
+        """End, whatever the driver does."""
+        with suppress(OSError):
+            self.channel.end.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(LEAVE)
+        self.channel.close()
+
+
+class OpenSockets:
+    """The sockets that were opened while this was recording."""
+
+    def __init__(self) -> None:
+        self.opened: dict[int, int] = {}  # descriptors, and which file each was
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note what is opened inside."""
+        before = sockets()
+        yield
+        self.opened = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+
+    def shut(self) -> None:
+        """End what goes over them: whoever waits, on either side, is told that the other is gone."""
+        now = sockets()
+        for fd, inode in self.opened.items():
+            if now.get(fd) == inode:
+                with suppress(OSError):  # the other side was faster, or gloo's own thread closes it too
+                    shut(fd)
+        self.opened = {}
+
+
+def shut(fd: int) -> None:
+    """End what goes over a socket, and leave the descriptor to its owner."""
+    with socket.socket(fileno=os.dup(fd)) as end:
+        # One that listens must stay: gloo ends the process when it cannot accept.
+        if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def sockets() -> dict[int, int]:
+    """The sockets of this process, by descriptor."""
+    found: dict[int, int] = {}
+    if not DESCRIPTORS.exists():
+        return found  # then a wait ends with its timeout
+    for name in os.listdir(DESCRIPTORS):
+        try:
+            about = os.fstat(int(name))
+        except OSError:
+            continue  # the one that listed them
+        if stat.S_ISSOCK(about.st_mode):
+            found[int(name)] = about.st_ino
+    return found
+
+
+def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
-    if key is not None and not door.launch:
+    if key is not None and not address.launch:
         return key
     if not world.one_machine:
         raise key_missing(world.rank)
-    return fetched_key(door.launch, world.rank)
+    return fetched_key(address.launch, world.rank)
 
 
-def come_in(world: RankEnvironment, door: DriverAddress, hear: Hear | None) -> BackgroundWorker:
-    """Become the worker of a launch."""
-    key = key_for(world, door)
+def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> BackgroundWorker:
+    """Become a worker of a launch."""
+    key = key_for(world, address)
     try:
-        channel = connect((door.host, door.port), key, world.rank, PATIENCE, CODEC)
+        channel = connect((address.host, address.port), key, world.rank, PATIENCE, CODEC)
     except ClosedError as error:
         raise LaunchError(
             "this rank and rank 0 do not know the same key",
             by=f"rank {world.rank}",
-            facts={"at": f"{door.host}:{door.port}", "why": str(error)},
+            facts={"at": f"{address.host}:{address.port}", "why": str(error)},
             hint=HOW,
         ) from error
-    descriptor = nameless_file(ProgressMarks.size(1, door.width))
-    cells = ProgressMarks(descriptor, [world.rank], door.width).of(world.rank)
+    descriptor = new_marks(address.width)
+    marks = map_marks(descriptor)
     channel.send(
         RankInfo(
             process=os.getpid(),
@@ -63,26 +210,23 @@ def come_in(world: RankEnvironment, door: DriverAddress, hear: Hear | None) -> B
             listens=hear is not None,
         )
     )
-    welcome = cast(RankAssignment, channel.recv())
-    os.close(descriptor)  # rank 0 has opened it by now, if it can
-    initial = values_of(welcome)
-    return BackgroundWorker(
-        channel,
-        welcome.order.device,
-        lambda: WorkerServer(welcome.order, initial, cells),
-        hear or (lambda told: None),
-    )
+
+    def build(given: Assignment) -> WorkerServer:
+        os.close(descriptor)  # rank 0 has opened it by now, if it can
+        return WorkerServer(given, values_of(given), marks)
+
+    return BackgroundWorker(channel, build, hear)
 
 
-def values_of(welcome: RankAssignment) -> Initial:
-    """The first values that a rank was given."""
-    if welcome.memory is not None:
-        return HeldValues(welcome.memory.numpy(), welcome.values)
-    assert welcome.shared is not None
-    descriptor = welcome.shared.open()
-    assert descriptor is not None, "rank 0 found us on its machine"
+def values_of(given: Assignment) -> Initial:
+    """Return the initial values that an assignment holds or names."""
+    if isinstance(given.memory, Tensor):
+        return HeldValues(given.memory.numpy(), given.values)
+    assert given.memory is not None
+    descriptor = given.memory.open()
+    assert descriptor is not None, "rank 0 found this process on its machine"
     try:
-        return SharedValues(descriptor, welcome.values)
+        return SharedValues(descriptor, given.values)
     finally:
         os.close(descriptor)
 
@@ -90,12 +234,12 @@ def values_of(welcome: RankAssignment) -> Initial:
 def attend(world: RankEnvironment) -> None:
     """Be a worker of everything that rank 0 launches, until it is done."""
     check_key(world)
-    posts: list[BackgroundWorker] = []
-    for door in doors(world):
-        with suppress(OSError):  # rank 0 has closed it again
-            posts.append(come_in(world, door, None))
-    for post in posts:
-        post.wait()
+    workers: list[BackgroundWorker] = []
+    for address in addresses(world):
+        with suppress(OSError):  # rank 0 no longer listens
+            workers.append(join(world, address, None))
+    for worker in workers:
+        worker.wait()
 
 
 class TorchrunWorkerRun(Trains):
@@ -183,7 +327,7 @@ def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iter
     check_key(world)
     threads = torch.get_num_threads()
     told: SimpleQueue[RankZeroResult | None] = SimpleQueue()
-    post = come_in(world, find_door(world, next_launch(world)), told.put)
+    post = join(world, find_address(world, next_launch(world)), told.put)
     try:
         yield TorchrunWorkerRun(program, told)
         post.wait()

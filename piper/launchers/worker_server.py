@@ -1,9 +1,10 @@
-"""A worker's side of a launch: one device, which does what it is called for and says what went wrong."""
+"""A worker's side of a launch: one device that runs its plan, answers calls and reports failures."""
 
+import os
 import queue
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from time import monotonic
@@ -14,60 +15,60 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
-from piper.launchers.accelerator import comms_of, ending, take_one
-from piper.launchers.freight import unpack_setup
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, SharedState
+from piper.launchers.failures import Failure, Watcher, failure_of
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, unpack_setup
 from piper.launchers.persist import Done, Keeper
 from piper.launchers.restoring import blank_values
 from piper.launchers.transport.channel import Channel, ClosedError
-from piper.launchers.transport.shared_memory import ProgressMarks, SharedValues
-from piper.launchers.watch import Failure, Watcher, failure_of
+from piper.launchers.transport.shared_memory import SharedValues, map_marks
 from piper.plan.divided import Share
+from piper.runtime.comm.base import Comms
+from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.comm.nccl import NcclComms
+from piper.runtime.comm.staged import StagedComms
 from piper.runtime.env import Rows
 from piper.runtime.record import Recording
-from piper.runtime.setup import Initial
+from piper.runtime.setup import Initial, Setup
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums, Worker
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 
 class WorkerServer:
-    """A worker that answers calls. Its first failure is its answer, though other streams may still wait."""
+    """A worker that answers calls. Its first failure is its answer, even while other streams still wait."""
 
-    def __init__(self, order: Assignment, initial: Initial, cells: memoryview) -> None:
-        self.device = order.device
-        torch.set_num_threads(order.options.threads)
-        setup = unpack_setup(order.setup)
+    def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
+        """`marks`: where the worker notes which instruction each stream is at."""
+        self.device = given.device
+        torch.set_num_threads(given.options.threads)
+        setup = unpack_setup(given.setup)
         if setup.device.type == "cuda":
-            take_one(order.local)
+            take_one(given.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
-        self.watcher = Watcher(self.device, cells, self.answers.put)
-        meeting, wait = order.meeting, timedelta(seconds=max(order.options.timeout, PATIENCE))
-        self.store = TCPStore(
-            meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=wait
-        )
-        comms = comms_of(
-            setup.plans,
-            self.device,
-            setup.device,
-            self.store,
-            meeting.address,
-            order.options.timeout,
-            patience=wait,
-            shares=order.shares,
-        )
-        if order.options.blank:
-            initial = blank_values(setup.outline)
+        self.watcher = Watcher(self.device, marks, self.answers.put)
+        comms = self._comms(given, setup)
         self.worker = Worker(
             setup,
             self.device,
             comms,
-            initial,
-            order.options,
-            on_failure=ending(comms),
+            blank_values(setup.outline) if given.options.blank else initial,
+            given.options,
+            on_failure=comms.abort if isinstance(comms, NcclComms) else lambda: None,
             watch=self.watcher.watch,
         )
         self.keeper = Keeper(self.worker)
         self.thread = ThreadPoolExecutor(1, "step")
+
+    def _comms(self, given: Assignment, setup: Setup) -> Comms:
+        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared."""
+        at, patience = given.store, timedelta(seconds=max(given.options.timeout, PATIENCE))
+        store = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        timeout = given.options.timeout
+        if setup.device.type == "cuda" and not given.shares:
+            return NcclComms(setup.plans, self.device, store, setup.device, timeout)
+        gloo = GlooComms(setup.plans, self.device, store, at.own, timeout, patience=patience)
+        return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
 
     def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
         """Train on this device's rows of a batch."""
@@ -134,30 +135,46 @@ class WorkerServer:
 
 
 def main(descriptors: Sequence[int]) -> int:
-    """Be a worker of this machine: begin with an order, answer calls until the driver is gone."""
+    """Be a worker of this machine: receive an assignment, then answer calls until the driver is gone."""
     end, marks, values = descriptors
     channel = Channel(socket.socket(fileno=end), codec=CODEC)
     try:
-        places, order = cast("tuple[SharedState, Assignment]", channel.recv())
-        sys.path[:] = places.path
-        cells = ProgressMarks(marks, places.devices, places.width).of(order.device)
-        try:
-            member = WorkerServer(order, SharedValues(values, places.values), cells)
-        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
-            channel.send(failure_of(order.device, error))
-            return 1
-        channel.send(None)
-        serve(member, channel)
+        given = cast(Assignment, channel.recv())
+        sys.path[:] = given.path
+        serve(
+            channel, given, lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks))
+        )
     except ClosedError:
         pass
     return 0
 
 
-def serve(member: WorkerServer, channel: Channel) -> None:
-    """Answer calls until the driver is gone."""
+def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]) -> None:
+    """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
+    try:
+        server = build()
+    except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+        channel.send(failure_of(given.device, error))
+        return
+    channel.send(None)
     try:
         while True:
             call, argument = cast("tuple[Call, object]", channel.recv())
-            channel.send(member.answer(call, argument))
+            channel.send(server.answer(call, argument))
     except ClosedError:
         return
+
+
+def crowded(workers: int) -> bool:
+    """Return whether workers of this machine have to share its accelerators."""
+    return workers > torch.cuda.device_count()
+
+
+def take_one(local: int) -> None:
+    """Let this process see one accelerator only, as the first: the one that captured code names.
+
+    It must not have looked for accelerators yet. Only those that are visible to it are counted.
+    """
+    given = os.environ.get(VISIBLE)
+    there = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    os.environ[VISIBLE] = there[local % len(there)]

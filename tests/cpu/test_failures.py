@@ -64,8 +64,8 @@ def failing(program: ProgramLike, options: Options, forks: ForkServer) -> tuple[
 
 
 def pids_of(run: RemoteRun) -> list[int]:
-    assert isinstance(run.crew, LocalWorkerGroup)
-    return list(run.crew.pids.values())
+    assert isinstance(run.group, LocalWorkerGroup)
+    return list(run.group.processes.values())
 
 
 def text(error: WorkerError) -> str:
@@ -200,7 +200,7 @@ def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, fo
         run.step(BATCHES[0])
         pids = pids_of(run)
         os.kill(pids[0], signal.SIGSTOP)
-        crew, began = run.crew, time.monotonic()
+        crew, began = run.group, time.monotonic()
         assert isinstance(crew, LocalWorkerGroup)
         with pytest.raises(
             WorkerError, match=r"^device 0 \(process \d+\): the process is stopped by a signal"

@@ -2,8 +2,8 @@
 
 from inspect import cleandoc
 
-from piper.launchers.failures import JobSnapshot, ProcessStatus, blame
-from piper.launchers.watch import Failure
+from piper.launchers.failures import Failure, JobSnapshot, blame
+from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 

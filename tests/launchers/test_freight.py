@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.launchers.excerpt import BatchSlice, BatchSlicer
-from piper.launchers.freight import importable, modules_of, pack, unpack
+from piper.launchers.messages import BatchSlice, BatchSlicer
+from piper.launchers.transport.serialize import importable, modules_of, pack, unpack
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
 from piper.recipe import import_file
@@ -144,7 +144,7 @@ def test_operators_are_imported_before_they_are_called() -> None:
 
 
 def test_an_installed_package_is_importable_from_anywhere(tmp_path: Path) -> None:
-    program = "from piper.launchers.freight import importable; assert importable('piper.experts')"
+    program = "from piper.launchers.transport.serialize import importable; assert importable('piper.experts')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, timeout=50, capture_output=True, text=True, check=False
     )

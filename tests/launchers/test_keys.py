@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.rendezvous import DriverAddress, read_door
-from piper.launchers.torchrun_worker import come_in
-from piper.launchers.transport import keys
+from piper.launchers import rendezvous as keys
+from piper.launchers.processes import RankEnvironment
+from piper.launchers.rendezvous import DriverAddress, read_address
+from piper.launchers.torchrun_worker import join
 from piper.launchers.transport.channel import ANSWER, GREETING, NONCE
-from piper.launchers.world import RankEnvironment
 
 HERE = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 FAR = RankEnvironment(rank=1, size=2, local=0, nearby=1, address="here", port=29500)
@@ -149,7 +149,7 @@ def test_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_store_holds_no_secret() -> None:
     door = DriverAddress(host="127.0.0.1", port=1, launch="a" * 32, width=2)
     assert asdict(door) == {"host": "127.0.0.1", "port": 1, "launch": "a" * 32, "width": 2}
-    assert read_door(HERE, json.dumps(asdict(door)).encode()) == door
+    assert read_address(HERE, json.dumps(asdict(door)).encode()) == door
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_store_holds_no_secret() -> None:
 )
 def test_a_store_that_somebody_else_has_written_to(text: bytes) -> None:
     with pytest.raises(LaunchError, match="the processes of this world do not find each other"):
-        read_door(HERE, text)
+        read_address(HERE, text)
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def false_driver() -> Iterator[tuple[str, int]]:
 def test_a_worker_reads_nothing_from_a_driver_that_does_not_know_the_key() -> None:
     launch = keys.new_launch()
     with keys.offered_key(launch), false_driver() as (host, port), pytest.raises(LaunchError) as caught:
-        come_in(HERE, DriverAddress(host=host, port=port, launch=launch, width=1), None)
+        join(HERE, DriverAddress(host=host, port=port, launch=launch, width=1), None)
     assert str(caught.value) == cleandoc(f"""
         rank 1: this rank and rank 0 do not know the same key
           at:   {host}:{port}

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 
 from piper.api import compile
 from piper.launchers.copying import RefusedError
-from piper.launchers.excerpt import BatchSlice
-from piper.launchers.freight import SHIPMENT, Shipment, pack_setup, unpack_setup
-from piper.launchers.messages import CODEC, RankZeroResult
+from piper.launchers.failures import Failure
+from piper.launchers.messages import (
+    CODEC,
+    SHIPMENT,
+    BatchSlice,
+    RankZeroResult,
+    Shipment,
+    pack_setup,
+    unpack_setup,
+)
 from piper.launchers.persist import Done
 from piper.launchers.transport.serialize import HEADER, Codec, MessageError
-from piper.launchers.watch import Failure
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of
 from tests.runtime.grid import Cell, job

@@ -16,10 +16,10 @@ from piper.api import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.messages import RankZeroResult
+from piper.launchers.processes import RankEnvironment, world_here
 from piper.launchers.rendezvous import apart
 from piper.launchers.torchrun import TorchrunWorkerGroup
 from piper.launchers.torchrun_worker import TorchrunWorkerRun
-from piper.launchers.world import RankEnvironment, world_here
 from piper.runtime.worker import Options
 from tests.launchers.family import family, wait_for
 from tests.launchers.ranks import CELL

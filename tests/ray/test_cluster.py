@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("ray")
 
 import ray
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
-from ray.util.state import list_actors
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
@@ -55,8 +55,8 @@ def two_nodes() -> Iterator[None]:
 
 def group_of(run: object) -> RayWorkerGroup:
     assert isinstance(run, RemoteRun)
-    assert isinstance(run.crew, RayWorkerGroup)
-    return run.crew
+    assert isinstance(run.group, RayWorkerGroup)
+    return run.group
 
 
 def pids_of(run: RemoteRun) -> list[int]:
@@ -140,7 +140,7 @@ with loopback():
     ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 with launch_ray(compile(job(PAIR))) as run:
     run.step(batches(PAIR, 1)[0])
-    print(*[home.process for home in run.crew.locations.values()], flush=True)
+    print(*[home.process for home in run.group.locations.values()], flush=True)
     time.sleep(300)
 """
 
@@ -163,7 +163,7 @@ def test_a_driver_that_is_killed_leaves_nothing_in_a_cluster(two_nodes: None) ->
         while time.monotonic() < until and any(map(held, ray.util.placement_group_table().values())):
             time.sleep(0.2)
         assert not any(map(held, ray.util.placement_group_table().values()))
-        assert not [actor for actor in list_actors() if actor.state != "DEAD"]
+        assert not [actor for actor in actors().values() if actor["State"] != "DEAD"]  # type: ignore[no-untyped-call]
 
 
 def held(group: dict[str, str]) -> bool:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.launchers.freight import pack, unpack
-from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
 from piper.launchers.transport.fork_server import fork_server
+from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, summed
 from piper.runtime.comm.gloo import GlooComms

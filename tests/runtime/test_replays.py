@@ -16,8 +16,8 @@ from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.launchers.madeup import synthetic_weights
 from piper.launchers.restoring import load_state
+from piper.launchers.single_rank import synthetic_weights
 from piper.plan.instr import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor

@@ -1,8 +1,11 @@
 """A process that has imported torch and does nothing but fork workers.
 
-Workers start in milliseconds instead of seconds each. The fork_server is their parent: it tells how they end, and
-when the process that started it is gone, however it went, the fork_server kills its workers and ends too. On
-Linux the system itself kills it with the driver, and workers with it: a stopped one cannot stay behind.
+Workers start in milliseconds instead of seconds each. The fork server is their parent: it reports how they
+end, and when the driver is gone it kills its workers and ends. On Linux the system itself kills it with the
+driver, and workers with it, so that a stopped one cannot stay behind.
+
+The standard library's fork server is not used: it imports the user's main module again in every worker, sends
+objects as pickles, has no death signal, and cannot be told apart from a stopped one.
 """
 
 import ctypes
@@ -24,7 +27,7 @@ from time import monotonic
 from typing import NoReturn
 
 from piper.errors import LaunchError
-from piper.launchers.processes import gone, stopped
+from piper.launchers.processes import StopWatch, gone, stopped
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = (
@@ -123,21 +126,6 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self.process.kill()  # its workers end with it
             self.process.wait(START)
-
-
-class StopWatch:
-    """Tells which processes have been stopped by a signal for so long that they count as lost."""
-
-    def __init__(self, bound: float = STOPPED) -> None:
-        self.bound = bound
-        self.since: dict[int, float] = {}
-
-    def lasting(self, process: int, is_stopped: bool) -> bool:
-        """Note whether a process is stopped now. Return whether it has been for longer than the bound."""
-        if not is_stopped:
-            self.since.pop(process, None)
-            return False
-        return monotonic() - self.since.setdefault(process, monotonic()) > self.bound
 
 
 def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:

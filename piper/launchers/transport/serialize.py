@@ -2,19 +2,30 @@
 
 Reading a message builds numbers, text, containers, tensors and instances of the classes that the codec was
 made for, and nothing else. It never imports a module or calls a function that the message names.
+
+Functions cannot travel as data. `pack` and `unpack` pickle those of a job, for a channel between a driver and
+its own workers; see docs/security.md.
 """
 
 import dataclasses
+import importlib
+import io
 import json
+import pickle
 import struct
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import cloudpickle
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
 ALIGNMENT = 64  # of a tensor's bytes within the message, so that any element type can be read in place
@@ -22,6 +33,7 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 PLAIN = (bool, int, float, str)
 CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
 Buffer = bytes | memoryview
+Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
 
 class MessageError(ValueError):
@@ -191,3 +203,124 @@ def classes_in(hint: object) -> list[type]:
     if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
         return [hint] if dataclasses.is_dataclass(hint) or issubclass(hint, BaseException) else []
     return [named for inner in typing.get_args(hint) for named in classes_in(inner)]
+
+
+@contextmanager
+def pickled_by_value(*functions: object) -> Iterator[None]:
+    """Let the modules of these functions be pickled whole, where a worker could not import them by name."""
+    names = {getattr(function, "__module__", None) for function in functions}
+    loaded = [(name, sys.modules.get(name)) for name in sorted(filter(None, names)) if name != "__main__"]
+    stray = [module for name, module in loaded if module is not None and not importable(name)]
+    new = [module for module in stray if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def pack(value: object) -> bytes:
+    """A value as bytes."""
+    target = io.BytesIO()
+    FunctionPickler(target, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return target.getvalue()
+
+
+def unpack(data: bytes) -> object:
+    """Return the value that a pickle holds. The only place that unpickles: see docs/security.md."""
+    return pickle.loads(data)
+
+
+class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
+    """Packs tensors as their own elements, not their whole storage, and captured code as its source."""
+
+    def reducer_override(self, obj: object) -> object:
+        if type(obj) is Tensor:
+            return reduce_tensor(obj)
+        if isinstance(obj, fx.GraphModule):
+            return reduce_module(obj)
+        return super().reducer_override(obj)
+
+
+def reduce_tensor(tensor: Tensor) -> Reduced:
+    """How to make a plain tensor again."""
+    here = tensor.detach().cpu().contiguous()
+    raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
+    return restore_tensor, (bytearray(raw), here.dtype, tuple(here.shape), tensor.requires_grad)
+
+
+def restore_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> Tensor:
+    """A tensor over the bytes that came."""
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(shape).requires_grad_(grad)
+
+
+def reduce_module(module: fx.GraphModule) -> Reduced:
+    """How to make captured code again: its source, what the source names, and what the module holds.
+
+    A module's own way to be pickled traces the code anew when it is read, which takes long and may change it.
+    """
+    code = module.graph.python_code("self")
+    held = {
+        str(node.target): attribute(module, str(node.target))
+        for node in module.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    return CapturedSource, (code.src, dict(code.globals), held, modules_of(module.graph))
+
+
+def modules_of(graph: fx.Graph) -> list[str]:
+    """The modules that define the user's operators in a graph: whoever calls them must import them first."""
+    called = {
+        node.target.name().partition(".")[0] for node in graph.nodes if isinstance(node.target, OpOverload)
+    }
+    found = {name: OPDEFS[name]._init_fn.__module__ for name in called if name in OPDEFS}
+    for name, module in found.items():
+        if not importable(module):
+            raise pickle.PicklingError(f"{name} is defined in {module}, which a worker cannot import")
+    return sorted(set(found.values()))
+
+
+def importable(module: str) -> bool:
+    """Whether another process finds a module by its name."""
+    top = module.partition(".")[0]
+    # not importlib.util.find_spec: it answers for what is loaded here, such as a recipe, however it was found
+    return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
+
+
+def attribute(module: nn.Module, path: str) -> object:
+    """What a dotted path leads to."""
+    found: object = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class AttributePath:
+    """What a dotted path may lead through."""
+
+
+class CapturedSource:
+    """Captured code, made from its source."""
+
+    def __init__(
+        self, source: str, names: Mapping[str, object], held: Mapping[str, object], modules: Sequence[str]
+    ) -> None:
+        for name in modules:
+            importlib.import_module(name)
+        space: dict[str, object] = dict(names)
+        exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
+        root = AttributePath()
+        for path, value in held.items():
+            *way, last = path.split(".")
+            place = root
+            for name in way:
+                place = place.__dict__.setdefault(name, AttributePath())
+            setattr(place, last, value)
+        self.forward = cast(Callable[..., tuple[Tensor, ...]], space["forward"])
+        self.root = root
+
+    def __call__(self, *arguments: object) -> tuple[Tensor, ...]:
+        return self.forward(self.root, *arguments)

@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,23 +105,14 @@ class HeldValues:
         return raw.view(entry.dtype).view(entry.shape)
 
 
-class ProgressMarks:
-    """Where each device is in its plan: for every stream, the instruction that runs, or none.
+def new_marks(width: int) -> int:
+    """Return the descriptor of memory in which a worker notes its progress, for so many streams.
 
-    They lie in shared memory, so that they can be read when the worker that wrote them is dead or stopped.
+    It is shared, so that it can be read when the worker is dead or stopped.
     """
+    return nameless_file(8 * width)
 
-    def __init__(self, descriptor: int, devices: Iterable[int], width: int) -> None:
-        self.row = {device: i for i, device in enumerate(devices)}
-        self.width = width
-        self.cells = memoryview(mmap.mmap(descriptor, self.size(len(self.row), width))).cast("q")
 
-    @staticmethod
-    def size(devices: int, width: int) -> int:
-        """The bytes that marks take."""
-        return 8 * devices * width
-
-    def of(self, device: int) -> memoryview:
-        """One device's cells: a stream each, the number of the running instruction plus one, 0 for none."""
-        first = self.row[device] * self.width
-        return self.cells[first : first + self.width]
+def map_marks(descriptor: int) -> memoryview:
+    """Return the marks of a worker: for every stream the number of the running instruction plus one, or 0."""
+    return memoryview(mmap.mmap(descriptor, 0)).cast("q")
