@@ -139,7 +139,7 @@ def rank_of(program: Program, rank: int, name: str) -> None:
         print(
             f"{name:<22} {statistics.median(run.seconds[2:]) * 1e3:8.1f} ms  {count} instrs  "
             f"peak {measured / 2**30:.2f} GiB, planned {peak.planned / 2**30:.2f}, foretold "
-            f"{peak.foretold / 2**30:.2f} ({measured / peak.foretold - 1:+.1%})  reserved "
+            f"{peak.predicted / 2**30:.2f} ({measured / peak.predicted - 1:+.1%})  reserved "
             f"{torch.cuda.max_memory_reserved() / 2**30:.2f}  executor {empty * 1e6:.1f} us/instr, "
             f"with kernels {issued / count * 1e6:.0f}",
             flush=True,

@@ -1,7 +1,7 @@
-"""Who ended a step? From what is seen of every device, one error that names the cause.
+"""Finds the cause of a failed step: one error that names the device at fault and its instruction.
 
-A worker that fails takes others with it: they wait for it in vain, and are often the first to complain. So
-those who waited are followed, from each to the one it waited for, until there is one who waits for nobody.
+A worker that fails takes others with it: they wait for it until they time out, and often report first. So the
+search follows each waiting device to the one it waits for, until it reaches one that waits for none.
 """
 
 import threading
@@ -23,17 +23,17 @@ MOST = 4  # victims that are listed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What went wrong on a device."""
+    """A failure that a worker reports."""
 
     device: int
-    kind: Literal["error", "late"]  # late: it waited for others in vain
+    kind: Literal["error", "late"]  # late: it waited for another device until the timeout
     what: str
     trace: str
     place: int | None = None  # the instruction, if it was one
 
 
 def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
-    """An exception in words, because its own class may not be known elsewhere."""
+    """Return an exception as text, because the driver may not know its class."""
     return Failure(
         device=device,
         kind="late" if isinstance(error, CommError) else "error",
@@ -45,7 +45,7 @@ def failure_of(device: int, error: BaseException, place: int | None = None) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSnapshot:
-    """What is seen of a job when a step does not end as it should."""
+    """The state of a job at one moment: the status of every process and the reported failures."""
 
     plans: Plans
     origins: Origins
@@ -54,18 +54,18 @@ class JobSnapshot:
     failures: Sequence[Failure] = field(default=())
 
     def instr(self, device: int, place: int) -> Instr:
-        """An instruction of a device's plan."""
+        """Return an instruction of a device's plan."""
         return self.plans.of(device).instrs[place]
 
     @property
     def broken(self) -> bool:
-        """Whether a device has ended or failed, so that the others run on until they need it."""
+        """Return whether a device has ended or failed. The others then run until they need it."""
         ended = any(seen.ended is not None for seen in self.statuses.values())
         return ended or any(failure.kind == "error" for failure in self.failures)
 
     @property
     def at_work(self) -> bool:
-        """Whether a device that neither ended nor failed does more than wait."""
+        """Return whether a device that neither ended nor failed does more than wait."""
         failed = {failure.device for failure in self.failures}
         return any(
             self.instr(device, place).op not in COMMUNICATION
@@ -75,85 +75,92 @@ class JobSnapshot:
         )
 
     def place(self, device: int) -> int | None:
-        """The instruction that says most about what a device does: work before waiting, early before late."""
+        """Return the instruction that best describes a device: computing before waiting."""
         running = sorted(self.statuses[device].running)
         busy = [place for place in running if self.instr(device, place).op not in COMMUNICATION]
         return next(iter([*busy, *running]), None)
 
 
-def blame(scene: JobSnapshot) -> WorkerError:
-    """The one error that says why a step did not end."""
-    explained = {failure.device for failure in scene.failures if failure.kind == "error"}
-    for device, seen in scene.statuses.items():
+def blame(snapshot: JobSnapshot) -> WorkerError:
+    """Return the error that names why a step did not end."""
+    explained = {failure.device for failure in snapshot.failures if failure.kind == "error"}
+    for device, seen in snapshot.statuses.items():
         if seen.ended is not None and device not in explained:
-            return told(scene, device, seen.ended, scene.place(device), HINTS["dead"])
-    for failure in scene.failures:
+            return worker_error(snapshot, device, seen.ended, snapshot.place(device), HINTS["dead"])
+    for failure in snapshot.failures:
         if failure.kind == "error":
-            place = failure.place if failure.place is not None else scene.place(failure.device)
-            return told(scene, failure.device, failure.what, place, HINTS["error"], failure.trace)
-    for device, seen in scene.statuses.items():
+            place = failure.place if failure.place is not None else snapshot.place(failure.device)
+            return worker_error(snapshot, failure.device, failure.what, place, HINTS["error"], failure.trace)
+    for device, seen in snapshot.statuses.items():
         if seen.stopped:
-            return told(
-                scene, device, "the process is stopped by a signal", scene.place(device), HINTS["stopped"]
+            return worker_error(
+                snapshot,
+                device,
+                "the process is stopped by a signal",
+                snapshot.place(device),
+                HINTS["stopped"],
             )
-    return late(scene)
+    return late(snapshot)
 
 
-def late(scene: JobSnapshot) -> WorkerError:
-    """The error of a step in which nothing moves, and nobody has failed."""
-    first = next(iter(scene.failures), None)
-    device = first.device if first is not None else slowest(scene)
-    device = follow(scene, device)
-    place = scene.place(device)
+def late(snapshot: JobSnapshot) -> WorkerError:
+    """Return the error of a step in which no device moves and none has failed."""
+    first = next(iter(snapshot.failures), None)
+    device = first.device if first is not None else slowest(snapshot)
+    device = follow(snapshot, device)
+    place = snapshot.place(device)
     trace = first.trace if first is not None else None
-    ins = None if place is None else scene.instr(device, place)
+    ins = None if place is None else snapshot.instr(device, place)
     if ins is None:
-        what = f"nothing has run for {scene.timeout:g} s"
+        what = f"nothing has run for {snapshot.timeout:g} s"
     elif ins.op in COMMUNICATION:
-        what = f"waited {scene.timeout:g} s in {ins.node}, which never ended"
+        what = f"waited {snapshot.timeout:g} s in {ins.node}, which never ended"
     else:
-        what = f"{ins.node} has not ended, and others waited {scene.timeout:g} s for it"
-    return told(scene, device, what, place, HINTS["late"], trace)
+        what = f"{ins.node} has not ended, and others waited {snapshot.timeout:g} s for it"
+    return worker_error(snapshot, device, what, place, HINTS["late"], trace)
 
 
-def slowest(scene: JobSnapshot) -> int:
-    """A device that has not done its part of the step: one that works, else one that waits."""
-    at_work = [device for device, seen in scene.statuses.items() if seen.running]
+def slowest(snapshot: JobSnapshot) -> int:
+    """Return a device that has not finished the step: one that computes, else one that waits."""
+    at_work = [device for device, seen in snapshot.statuses.items() if seen.running]
     busy = [
         device
         for device in at_work
-        if any(scene.instr(device, p).op not in COMMUNICATION for p in scene.statuses[device].running)
+        if any(snapshot.instr(device, p).op not in COMMUNICATION for p in snapshot.statuses[device].running)
     ]
-    return next(iter([*busy, *at_work, *scene.statuses]))
+    return next(iter([*busy, *at_work, *snapshot.statuses]))
 
 
-def follow(scene: JobSnapshot, device: int) -> int:
-    """From a device that waits to the one that all wait for."""
+def follow(snapshot: JobSnapshot, device: int) -> int:
+    """Return the device that a waiting device waits for, directly or through others."""
     seen = {device}
     while True:
-        absent = [other for other in awaited(scene, device) if other not in seen]
+        absent = [other for other in awaited(snapshot, device) if other not in seen]
         if not absent:
             return device
         device = absent[0]
         seen.add(device)
 
 
-def awaited(scene: JobSnapshot, device: int) -> list[int]:
-    """The devices that have not come to what a device waits in; nobody, if it is at work itself."""
-    waits = [scene.instr(device, place) for place in scene.statuses[device].running]
+def awaited(snapshot: JobSnapshot, device: int) -> list[int]:
+    """Return the devices that have not reached the communication in which `device` waits.
+
+    Empty if `device` computes.
+    """
+    waits = [snapshot.instr(device, place) for place in snapshot.statuses[device].running]
     if any(ins.op not in COMMUNICATION for ins in waits):
         return []
     absent: list[int] = []
     for ins in waits:
-        for other in partners(scene.plans, device, ins):
-            there = [scene.instr(other, place) for place in scene.statuses[other].running]
+        for other in partners(snapshot.plans, device, ins):
+            there = [snapshot.instr(other, place) for place in snapshot.statuses[other].running]
             if not any(met.comm == ins.comm and met.node == ins.node for met in there):
                 absent.append(other)
     return absent
 
 
 def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
-    """The other devices that take part in an instruction."""
+    """Return the other devices that take part in an instruction."""
     if ins.comm is None:
         return []
     comm = plans.comms[ins.comm]
@@ -171,73 +178,73 @@ HINTS = {
 }
 
 
-def told(
-    scene: JobSnapshot, device: int, what: str, place: int | None, hint: str, trace: str | None = None
+def worker_error(
+    snapshot: JobSnapshot, device: int, what: str, place: int | None, hint: str, trace: str | None = None
 ) -> WorkerError:
-    """The error that names a device and where it was."""
+    """Return the error that names a device and the instruction it was at."""
     facts: dict[str, str] = {}
     if place is None:
         facts["at"] = "no instruction of its plan"
     else:
-        ins = scene.instr(device, place)
+        ins = snapshot.instr(device, place)
         facts["at"] = f"instruction {place}, {ins.op} on stream {ins.stream}: {ins.node}"
-        if origins := scene.origins(ins.node):
+        if origins := snapshot.origins(ins.node):
             facts["made by"] = ", ".join(origins)
-        facts["around"] = scene.plans.of(device).around(place)
-    waiting = list(waiters(scene, device))
+        facts["around"] = snapshot.plans.of(device).around(place)
+    waiting = list(waiters(snapshot, device))
     if waiting:
         more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
         facts["waiting"] = ", ".join(waiting[:MOST]) + more
     error = WorkerError(
-        what, by=f"device {device} (process {scene.statuses[device].process})", facts=facts, hint=hint
+        what, by=f"device {device} (process {snapshot.statuses[device].process})", facts=facts, hint=hint
     )
     if trace:
         error.add_note(trace)
     return error
 
 
-def waiters(scene: JobSnapshot, culprit: int) -> list[str]:
-    """The other devices that wait in some communication."""
+def waiters(snapshot: JobSnapshot, culprit: int) -> list[str]:
+    """Return the other devices that wait in a communication, in words."""
     found = []
-    for device in scene.statuses:
-        place = scene.place(device)
-        if device != culprit and place is not None and scene.instr(device, place).op in COMMUNICATION:
-            found.append(f"device {device} in {scene.instr(device, place).node}")
+    for device in snapshot.statuses:
+        place = snapshot.place(device)
+        if device != culprit and place is not None and snapshot.instr(device, place).op in COMMUNICATION:
+            found.append(f"device {device} in {snapshot.instr(device, place).node}")
     return found
 
 
 def private_marks(width: int) -> memoryview:
-    """Cells to mark that nobody else shares."""
+    """Return marks that no other process shares."""
     return memoryview(bytearray(8 * width)).cast("q")
 
 
 class Watcher:
-    """Watches the instructions of one device."""
+    """Marks which instructions of one device run, and reports its first failure."""
 
-    def __init__(self, device: int, cells: memoryview, report: Callable[[Failure], None]) -> None:
-        """`cells`: one for each stream, to be marked. `report` is called with the first failure, at once."""
-        self.device, self.cells, self.report = device, cells, report
+    def __init__(self, device: int, marks: memoryview, report: Callable[[Failure], None]) -> None:
+        """`marks`: a number for each stream. `report` is called once, with the first failure."""
+        self.device, self.marks, self.report = device, marks, report
         self.streams: dict[str, int] = {}
         self.first: Exception | None = None
         self.lock = threading.Lock()
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """An instruction that marks its cell while it runs."""
-        cells, cell, number = self.cells, self.streams.setdefault(ins.stream, len(self.streams)), place + 1
+        """Return an instruction that marks its stream while it runs."""
+        marks, mark, number = self.marks, self.streams.setdefault(ins.stream, len(self.streams)), place + 1
 
         def marked() -> None:
-            cells[cell] = number
+            marks[mark] = number
             try:
                 run()
             except Exception as error:
                 self.fail(error, place)
                 raise
-            cells[cell] = 0
+            marks[mark] = 0
 
         return marked
 
     def fail(self, error: Exception, place: int | None = None) -> None:
-        """Report a failure, unless it is not the first, or only follows from one elsewhere."""
+        """Report a failure, unless it is not the first or only follows from one on another device."""
         with self.lock:
             if self.first is not None or isinstance(error, StoppedError):
                 return

@@ -68,7 +68,7 @@ class InlineRun(Saves, Trains):
         self.checkpoints = Checkpoints(program, self.workers, self._ask, self.unread, self.close)
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
-        """What no chunk reads, and so no worker holds: it stays as it began."""
+        """Return the values that no chunk reads and so no worker holds. They never change."""
         outline = self.program.outline
         held = {piece.name for bucket in self.plans.buckets.values() for piece in bucket.pieces}
         held |= {name for chunk in outline.chunks for name in chunk.buffers}
@@ -97,22 +97,22 @@ class InlineRun(Saves, Trains):
         return {device: getattr(self.keepers[device], call)(value) for device, value in arguments.items()}
 
     def _blame(self) -> WorkerError:
-        """The error that names the cause."""
+        """Return the error that names the cause."""
         statuses = {
-            device: ProcessStatus(process=os.getpid(), running=running(watcher.cells))
+            device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
             for device, watcher in self.watchers.items()
         }
-        scene = JobSnapshot(
+        snapshot = JobSnapshot(
             plans=self.plans,
             origins=self.program.origins,
             timeout=self.options.timeout,
             statuses=statuses,
             failures=self.failures,
         )
-        return blame(scene)
+        return blame(snapshot)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer in full, by fully qualified name."""
+        """Return every parameter and buffer in full, by fully qualified name."""
         parameters = whole_parameters(
             self.plans.buckets.values(), lambda bucket, device: self.workers[device].owned(bucket)
         )
@@ -123,7 +123,7 @@ class InlineRun(Saves, Trains):
         return {name: value.to("cpu", copy=True) for name, value in state.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
 
         def owned(bucket: str, device: int) -> Tensor:
             gradient = self.workers[device].gradient(bucket)
@@ -139,16 +139,16 @@ class InlineRun(Saves, Trains):
         return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
-        """What every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
         return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
 
     def recordings(self) -> dict[int, tuple[Recording, Clock]]:
-        """When the instructions of the recorded steps ran, by device; `profile` must be on."""
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         same = Clock(offset=0.0, error=0.0)
         return {d: (w.recorder.take(), same) for d, w in self.workers.items() if w.recorder is not None}
 
     def close(self) -> None:
-        """End every thread. Again: nothing."""
+        """End every thread. Idempotent."""
         try:
             if self.open:
                 torch.set_num_threads(self.threads_before)

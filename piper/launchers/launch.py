@@ -68,7 +68,7 @@ def launch(
 def launcher(
     program: ProgramLike, on: str, options: Options, *, cluster: str | None = None
 ) -> AbstractContextManager[Run]:
-    """The launcher of a name; the others are not imported."""
+    """Return the launcher of a name, without importing the others."""
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
@@ -94,7 +94,7 @@ def launcher(
 
 
 def by_host(program: ProgramLike, on: str) -> bool:
-    """Whether the devices of a program on CUDA hand each other their values through the host."""
+    """Return whether the devices of a program on CUDA exchange values through the host."""
     if program.device != "cuda" or on.startswith(ALONE):
         return False
     if on == "local":
@@ -104,7 +104,7 @@ def by_host(program: ProgramLike, on: str) -> bool:
 
 
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:
-    """Processes of our own, or those that torchrun or the like has started already."""
+    """Return the launcher of own processes, or of those that torchrun or the like has started."""
     world = world_here()
     if world is None:
         from piper.launchers.local import launch_local

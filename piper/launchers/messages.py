@@ -57,7 +57,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank that torchrun has started says of itself when it connects."""
+    """The first message of a rank that torchrun has started."""
 
     process: int
     address: str
@@ -84,7 +84,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlice:
-    """Some rows of a field."""
+    """The rows of one batch field that a device needs, under their numbers in the whole batch."""
 
     samples: int  # of the whole field
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class BatchSlice:
 
 
 def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
-    """The rows that a device's plan loads, field by field, in runs that do not touch."""
+    """Return the rows that a device's plan loads, by field, in ranges that do not touch."""
     found: dict[str, list[Span]] = {}
     for ins in plans.of(device).instrs:
         if ins.op == "load":
@@ -111,7 +111,7 @@ def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
 
 
 def joined(spans: list[Span]) -> list[Span]:
-    """Spans in order, those that touch or overlap made one."""
+    """Return spans in order, with those that touch or overlap merged."""
     found: list[Span] = []
     for low, high in sorted(spans):
         if found and low <= found[-1][1]:
@@ -122,14 +122,14 @@ def joined(spans: list[Span]) -> list[Span]:
 
 
 class BatchSlicer:
-    """Cuts batches into what each device needs; the rows are worked out once for each length of batch."""
+    """Slices batches for devices. The rows are computed once for each batch size."""
 
     def __init__(self, plans: Plans) -> None:
         self.plans = plans
         self.known: dict[tuple[int, int], dict[str, list[Span]]] = {}
 
     def cut(self, batch: Mapping[str, Tensor], device: int) -> dict[str, BatchSlice]:
-        """What one device needs of a batch."""
+        """Return the slices of a batch that one device needs."""
         samples = len(next(iter(batch.values())))
         if (device, samples) not in self.known:
             self.known[device, samples] = spans_of(self.plans, device, samples)
@@ -174,7 +174,7 @@ class CalledCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """What of a setup is code: it can only travel as a pickle, over a channel of the driver's own workers."""
+    """The functions of a setup. They travel as a pickle, from a driver to its own workers only."""
 
     code: CalledCode
     optimizer: Callable[[Iterable[Tensor]], Optimizer]

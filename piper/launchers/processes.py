@@ -35,12 +35,12 @@ class ProcessStatus:
 
 
 def stopped(process: int) -> bool:
-    """Whether a process of this machine has been stopped by a signal; where that cannot be seen, no."""
+    """Return whether a process of this machine is stopped by a signal. False where that cannot be seen."""
     return state(process) in ("T", "t")
 
 
 def gone(process: int) -> bool:
-    """Whether a process of this machine has ended, though its parent may not have asked for it yet."""
+    """Return whether a process of this machine has ended, even if its parent has not reaped it."""
     return state(process) in ("", "Z", "X")
 
 
@@ -63,13 +63,13 @@ def stat_field(process: int, place: int) -> str:
     return text.rpartition(")")[2].split()[place]
 
 
-def running(cells: Sequence[int]) -> tuple[int, ...]:
-    """The instructions that a device's marks say are running."""
-    return tuple(number - 1 for number in cells if number)
+def running(marks: Sequence[int]) -> tuple[int, ...]:
+    """Return the instructions that run, by the marks of a device."""
+    return tuple(number - 1 for number in marks if number)
 
 
 class StopWatch:
-    """Tells which processes have been stopped by a signal for so long that they count as lost."""
+    """Decides which processes have been stopped by a signal for so long that they count as lost."""
 
     def __init__(self, bound: float = STOPPED) -> None:
         self.bound = bound
@@ -148,7 +148,7 @@ class NodeMonitor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """The processes of a job, all of which run the same script."""
+    """The place of this process among the ranks of a job, as torchrun and the like set it."""
 
     rank: int
     size: int
@@ -159,17 +159,17 @@ class RankEnvironment:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that drives the others."""
+        """Return whether this process drives the others."""
         return self.rank == 0
 
     @property
     def one_machine(self) -> bool:
-        """Whether all are on this machine."""
+        """Return whether all ranks are on this machine."""
         return self.nearby == self.size
 
 
 def world_here() -> RankEnvironment | None:
-    """The world that this process was started in, if its environment says so."""
+    """Return the rank that the environment gives this process. None: it was started on its own."""
     if any(name not in os.environ for name in NAMES):
         return None
     size = number("WORLD_SIZE")
@@ -184,7 +184,7 @@ def world_here() -> RankEnvironment | None:
 
 
 def number(name: str) -> int:
-    """An environment variable that is a number."""
+    """Return an environment variable as a number."""
     text = os.environ[name]
     if not text.isdecimal():
         raise ConfigError(
@@ -196,7 +196,7 @@ def number(name: str) -> int:
 
 
 def check_size(world: RankEnvironment, devices: int) -> None:
-    """A process for each device, neither more nor fewer."""
+    """Refuse a number of processes that differs from the number of devices."""
     if world.size != devices:
         raise ConfigError(
             "there is not one process for each device",
@@ -207,7 +207,7 @@ def check_size(world: RankEnvironment, devices: int) -> None:
 
 
 def led(verb: Callable[P, None]) -> Callable[P, None]:
-    """Let a verb that launches be done by rank 0 alone, if it is to run on the processes of a world."""
+    """Run a verb on rank 0 only under torchrun, with the other ranks as its workers."""
 
     @wraps(verb)
     def act(*args: P.args, **kwargs: P.kwargs) -> None:

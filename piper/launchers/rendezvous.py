@@ -1,4 +1,8 @@
-"""Where the processes of a world find each other: torch's store, and in it a door for each launch."""
+"""How the ranks of a torchrun job find each other, and the key that they prove to know.
+
+torch's store holds the address of the driver of each launch. It is open to every process that reaches its
+port, so the key is never in it: that comes from the environment, or from a file that only this user can read.
+"""
 
 import json
 import os
@@ -36,7 +40,7 @@ HOW = (
     "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
     "file of mode 0600 that PIPER_KEY_FILE names"
 )
-MOST = 4096  # streams of a device that a door may claim
+MOST = 4096  # streams of a device that an address may claim
 LOOK = 0.2  # seconds between looks at whether there is another launch
 END = "end"  # set when rank 0 launches nothing any more
 LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
@@ -44,7 +48,7 @@ LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverAddress:
-    """Where the driver of a launch lets its workers in. Anybody may read it, so it holds no secret."""
+    """The address at which the driver of a launch accepts workers. It is public, so it holds no secret."""
 
     host: str
     port: int
@@ -54,7 +58,7 @@ class DriverAddress:
 
 @cache  # a process is in one world; rank 0 keeps the store that all meet at, unless torchrun does
 def store_of(world: RankEnvironment) -> Store:
-    """The store of a world."""
+    """Return the store of a job."""
     try:
         found = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
     except LOST as error:
@@ -63,7 +67,7 @@ def store_of(world: RankEnvironment) -> Store:
 
 
 def apart(world: RankEnvironment, why: str) -> LaunchError:
-    """The error of processes that do not find each other."""
+    """Return the error of processes that do not find each other."""
     return LaunchError(
         "the processes of this world do not find each other",
         by=f"rank {world.rank}",
@@ -73,7 +77,7 @@ def apart(world: RankEnvironment, why: str) -> LaunchError:
 
 
 def own_address(world: RankEnvironment) -> str:
-    """The address at which the other processes reach this one."""
+    """Return the address at which the other processes reach this one."""
     if world.one_machine:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -82,17 +86,17 @@ def own_address(world: RankEnvironment) -> str:
 
 
 def next_launch(world: RankEnvironment) -> int:
-    """The number of this process's next launch: the same on every rank that runs the same script."""
+    """Return the number of this process's next launch: the same on every rank that runs the same script."""
     return store_of(world).add(f"launches/{world.rank}", 1)
 
 
 def publish_address(world: RankEnvironment, launch: int, address: DriverAddress) -> None:
-    """Tell the others where to come in."""
+    """Write the address of a launch into the store."""
     store_of(world).set(f"launch/{launch}", json.dumps(asdict(address)))
 
 
 def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
-    """Where to come in, once rank 0 has launched."""
+    """Return the address of a launch, once rank 0 has written it."""
     try:
         return read_address(world, store_of(world).get(f"launch/{launch}"))
     except LOST as error:
@@ -100,7 +104,7 @@ def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
 
 
 def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
-    """Return the door that the store holds, where anybody could have written it."""
+    """Return the address that the store holds. Any process could have written it, so it is checked."""
     try:
         found = json.loads(text)
         address = DriverAddress(**found)
@@ -113,7 +117,7 @@ def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
 
 
 def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
-    """The door of every launch, as they come, until rank 0 says that there will be no more or is gone."""
+    """Yield the address of every launch, until rank 0 launches no more or is gone."""
     launch = 1
     try:
         store = store_of(world)
@@ -131,7 +135,7 @@ def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
 
 @contextmanager
 def leading(world: RankEnvironment) -> Iterator[None]:
-    """Launch inside; then let the others go."""
+    """Launch inside the block, and end the other ranks after it."""
     store = store_of(world)
     try:
         yield
@@ -140,7 +144,7 @@ def leading(world: RankEnvironment) -> Iterator[None]:
 
 
 def store_on(address: str) -> TCPStore:
-    """A store that can be reached at this address only."""
+    """Return a new store that listens on this address only."""
     with socket.socket() as listening:
         listening.bind((address, 0))
         listening.listen(128)
@@ -241,7 +245,7 @@ def key_missing(rank: int) -> LaunchError:
         "ranks on several machines need a key",
         by=f"rank {rank}",
         facts={
-            "why": "each proves to the others that it knows one, and torchrun's store is open to everybody"
+            "why": "each proves to the others that it knows one, and torchrun's store is open to every process"
         },
         hint=HOW,
     )

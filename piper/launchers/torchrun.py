@@ -174,7 +174,7 @@ def published(
     """Send what a method of the run returns or raises to the other ranks, where it then does the same."""
 
     @wraps(method)
-    def act(self: "TorchrunRun", *args: P.args, **kwargs: P.kwargs) -> T:
+    def act(self: "TorchrunRun", /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             value = method(self, *args, **kwargs)
         except PiperError as error:

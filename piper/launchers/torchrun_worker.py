@@ -4,19 +4,19 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Resumed, StepResult, Trains
-from piper.launchers.driver import devices_of
+from piper.launchers.base import Trains
+from piper.launchers.driver import RemoteRun, devices_of
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
 from piper.launchers.processes import RankEnvironment, SharedFile, check_size
@@ -35,10 +35,10 @@ from piper.launchers.rendezvous import (
 from piper.launchers.transport.channel import Channel, ClosedError, connect
 from piper.launchers.transport.shared_memory import HeldValues, SharedValues, map_marks, new_marks
 from piper.launchers.worker_server import WorkerServer
-from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike
-from piper.runtime.trail import Mark
 
+P = ParamSpec("P")
+T = TypeVar("T")
 DESCRIPTORS = Path("/proc/self/fd")
 CHANGES = ("step", "load")  # methods that every rank has to call when rank 0 does
 BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
@@ -132,20 +132,20 @@ class BackgroundWorker:
 
 
 class OpenSockets:
-    """The sockets that were opened while this was recording."""
+    """Records which sockets are opened, to shut them: gloo ends a wait only when it loses its peer."""
 
     def __init__(self) -> None:
         self.opened: dict[int, int] = {}  # descriptors, and which file each was
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note what is opened inside."""
+        """Record the sockets that are opened inside the block."""
         before = sockets()
         yield
         self.opened = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
 
     def shut(self) -> None:
-        """End what goes over them: whoever waits, on either side, is told that the other is gone."""
+        """Shut the recorded sockets. Every wait on them, on either side, then ends with an error."""
         now = sockets()
         for fd, inode in self.opened.items():
             if now.get(fd) == inode:
@@ -155,7 +155,7 @@ class OpenSockets:
 
 
 def shut(fd: int) -> None:
-    """End what goes over a socket, and leave the descriptor to its owner."""
+    """Shut a socket, and leave its descriptor to its owner."""
     with socket.socket(fileno=os.dup(fd)) as end:
         # One that listens must stay: gloo ends the process when it cannot accept.
         if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -163,7 +163,7 @@ def shut(fd: int) -> None:
 
 
 def sockets() -> dict[int, int]:
-    """The sockets of this process, by descriptor."""
+    """Return the inodes of this process's sockets, by descriptor."""
     found: dict[int, int] = {}
     if not DESCRIPTORS.exists():
         return found  # then a wait ends with its timeout
@@ -242,28 +242,39 @@ def attend(world: RankEnvironment) -> None:
         worker.wait()
 
 
-class TorchrunWorkerRun(Trains):
-    """A run as the other ranks see it: rank 0 cuts the batch, and all get the same results."""
+def received(
+    method: Callable[Concatenate[RemoteRun, P], T],
+) -> Callable[Concatenate["TorchrunWorkerRun", P], T]:
+    """Return a method of the same form that gives what the method returned or raised on rank 0."""
 
-    def __init__(self, program: ProgramLike, told: SimpleQueue[RankZeroResult | None]) -> None:
-        self.program, self.told = program, told
+    def act(self: "TorchrunWorkerRun", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return cast(T, self._next(method.__name__))
+
+    return act
+
+
+class TorchrunWorkerRun(Trains):
+    """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
+
+    def __init__(self, program: ProgramLike, results: SimpleQueue[RankZeroResult | None]) -> None:
+        self.program, self.results = program, results
         self.over = False
 
     def _next(self, method: str) -> object:
-        """What the method gave on rank 0, which may have asked for more in between."""
+        """Return what a method returned on rank 0. Calls in between that only rank 0 makes are skipped."""
         while not self.over:
-            told = self.told.get()
-            if told is None:
+            result = self.results.get()
+            if result is None:
                 break
-            if told.error is not None:
-                raise again(told)
-            if told.method == method:
-                return told.value
-            if told.method in CHANGES:
+            if result.error is not None:
+                raise error_of(result)
+            if result.method == method:
+                return result.value
+            if result.method in CHANGES:
                 raise LaunchError(
                     "the ranks do not do the same",
                     by="run",
-                    facts={"rank 0": told.method, "here": method},
+                    facts={"rank 0": result.method, "here": method},
                     hint="call step, load, save and the like on every rank, in one order",
                 )
         self.over = True
@@ -271,66 +282,41 @@ class TorchrunWorkerRun(Trains):
             "the run has ended on rank 0", by="run", hint="look at what rank 0 says; it may have failed"
         )
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """Train on one global batch: the one that rank 0 gives."""
-        return cast(StepResult, self._next("step"))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer in full, by fully qualified name."""
-        return cast("dict[str, Tensor]", self._next("state_dict"))
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients in full, before clipping."""
-        return cast("dict[str, Tensor]", self._next("gradients"))
-
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
-        """What every chunk returned in the last step, by device."""
-        return cast("dict[int, dict[Mark, Tensor]]", self._next("trails"))
-
-    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
-        """When the instructions of the recorded steps ran, by device, on rank 0's clock."""
-        return cast("dict[int, tuple[Recording, Clock]]", self._next("recordings"))
-
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint: where rank 0 says."""
-        self._next("save")
-
-    def load(self, path: Path | str) -> Resumed:
-        """Go on from the checkpoint that rank 0 names."""
-        return cast(Resumed, self._next("load"))
-
-    def settle(self) -> None:
-        """Wait until what is being saved is complete."""
-        self._next("settle")
+    step = received(RemoteRun.step)
+    state_dict = received(RemoteRun.state_dict)
+    gradients = received(RemoteRun.gradients)
+    trails = received(RemoteRun.trails)
+    recordings = received(RemoteRun.recordings)
+    save = received(RemoteRun.save)
+    load = received(RemoteRun.load)
+    settle = received(RemoteRun.settle)
 
     def close(self) -> None:
-        """Ask for nothing any more; the worker serves on until rank 0 ends the run."""
+        """Stop asking for results. The worker continues until rank 0 ends the run."""
         self.over = True
 
 
-def again(told: RankZeroResult) -> PiperError:
-    """The error that rank 0 has raised."""
-    kind = cast("type[PiperError]", getattr(errors, told.error or ""))
+def error_of(result: RankZeroResult) -> PiperError:
+    """Return the error that rank 0 has raised."""
+    kind = cast("type[PiperError]", getattr(errors, result.error or ""))
     error = kind.__new__(kind)
-    error.args = (told.text,)
-    for note in told.notes:
+    error.args = (result.text,)
+    for note in result.notes:
         error.add_note(note)
     return error
 
 
 @contextmanager
 def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iterator[TorchrunWorkerRun]:
-    """Take part in what rank 0 launches. The block's end waits for the end of the run there."""
+    """Join what rank 0 launches. The end of the block waits for the end of the run on rank 0."""
     check_size(world, len(devices_of(program.plans)))
     check_key(world)
     threads = torch.get_num_threads()
-    told: SimpleQueue[RankZeroResult | None] = SimpleQueue()
-    post = join(world, find_address(world, next_launch(world)), told.put)
+    results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
+    worker = join(world, find_address(world, next_launch(world)), results.put)
     try:
-        yield TorchrunWorkerRun(program, told)
-        post.wait()
+        yield TorchrunWorkerRun(program, results)
+        worker.wait()
     finally:
-        post.leave()
+        worker.leave()
         torch.set_num_threads(threads)

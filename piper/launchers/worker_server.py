@@ -39,7 +39,7 @@ class WorkerServer:
     """A worker that answers calls. Its first failure is its answer, even while other streams still wait."""
 
     def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
-        """`marks`: where the worker notes which instruction each stream is at."""
+        """`marks`: the progress of each stream, for the driver to read."""
         self.device = given.device
         torch.set_num_threads(given.options.threads)
         setup = unpack_setup(given.setup)
@@ -78,35 +78,35 @@ class WorkerServer:
     def _step(self, batch: Mapping[str, Rows]) -> None:
         try:
             self.answers.put(self.worker.step(batch))
-        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
             self.watcher.fail(error)
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
-        """What this device holds of some buckets."""
+        """Return this device's part of some buckets."""
         return {name: self.worker.owned(name) for name in buckets}
 
     def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
-        """The last step's gradients of what this device holds of some buckets."""
+        """Return the last step's gradients of this device's part of some buckets."""
         return {name: self.worker.gradient(name) for name in buckets}
 
     def reached(self, _: object) -> set[str]:
-        """The parameters that have gradients."""
+        """Return the parameters that have gradients."""
         return self.worker.env.state.reached
 
     def buffers(self, names: Sequence[str]) -> dict[str, tuple[Share, Tensor]]:
-        """The buffers that this device uses, of those asked for, and which share of each it has."""
+        """Return the named buffers that this device uses, with its share of each."""
         return self.worker.buffers(names)
 
     def trail(self, _: object) -> dict[Mark, Tensor]:
-        """What every chunk returned in the last step."""
+        """Return what every chunk returned in the last step."""
         return {} if self.worker.trail is None else self.worker.trail.kept
 
     def record(self, _: object) -> Recording | None:
-        """When the instructions of the recorded steps ran, on this worker's clock."""
+        """Return when the instructions of the recorded steps ran, on this worker's clock."""
         return None if self.worker.recorder is None else self.worker.recorder.take()
 
     def clock(self, _: object) -> float:
-        """What time it is here."""
+        """Return the time of this worker's clock."""
         return monotonic()
 
     def save(self, folder: str) -> None:
@@ -118,18 +118,18 @@ class WorkerServer:
         self.keeper.load(folder)
 
     def poll(self, wait: float) -> Done | None:
-        """What became of it, if it has ended within so many seconds."""
+        """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
         return self.keeper.poll(wait)
 
     def answer(self, call: Call, argument: object) -> object:
-        """Do what is asked for; a failure is an answer too."""
+        """Answer a call. A failure is an answer too."""
         try:
             return getattr(self, call)(argument)
-        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
             return failure_of(self.device, error)
 
     def close(self) -> None:
-        """End this worker's threads, where its process goes on without it."""
+        """End this worker's threads, where its process continues."""
         self.thread.shutdown()
         self.worker.close()
 

@@ -51,10 +51,10 @@ def summary(run: SingleRankRun, on: str, warm: int) -> str:
     lines = [
         f"{on} of {sum(len(plan.devices) for plan in run.plans)}, on {run.network.name}: "
         f"{median(times) * 1e3:.1f} ms a step (median of {len(times)})",
-        f"  memory: {mib(peak.planned)} planned, {mib(peak.foretold)} with streams side by side",
+        f"  memory: {mib(peak.planned)} planned, {mib(peak.predicted)} with streams side by side",
     ]
     if peak.measured is not None:
-        off = peak.measured / peak.foretold - 1
+        off = peak.measured / peak.predicted - 1
         lines.append(f"  measured: {mib(peak.measured)} at the peak ({off:+.1%})")
     return "\n".join(lines) + "\n"
 

@@ -200,12 +200,12 @@ def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, fo
         run.step(BATCHES[0])
         pids = pids_of(run)
         os.kill(pids[0], signal.SIGSTOP)
-        crew, began = run.group, time.monotonic()
-        assert isinstance(crew, LocalWorkerGroup)
+        group, began = run.group, time.monotonic()
+        assert isinstance(group, LocalWorkerGroup)
         with pytest.raises(
             WorkerError, match=r"^device 0 \(process \d+\): the process is stopped by a signal"
         ):
-            crew.ask("buffers", {0: ["x" * 50_000_000]})
+            group.ask("buffers", {0: ["x" * 50_000_000]})
         assert time.monotonic() - began < 10
     assert not any(map(alive, pids))
 

@@ -44,7 +44,7 @@ def test_every_device_runs_alone(cell: Cell) -> None:
                 result = run.step(batch)
             assert result.grad_norm >= 0
             assert len(run.seconds) == 2
-            assert run.peak().planned == timeline(plan).peak <= run.peak().foretold
+            assert run.peak().planned == timeline(plan).peak <= run.peak().predicted
             assert run.peak().measured is None
 
 

@@ -39,7 +39,7 @@ PLANS = Plans(
 )
 
 
-def scene(
+def snapshot(
     *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
 ) -> JobSnapshot:
     statuses = {
@@ -65,7 +65,7 @@ def scene(
 def error(
     *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
 ) -> str:
-    return str(blame(scene(*running, ended=ended, late=late, failed=failed)))
+    return str(blame(snapshot(*running, ended=ended, late=late, failed=failed)))
 
 
 def first_line(text: str) -> str:
@@ -127,8 +127,8 @@ def test_a_worker_that_says_why_it_ends() -> None:
 
 
 def test_the_others_are_at_work_until_they_need_the_one_that_failed() -> None:
-    assert scene((0,), (1,), (0,), failed=1).broken
-    assert scene((0,), (1,), (0,), failed=1).at_work, "device 0 is in F0"
-    assert not scene((2,), (1,), (0,), failed=1).at_work
-    assert not scene((2,), (1,), (0,), ended=1).at_work
-    assert not scene((2,), (1,), (0,), late=0).broken, "nobody moves"
+    assert snapshot((0,), (1,), (0,), failed=1).broken
+    assert snapshot((0,), (1,), (0,), failed=1).at_work, "device 0 is in F0"
+    assert not snapshot((2,), (1,), (0,), failed=1).at_work
+    assert not snapshot((2,), (1,), (0,), ended=1).at_work
+    assert not snapshot((2,), (1,), (0,), late=0).broken, "nobody moves"

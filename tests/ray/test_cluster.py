@@ -163,7 +163,7 @@ def test_a_driver_that_is_killed_leaves_nothing_in_a_cluster(two_nodes: None) ->
         while time.monotonic() < until and any(map(held, ray.util.placement_group_table().values())):
             time.sleep(0.2)
         assert not any(map(held, ray.util.placement_group_table().values()))
-        assert not [actor for actor in actors().values() if actor["State"] != "DEAD"]  # type: ignore[no-untyped-call]
+        assert not [actor for actor in actors().values() if actor["State"] != "DEAD"]
 
 
 def held(group: dict[str, str]) -> bool:

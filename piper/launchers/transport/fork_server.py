@@ -5,7 +5,7 @@ end, and when the driver is gone it kills its workers and ends. On Linux the sys
 driver, and workers with it, so that a stopped one cannot stay behind.
 
 The standard library's fork server is not used: it imports the user's main module again in every worker, sends
-objects as pickles, has no death signal, and cannot be told apart from a stopped one.
+objects as pickles, sets no death signal, and a stopped one hangs its driver.
 """
 
 import ctypes
@@ -49,10 +49,10 @@ DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class ForkServer:
-    """The driver's end: asks for workers and hears of their ends."""
+    """The driver's handle of the fork server: starts workers and learns how they end."""
 
     def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
-        """`module`: its `main` is what a worker runs. `preload`: another that workers need, imported once."""
+        """`module`: holds the `main` that a worker runs. `preload`: a module to import once for all."""
         here, there = socket.socketpair()
         words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
         with there:
@@ -69,7 +69,7 @@ class ForkServer:
         return self._notice(FORKED)[0]
 
     def _notice(self, wanted: int) -> tuple[int, int]:
-        """The next notice of this kind; the others are remembered."""
+        """Return the next notice of a kind. The ends of processes that come before it are remembered."""
         self.end.settimeout(START)
         until, stop = monotonic() + START, StopWatch()
         try:
@@ -95,11 +95,11 @@ class ForkServer:
             ) from error
 
     def fileno(self) -> int:
-        """What to select on, to hear of ends as they come."""
+        """Return the descriptor that becomes readable when a process ends."""
         return self.end.fileno()
 
     def ended(self) -> Mapping[int, int]:
-        """How the processes that have ended did so, by process id: an exit code, or a signal below zero."""
+        """Return the exit codes of ended processes by process id. A signal is negative."""
         while select.select([self.end], [], [], 0)[0]:
             try:
                 kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
@@ -166,14 +166,14 @@ def die_with(parent: int) -> None:
 
 
 def import_path() -> dict[str, str]:
-    """Where this package and the driver's modules are found."""
+    """Return the environment in which this package and the driver's modules are found."""
     package = str(Path(__file__).parents[2])
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))}
 
 
 @contextmanager
 def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
-    """A fork_server that ends with the block."""
+    """Start a fork server that ends with the block."""
     made = ForkServer(module)
     try:
         yield made
@@ -182,12 +182,12 @@ def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
 
 
 def read_exactly(end: socket.socket, size: int) -> bytes:
-    """This many bytes, or EOFError."""
+    """Read this many bytes. Raise EOFError if the other end is closed."""
     data = b""
     while len(data) < size:
         got = end.recv(size - len(data))
         if not got:
-            raise EOFError("the fork_server is gone")
+            raise EOFError("the fork server is gone")
         data += got
     return data
 
@@ -203,7 +203,7 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
-    tell(end, READY, os.getpid(), 0)
+    notify(end, READY, os.getpid(), 0)
     try:
         while True:
             ready, _, _ = select.select([end.fileno(), awake], [], [])
@@ -211,14 +211,14 @@ def serve(descriptor: int, module: str, preload: str) -> None:
                 os.read(awake, 4096)
                 for pid, status in reap():
                     children.discard(pid)
-                    tell(end, ENDED, pid, status)
+                    notify(end, ENDED, pid, status)
             if end.fileno() in ready:
                 descriptors = asked(end)
                 if descriptors is None:
                     return
                 pid = fork(main, [end.fileno(), awake, waker], descriptors)
                 children.add(pid)
-                tell(end, FORKED, pid, 0)
+                notify(end, FORKED, pid, 0)
     finally:  # whatever happens, no worker outlives the fork_server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
@@ -226,16 +226,16 @@ def serve(descriptor: int, module: str, preload: str) -> None:
 
 
 def asked(end: socket.socket) -> list[int] | None:
-    """The descriptors of a worker that is asked for; None when there is nobody left to ask."""
+    """Return the descriptors of the next worker to fork. None: the driver is gone."""
     try:
         request, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
-    except ConnectionResetError:  # the driver went without reading all that it was told
+    except ConnectionResetError:  # the driver went without reading every notice
         return None
     return descriptors if request else None
 
 
-def tell(end: socket.socket, what: int, pid: int, status: int) -> None:
-    """Say what happened to a process, if there is anybody to hear it."""
+def notify(end: socket.socket, what: int, pid: int, status: int) -> None:
+    """Send a notice to the driver, if it is still there."""
     try:
         end.sendall(NOTICE.pack(what, pid, status))
     except OSError:
@@ -243,7 +243,7 @@ def tell(end: socket.socket, what: int, pid: int, status: int) -> None:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """The children that have ended, and how."""
+    """Yield the children that have ended, and their exit codes."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

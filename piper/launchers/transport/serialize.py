@@ -222,7 +222,7 @@ def pickled_by_value(*functions: object) -> Iterator[None]:
 
 
 def pack(value: object) -> bytes:
-    """A value as bytes."""
+    """Return a value as a pickle."""
     target = io.BytesIO()
     FunctionPickler(target, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return target.getvalue()
@@ -234,7 +234,7 @@ def unpack(data: bytes) -> object:
 
 
 class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
-    """Packs tensors as their own elements, not their whole storage, and captured code as its source."""
+    """Pickles tensors as their own elements and captured code as its source."""
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is Tensor:
@@ -245,22 +245,22 @@ class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no a
 
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
-    """How to make a plain tensor again."""
+    """Return how to restore a plain tensor: its own elements, not its whole storage."""
     here = tensor.detach().cpu().contiguous()
     raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
     return restore_tensor, (bytearray(raw), here.dtype, tuple(here.shape), tensor.requires_grad)
 
 
 def restore_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> Tensor:
-    """A tensor over the bytes that came."""
+    """Return a tensor over received bytes."""
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.view(shape).requires_grad_(grad)
 
 
 def reduce_module(module: fx.GraphModule) -> Reduced:
-    """How to make captured code again: its source, what the source names, and what the module holds.
+    """Return how to restore captured code: its source, the names it uses, and its attributes.
 
-    A module's own way to be pickled traces the code anew when it is read, which takes long and may change it.
+    A graph module's own pickle traces the code again when it is read, which is slow and may change it.
     """
     code = module.graph.python_code("self")
     held = {
@@ -272,7 +272,7 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
 
 
 def modules_of(graph: fx.Graph) -> list[str]:
-    """The modules that define the user's operators in a graph: whoever calls them must import them first."""
+    """Return the modules that define the user's operators of a graph. Callers must import them first."""
     called = {
         node.target.name().partition(".")[0] for node in graph.nodes if isinstance(node.target, OpOverload)
     }
@@ -284,14 +284,14 @@ def modules_of(graph: fx.Graph) -> list[str]:
 
 
 def importable(module: str) -> bool:
-    """Whether another process finds a module by its name."""
+    """Return whether another process can import a module by its name."""
     top = module.partition(".")[0]
     # not importlib.util.find_spec: it answers for what is loaded here, such as a recipe, however it was found
     return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
 
 
 def attribute(module: nn.Module, path: str) -> object:
-    """What a dotted path leads to."""
+    """Return the attribute at a dotted path."""
     found: object = module
     for name in path.split("."):
         found = getattr(found, name)
@@ -299,11 +299,11 @@ def attribute(module: nn.Module, path: str) -> object:
 
 
 class AttributePath:
-    """What a dotted path may lead through."""
+    """An object on a dotted path of attributes."""
 
 
 class CapturedSource:
-    """Captured code, made from its source."""
+    """Captured code, restored from its source."""
 
     def __init__(
         self, source: str, names: Mapping[str, object], held: Mapping[str, object], modules: Sequence[str]

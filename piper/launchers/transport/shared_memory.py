@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share, and that ends with the last of them: files without a name."""
+"""Memory that processes of one machine share: files without a name, which end with the last process."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def nameless_file(size: int) -> int:
-    """The descriptor of a new file that is in no folder, so that no process can die and leave it behind."""
+    """Return the descriptor of a new file that is in no folder and ends with its last user."""
     with tempfile.TemporaryFile(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as file:
         file.truncate(max(size, 1))
         return os.dup(file.fileno())
@@ -35,7 +35,7 @@ class TensorEntry:
 
 
 def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """A place for each tensor, one after another."""
+    """Return a place for each tensor, one after another."""
     index: dict[str, TensorEntry] = {}
     offset = 0
     for name, value in values.items():
@@ -46,17 +46,17 @@ def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def extent(index: Mapping[str, TensorEntry]) -> int:
-    """The bytes that tensors take together."""
+    """Return the size of all tensors together, in bytes."""
     return max((entry.offset + entry.nbytes for entry in index.values()), default=0)
 
 
 def raw_bytes(value: Tensor) -> Tensor:
-    """A tensor's elements as bytes."""
+    """Return a tensor's elements as bytes."""
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def joined(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
-    """Tensors as bytes, each in its place."""
+    """Return tensors as bytes, each in its place."""
     memory = torch.zeros(extent(index), dtype=torch.uint8)
     for name, entry in index.items():
         if entry.nbytes:
@@ -65,7 +65,7 @@ def joined(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Te
 
 
 def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int:
-    """Write tensors into a nameless file; its descriptor."""
+    """Write tensors into a nameless file. Return its descriptor."""
     size = extent(index)
     descriptor = nameless_file(size)
     with mmap.mmap(descriptor, max(size, 1)) as memory:
@@ -78,7 +78,7 @@ def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int
 
 
 class SharedValues:
-    """Tensors that another process wrote, by name. Whoever changes one changes a copy."""
+    """Tensors that another process wrote, by name. A change is private to this process."""
 
     def __init__(self, descriptor: int, index: Mapping[str, TensorEntry]) -> None:
         self.index = index
@@ -94,7 +94,7 @@ class SharedValues:
 
 
 class HeldValues:
-    """Tensors that lie one after another in memory that nobody may write to, by name."""
+    """Tensors in read-only memory, by name. Each is copied when it is read."""
 
     def __init__(self, memory: Bytes, index: Mapping[str, TensorEntry]) -> None:
         self.memory, self.index = memory, index
@@ -106,7 +106,7 @@ class HeldValues:
 
 
 def new_marks(width: int) -> int:
-    """Return the descriptor of memory in which a worker notes its progress, for so many streams.
+    """Return the descriptor of memory in which a worker marks the progress of `width` streams.
 
     It is shared, so that it can be read when the worker is dead or stopped.
     """
