@@ -244,8 +244,6 @@ def key_missing(rank: int) -> LaunchError:
     return LaunchError(
         "ranks on several machines need a key",
         by=f"rank {rank}",
-        facts={
-            "why": "each proves to the others that it knows one, and torchrun's store is open to every process"
-        },
+        facts={"why": "each proves that it knows one, and torchrun's store is open to every process"},
         hint=HOW,
     )

@@ -139,7 +139,7 @@ def test_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         keys.check_key(FAR)
     assert str(caught.value) == cleandoc(f"""
         rank 1: ranks on several machines need a key
-          why:  each proves to the others that it knows one, and torchrun's store is open to every process
+          why:  each proves that it knows one, and torchrun's store is open to every process
           hint: {HINT}
     """)
     monkeypatch.setenv("PIPER_KEY", "k" * 32)

@@ -48,10 +48,13 @@ class Codec:
     """
 
     classes: tuple[type, ...] = ()
-    known: Mapping[str, type] = field(init=False)
+    known: Mapping[str, "_Class"] = field(init=False)
+    names: Mapping[type, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "known", {name_of(cls): cls for cls in reachable(self.classes)})
+        found = reachable(self.classes)
+        object.__setattr__(self, "names", {cls: name_of(cls) for cls in found})
+        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls)) for cls in found})
 
     def encode(self, value: object) -> bytes:
         """Return the message that holds `value`."""
@@ -85,9 +88,8 @@ class Codec:
             return {"b": len(value)}
         if isinstance(value, torch.dtype):
             return {"y": str(value)}
-        if name_of(kind) in self.known:
-            inner = [self._tree(item, blobs) for item in contents(value)]
-            return {"c": [name_of(kind), inner]}
+        if (name := self.names.get(kind)) is not None:
+            return {"c": [name, [self._tree(item, blobs) for item in self.known[name].contents(value)]]}
         raise TypeError(f"{name_of(kind)} cannot be sent in a message")
 
     def _tensor(self, tensor: Tensor, blobs: list[Buffer]) -> list[object]:
@@ -123,7 +125,7 @@ class Codec:
 class _Reader:
     """Builds the value of one message, in the order in which its bytes were written."""
 
-    def __init__(self, known: Mapping[str, type], view: memoryview, at: int) -> None:
+    def __init__(self, known: Mapping[str, "_Class"], view: memoryview, at: int) -> None:
         self.known, self.view, self.at = known, view, at
 
     def value(self, tree: object) -> object:
@@ -143,7 +145,7 @@ class _Reader:
                 return DTYPES[inner]
             case "c":
                 name, items = inner
-                return build(self.known[name], [self.value(item) for item in items])
+                return self.known[name].build([self.value(item) for item in items])
         return CONTAINERS[tag](self.value(item) for item in inner)
 
     def _blob(self, length: int) -> memoryview:
@@ -164,22 +166,28 @@ def name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def contents(value: object) -> list[object]:
-    """Return what a dataclass or exception is made from, in the order of its constructor."""
-    if isinstance(value, BaseException):
-        return list(value.args)
-    return [getattr(value, name) for name in fields_of(type(value))]
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """A dataclass or exception that messages may hold, and the fields that its constructor takes."""
+
+    cls: type
+    fields: list[str] | None  # None: an exception, which takes its `args`
+
+    def contents(self, value: object) -> Iterable[object]:
+        if self.fields is None:
+            return cast(BaseException, value).args
+        return [getattr(value, name) for name in self.fields]
+
+    def build(self, items: list[object]) -> object:
+        if self.fields is None:
+            return self.cls(*items)
+        return self.cls(**dict(zip(self.fields, items, strict=True)))
 
 
-def build(cls: type, items: list[object]) -> object:
-    """Make a dataclass or exception from its contents."""
+def fields_of(cls: type) -> list[str] | None:
+    """Return the fields that the constructor of a dataclass takes. None: an exception."""
     if issubclass(cls, BaseException):
-        return cls(*items)
-    return cls(**dict(zip(fields_of(cls), items, strict=True)))
-
-
-def fields_of(cls: type) -> list[str]:
-    """Return the names of the fields that the constructor of a dataclass takes."""
+        return None
     return [item.name for item in dataclasses.fields(cls) if item.init]
 
 
@@ -194,7 +202,7 @@ def reachable(roots: Iterable[type]) -> list[type]:
         found[cls] = None
         if dataclasses.is_dataclass(cls):
             hints = typing.get_type_hints(cls)
-            left += [named for name in fields_of(cls) for named in classes_in(hints[name])]
+            left += [named for name in fields_of(cls) or () for named in classes_in(hints[name])]
     return list(found)
 
 
