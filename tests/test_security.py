@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "piper"
@@ -31,7 +32,8 @@ RUN = {
 }
 
 
-def calls(path: Path) -> Iterator[tuple[str, str]]:
+@cache
+def calls(path: Path) -> tuple[tuple[str, str], ...]:
     """Every call in a file: the function that it stands in, and the dotted name of what it calls."""
 
     def visit(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
@@ -41,7 +43,7 @@ def calls(path: Path) -> Iterator[tuple[str, str]]:
                 yield inside, ast.unparse(child.func)
             yield from visit(child, name)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    return tuple(visit(ast.parse(path.read_text(encoding="utf-8")), ""))
 
 
 def found(wanted: set[str]) -> set[tuple[str, str, str]]:
@@ -81,7 +83,7 @@ def test_no_name_of_a_reader_is_imported_by_itself() -> None:
 def test_unpickled_functions_come_from_a_setup_alone() -> None:
     """A setup is what a worker is given by its driver, over a channel that both have proved their key on."""
     users = {(where, inside) for where, inside, _ in found({"unpack"})}
-    assert users == {("launchers/transport/serialize.py", "unpack_setup")}
+    assert users == {("launchers/messages.py", "unpack_setup")}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
     assert builders == {("launchers/worker_server.py", "__init__")}
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from inspect import cleandoc
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.driver import RemoteRun
 from piper.launchers.local import LocalWorkerGroup, launch_local
+from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -266,6 +269,31 @@ def test_a_fork_server_outlives_the_thread_that_asked_for_it() -> None:
     found[0].close()
 
 
+def test_more_than_a_thousand_descriptors() -> None:
+    """`select` fails from the 1,024th descriptor on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 1400)), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    many = [os.dup(null) for _ in range(1100)]
+    try:
+        made, pids = idle_server()
+        assert made.end.fileno() > 1024
+        os.kill(pids[0], signal.SIGKILL)
+        made.wait(pids[:1], 20.0)
+        assert made.ended() == {pids[0]: -signal.SIGKILL}
+        made.close()
+        with Listener("127.0.0.1", b"k" * 32, 5.0) as listener, ThreadPoolExecutor(1) as threads:
+            coming = threads.submit(connect, listener.address, b"k" * 32, 1, 5.0)
+            arrived = listener.accept(5.0)
+            assert arrived is not None and arrived[1].fileno() > 1024
+            arrived[1].close()
+            coming.result(5).close()
+    finally:
+        for descriptor in (null, *many):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def ended_soon(pids: list[int]) -> bool:
     """Whether processes end within some seconds."""
     until = time.monotonic() + 10
@@ -276,6 +304,7 @@ def ended_soon(pids: list[int]) -> bool:
 
 SCRIPT = """
 import os, signal, socket, sys
+from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import ForkServer
 made = ForkServer("tests.launchers.idle", preload="socket")
 ends = [socket.socketpair() for _ in range(3)]

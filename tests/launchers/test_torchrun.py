@@ -9,6 +9,7 @@ import sys
 from inspect import cleandoc
 from pathlib import Path
 from queue import SimpleQueue
+from typing import cast
 
 import pytest
 
@@ -120,6 +121,31 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert error.endswith(
         "hint:    look for what ended it: the system's log names a process killed for want of memory"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("near", "the process is stopped by a signal"),
+        ("far", "no sign of life for 8 s: the process is stopped, or cannot be reached"),
+    ],
+)
+def test_a_rank_that_is_stopped(tmp_path: Path, where: str, why: str) -> None:
+    """On this machine the system says so. On another one its heartbeats are missing."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with family() as ranks:
+        first, _ = [
+            ranks.start(
+                [sys.executable, str(SCRIPT), str(tmp_path), f"stop {where}"],
+                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        assert first.wait(BOUND) == 0, first.communicate(timeout=10)[1]
+    error = text(seen(tmp_path, 0)["lost"])
+    assert error.startswith(f"WorkerError: device 1 (process N): {why}\n  at: ")
+    assert cast(float, seen(tmp_path, 0)["took"]) < 60, "nobody waits for the timeout of 90 s"
 
 
 def test_ranks_end_with_a_torchrun_that_takes_too_long(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ objects as pickles, sets no death signal, and a stopped one hangs its driver.
 import ctypes
 import importlib
 import os
-import select
 import signal
 import socket
 import struct
@@ -21,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic
@@ -74,7 +74,7 @@ class ForkServer:
         until, stop = monotonic() + START, StopWatch()
         try:
             while True:
-                while not select.select([self.end], [], [], LOOK)[0]:
+                while not wait([self.end], LOOK):
                     if monotonic() > until:
                         raise TimeoutError(f"it does not answer within {START:g} s")
                     if stop.lasting(self.process.pid, stopped(self.process.pid)):
@@ -100,7 +100,7 @@ class ForkServer:
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit codes of ended processes by process id. A signal is negative."""
-        while select.select([self.end], [], [], 0)[0]:
+        while wait([self.end], 0):
             try:
                 kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
             except EOFError:
@@ -116,7 +116,7 @@ class ForkServer:
             silent = stopped(self.process.pid) or self.process.poll() is not None
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
-            select.select([self.end], [], [], LOOK)
+            wait([self.end], LOOK)
 
     def close(self) -> None:
         """End the fork_server and every process it started, whatever state it is in."""
@@ -206,13 +206,13 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     notify(end, READY, os.getpid(), 0)
     try:
         while True:
-            ready, _, _ = select.select([end.fileno(), awake], [], [])
+            ready = wait([end, awake])  # any number of descriptors, unlike `select`
             if awake in ready:
                 os.read(awake, 4096)
                 for pid, status in reap():
                     children.discard(pid)
                     notify(end, ENDED, pid, status)
-            if end.fileno() in ready:
+            if end in ready:
                 descriptors = asked(end)
                 if descriptors is None:
                     return
