@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from piper.errors import PiperError
-from piper.launchers.processes import led
+from piper.launchers.processes import on_rank_zero
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.schedules.torch_csv import to_csv
@@ -91,7 +91,7 @@ def plan(
 
 
 @app.command()
-@led
+@on_rank_zero
 def check(
     recipe: Recipe,
     on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
@@ -120,7 +120,7 @@ def check(
 
 
 @app.command()
-@led
+@on_rank_zero
 def train(
     recipe: Recipe,
     on: Annotated[

@@ -12,7 +12,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,13 +131,13 @@ def _working(cache: Cache) -> Iterator[None]:
 
 def _made_files(cache: Cache) -> dict[str, bytes]:
     """Return the libraries and sources that the compiler has made, by path within the working folder."""
-    folder = cache.working_folder()
-    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        inner.as_posix(): path.read_bytes()
-        for inner, path in sorted(found.items())
-        if not _IN_ARTIFACT & set(inner.parts)
-    }
+    folder, found = cache.working_folder(), dict[str, bytes]()
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if path.is_file() and not _IN_ARTIFACT & set(inner.parts):
+            with suppress(FileNotFoundError):  # a draft that the compiler has renamed since
+                found[inner.as_posix()] = path.read_bytes()
+    return found
 
 
 def _compile(source: Source, cache: Cache) -> bytes:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from piper.errors import ConfigError
 from piper.launchers.base import Run
 from piper.launchers.driver import devices_of
-from piper.launchers.processes import world_here
+from piper.launchers.processes import rank_environment
 from piper.launchers.worker_server import crowded
 from piper.runtime.cuda.static import check_static
 from piper.runtime.setup import ProgramLike, setup_of
@@ -98,14 +98,14 @@ def by_host(program: ProgramLike, on: str) -> bool:
     if program.device != "cuda" or on.startswith(ALONE):
         return False
     if on == "local":
-        world = world_here()
+        world = rank_environment()
         return crowded(len(devices_of(program.plans)) if world is None else world.nearby)
     return on == "inline"
 
 
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:
     """Return the launcher of own processes, or of those that torchrun or the like has started."""
-    world = world_here()
+    world = rank_environment()
     if world is None:
         from piper.launchers.local import launch_local
 

@@ -168,7 +168,7 @@ class RankEnvironment:
         return self.nearby == self.size
 
 
-def world_here() -> RankEnvironment | None:
+def rank_environment() -> RankEnvironment | None:
     """Return the rank that the environment gives this process. None: it was started on its own."""
     if any(name not in os.environ for name in NAMES):
         return None
@@ -206,12 +206,12 @@ def check_size(world: RankEnvironment, devices: int) -> None:
         )
 
 
-def led(verb: Callable[P, None]) -> Callable[P, None]:
+def on_rank_zero(verb: Callable[P, None]) -> Callable[P, None]:
     """Run a verb on rank 0 only under torchrun, with the other ranks as its workers."""
 
     @wraps(verb)
     def act(*args: P.args, **kwargs: P.kwargs) -> None:
-        world = world_here() if kwargs["on"] == "local" else None
+        world = rank_environment() if kwargs["on"] == "local" else None
         if world is None:
             verb(*args, **kwargs)
         elif world.leads:

@@ -17,7 +17,7 @@ from piper.api import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.messages import RankZeroResult
-from piper.launchers.processes import RankEnvironment, world_here
+from piper.launchers.processes import RankEnvironment, rank_environment
 from piper.launchers.rendezvous import apart
 from piper.launchers.torchrun import TorchrunWorkerGroup
 from piper.launchers.torchrun_worker import TorchrunWorkerRun
@@ -186,16 +186,18 @@ def test_the_command_line_checks_and_refuses_once(tmp_path: Path) -> None:
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert world_here() is None
+    assert rank_environment() is None
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
-    assert world_here() is None, "it says too little"
+    assert rank_environment() is None, "it says too little"
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert world_here() == RankEnvironment(rank=3, size=8, local=1, nearby=2, address="here", port=29500)
+    assert rank_environment() == RankEnvironment(
+        rank=3, size=8, local=1, nearby=2, address="here", port=29500
+    )
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ConfigError) as caught:
-        world_here()
+        rank_environment()
     assert str(caught.value) == cleandoc("""
         launch: RANK=first is not a number
           hint: start with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT

@@ -188,6 +188,7 @@ def fields_of(cls: type) -> list[str] | None:
     """Return the fields that the constructor of a dataclass takes. None: an exception."""
     if issubclass(cls, BaseException):
         return None
+    assert dataclasses.is_dataclass(cls), cls
     return [item.name for item in dataclasses.fields(cls) if item.init]
 
 
