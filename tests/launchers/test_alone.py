@@ -102,6 +102,6 @@ def test_what_only_a_whole_job_has() -> None:
         run.state_dict()
     assert str(caught.value) == (
         "rank: there is no full state\n"
-        "  why:  one device runs alone, on made-up numbers\n"
+        "  why:  one device runs alone, on synthetic numbers\n"
         "  hint: launch the whole job: on='inline', 'local' or 'ray'"
     )

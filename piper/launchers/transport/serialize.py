@@ -73,23 +73,23 @@ class Codec:
         kind = type(value)
         if value is None or kind in PLAIN:
             return value
+        if (name := self.names.get(kind)) is not None:
+            return {"c": [name, [self._tree(item, blobs) for item in self.known[name].contents(value)]]}
+        if kind is Tensor or kind is nn.Parameter:
+            return {"T": self._tensor(cast(Tensor, value), blobs)}
         if kind is list:
             return [self._tree(item, blobs) for item in cast("list[object]", value)]
-        if isinstance(value, Mapping):
-            pairs = [[self._tree(key, blobs), self._tree(item, blobs)] for key, item in value.items()]
-            return {"d": pairs}
         for tag, container in CONTAINERS.items():
             if kind is container:
                 return {tag: [self._tree(item, blobs) for item in cast("Iterable[object]", value)]}
-        if kind is Tensor or kind is nn.Parameter:
-            return {"T": self._tensor(cast(Tensor, value), blobs)}
+        if isinstance(value, Mapping):
+            pairs = [[self._tree(key, blobs), self._tree(item, blobs)] for key, item in value.items()]
+            return {"d": pairs}
         if isinstance(value, bytes | bytearray):
             blobs.append(memoryview(value))
             return {"b": len(value)}
         if isinstance(value, torch.dtype):
             return {"y": str(value)}
-        if (name := self.names.get(kind)) is not None:
-            return {"c": [name, [self._tree(item, blobs) for item in self.known[name].contents(value)]]}
         raise TypeError(f"{name_of(kind)} cannot be sent in a message")
 
     def _tensor(self, tensor: Tensor, blobs: list[Buffer]) -> list[object]:
