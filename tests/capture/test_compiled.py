@@ -1,6 +1,8 @@
 """Compiled phases: the numbers of those that are not compiled, kept on disk, and sent to other processes."""
 
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -189,6 +191,40 @@ def test_a_damaged_entry_is_made_again(made: Made) -> None:
     given = expert_arguments(5)
     assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
     assert any(Cache(folder=made.folder).find(path.name) is not None for path in entries)
+
+
+@dataclass(frozen=True)
+class Bomb:
+    """A pickle that leaves a file when it is read."""
+
+    target: str
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.target, "w")
+
+
+def planted(source: Path, folder: Path, target: Path) -> int:
+    """Write a bomb beside and over every file that Inductor reads by unpickling it, under another folder."""
+    pickles = [path for path in source.rglob("*") if {"fxgraph", "aotautograd"} & set(path.parts)]
+    files = [path.relative_to(source) for path in pickles if path.is_file()]
+    for inner in files:
+        for path in (folder / inner, folder / inner.parent / "0"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pickle.dumps(Bomb(str(target))))
+    return len(files)
+
+
+def test_pickles_that_others_put_into_the_cache_are_not_read(made: Made, tmp_path: Path) -> None:
+    before, target = expert_forward(made), tmp_path / "exploded"
+    given = expert_arguments(5)
+    cache = Cache(folder=made.folder)
+    for folder in ("inductor", "fxgraph", ".", "work", "work/another.host-1-5"):
+        assert planted(cache.working_folder(), made.folder / folder, target) >= 2
+    shutil.rmtree(cache.working_folder())  # as another process begins
+    again = captured(made.folder)
+    (chunk,) = (chunk for chunk in again.outline.chunks if chunk.kind == "expert")
+    assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
+    assert not target.exists()
 
 
 def test_a_phase_that_cannot_be_compiled(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

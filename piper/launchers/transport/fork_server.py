@@ -62,7 +62,7 @@ class ForkServer:
         self.exits: dict[int, int] = {}
 
     def fork(self, descriptors: Sequence[int]) -> int:
-        """Start a worker that owns these descriptors; its process id."""
+        """Start a worker that owns these descriptors. Return its process id."""
         if not self.ready:
             self._notice(READY)
         socket.send_fds(self.end, [b"f"], descriptors)
@@ -110,7 +110,7 @@ class ForkServer:
         return self.exits
 
     def wait(self, pids: Sequence[int], timeout: float) -> None:
-        """Wait until these processes have ended, but not for longer, even if the fork_server is stopped."""
+        """Wait until these processes have ended, but not for longer, even if the fork server is stopped."""
         until = monotonic() + timeout
         while not all(pid in self.ended() for pid in pids):
             silent = stopped(self.process.pid) or self.process.poll() is not None
@@ -119,7 +119,7 @@ class ForkServer:
             wait([self.end], LOOK)
 
     def close(self) -> None:
-        """End the fork_server and every process it started, whatever state it is in."""
+        """End the fork server and every process it started, whatever state it is in."""
         self.end.close()
         try:
             self.process.wait(0 if stopped(self.process.pid) else END)
@@ -193,7 +193,7 @@ def read_exactly(end: socket.socket, size: int) -> bytes:
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:
-    """Fork workers as asked; runs in the fork_server's own process until the driver is gone."""
+    """Fork workers for the driver until it is gone. Runs in the process of the fork server."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     importlib.import_module(preload)
@@ -219,7 +219,7 @@ def serve(descriptor: int, module: str, preload: str) -> None:
                 pid = fork(main, [end.fileno(), awake, waker], descriptors)
                 children.add(pid)
                 notify(end, FORKED, pid, 0)
-    finally:  # whatever happens, no worker outlives the fork_server
+    finally:  # whatever happens, no worker outlives the fork server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         end_all(children)
@@ -255,7 +255,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def end_all(children: set[int]) -> NoReturn:
-    """Kill what still runs, stopped or not, and end."""
+    """Kill the children, stopped or not, and end this process."""
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     for pid in children:
@@ -278,7 +278,7 @@ def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
     code = 1
     try:
         code = main(descriptors)
-    finally:  # whatever happens, a worker never returns into the fork_server's loop
+    finally:  # whatever happens, a worker never returns into the loop of the fork server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         sys.stdout.flush()
