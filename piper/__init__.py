@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from piper.experts import route as route
     from piper.experts import unroute as unroute
     from piper.launchers.base import Run as Run
-    from piper.launchers.start import launch as launch
+    from piper.launchers.launch import launch as launch
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.annotate",
@@ -42,7 +42,7 @@ NEEDS_TORCH = {
     "compile": "piper.api",
     "Run": "piper.launchers.base",
     "grouped_mm": "piper.experts",
-    "launch": "piper.launchers.start",
+    "launch": "piper.launchers.launch",
     "route": "piper.experts",
     "unroute": "piper.experts",
 }
