@@ -5,9 +5,10 @@ So a plan that names the wrong chunk, rows, bucket or slot is refused.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import assert_never
 
 from piper.ids import Pass, Phase, SlotId
-from piper.plan.instr import Adding, Field, Instr, OfBucket, Payload, Routing, Rows
+from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 
 SEED = SlotId("seed")
 LOSS = SlotId("loss")
@@ -31,6 +32,29 @@ def subject(ins: Instr) -> Payload:
         case OfBucket(bucket=bucket):
             return OfBucket(bucket=bucket)
     return ins.payload
+
+
+def described(payload: Payload) -> str:
+    """Write what an instruction is about, for a complaint."""
+    match payload:
+        case Pass():
+            return str(payload)
+        case Adding(run=run):
+            return f"sum of {run}"
+        case Field(name=name):
+            return f"field {name}"
+        case Rows(start=start, stop=stop, of=of):
+            return f"{start}:{stop}/{of}"
+        case Routing(run=run, outward=outward):
+            return f"{'out' if outward else 'back'} for {run}"
+        case OfBucket(bucket=bucket):
+            return bucket
+        case OfChunk(chunk=chunk):
+            return chunk
+        case None:
+            return "nothing"
+        case _:
+            assert_never(payload)
 
 
 def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:

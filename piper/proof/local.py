@@ -10,6 +10,7 @@ from piper.proof.decode import (
     TOTAL,
     WEIGHT,
     accumulated_slot,
+    described,
     loaded,
     param_slot,
     phase_and_chunk,
@@ -54,7 +55,9 @@ class Local:
         found = phase_and_chunk(ins)
         expected = self.state.expected.of_phase(program, found[1], found[0]) if found else None
         if expected is None or found is None:
-            self.state.complain(program, place, f"runs {ins.payload}, which this device must not run")
+            self.state.complain(
+                program, place, f"runs {described(ins.payload)}, which this device must not run"
+            )
             return
         self.follow(program, place, ins, expected)
         if found[0] == "F" and ins.again and expected.mutated:
@@ -126,7 +129,7 @@ class Local:
         if part is None:
             what = self.things.describe(value)
             self.state.complain(
-                program, place, f"takes rows {ins.payload} of {what}, which cannot be cut there"
+                program, place, f"takes rows {described(ins.payload)} of {what}, which cannot be cut there"
             )
             return None
         return (self.things.moved(value[0], part), *value[1:])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from itertools import product
 
-from piper.devices import Devices
+from piper.devices import Devices, Sharding
 from piper.ir.chunk import Chunk, Output, Source, Tags
 from piper.ir.graph import Graph
 
@@ -53,6 +53,10 @@ class Specification:
     def routed(self, chunk: str) -> bool:
         """Return whether the outputs of a chunk are rows that lie with divided experts."""
         return self.chunks[chunk].kind in ("route", "expert") and self.degree(chunk) > 1
+
+    def sharding(self, chunk: str, name: str) -> Sharding:
+        """Return how the directives divide a parameter or a buffer of a chunk over its devices."""
+        return self.graph.policy(chunk).sharding(name)
 
     def is_alike(self, chunk: str, position: int) -> bool:
         """Return whether an input is the same for all samples.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from piper.devices import columns, groups_of, show
+from piper.devices import Devices, Sharding, columns, groups_of, show
 from piper.ir.chunk import Parameter
 from piper.plan.plan import Bucket, Plans
 from piper.proof.specification import Specification
@@ -12,6 +12,7 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     """Yield what is wrong with the tables of plans; the instructions mean nothing before these hold."""
     yield from header_problems(plans, spec)
     yield from pair_problems(plans)
+    yield from buffer_problems(plans, spec)
     holders: dict[str, list[Bucket]] = {}  # by parameter
     for bucket in plans.buckets.values():
         for piece in bucket.pieces:
@@ -83,6 +84,34 @@ def bucket_problems(spec: Specification, bucket: Bucket, family: list[Bucket]) -
         yield f"{bucket.name} is sharded, zero={bucket.zero}, over groups of {bucket.group_size}"
 
 
+def divided(sharding: Sharding, devices: Devices = ()) -> str:
+    """Write how a parameter or a buffer is divided, and over which devices where that is known."""
+    over = f" over {show(devices)}" if devices else ""
+    return (
+        f"in {sharding.ways} parts along dimension {sharding.axis}" if sharding.ways > 1 else "whole"
+    ) + over
+
+
+def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
+    """Yield the buffers that devices hold otherwise than the chunks that use them expect."""
+    users: dict[str, list[str]] = {}
+    for chunk in spec.outline.chunks:
+        for name in chunk.buffers:
+            users.setdefault(name, []).append(chunk.name)
+    for plan in plans:
+        for slot, held in plan.residents.items():
+            if slot.kind != "buffer":
+                continue
+            for chunk in users.get(slot.owner, ()):
+                if plan.devices[0] not in spec.placement[chunk]:
+                    continue
+                wanted = spec.sharding(chunk, slot.owner)
+                placed = spec.placement[chunk] if wanted.ways > 1 else ()
+                if (held.sharding, held.placed) != (wanted, placed):
+                    found, should = divided(held.sharding, held.placed), divided(wanted, placed)
+                    yield f"{chunk} finds {slot} {found}; it should be {should}"
+
+
 def piece_problems(spec: Specification, bucket: Bucket, parameters: Mapping[str, Parameter]) -> Iterator[str]:
     """Yield what is wrong with the parameters of a bucket."""
     ends = [0, *(piece.offset + piece.numel for piece in bucket.pieces)]
@@ -93,8 +122,14 @@ def piece_problems(spec: Specification, bucket: Bucket, parameters: Mapping[str,
         if param is None:
             yield f"{bucket.name} holds {piece.name}, which the model does not have"
             continue
-        first = param.shape[0] // bucket.ways if param.shape and bucket.ways > 1 else None
-        shape = param.shape if first is None else (first, *param.shape[1:])
+        wanted_shardings = {
+            spec.sharding(chunk, piece.name) for chunk in bucket.chunks if chunk in spec.chunks
+        }
+        if wanted_shardings - {piece.sharding}:
+            should = " and ".join(sorted(map(divided, wanted_shardings)))
+            yield f"{bucket.name} holds {piece.name} {divided(piece.sharding)}; it should be {should}"
+            continue
+        shape = piece.sharding.local(param.shape)
         if piece.shape != shape or bucket.dtype != param.dtype:
             found, wanted = f"{piece.shape} of {bucket.dtype}", f"{shape} of {param.dtype}"
             yield f"{bucket.name} holds {piece.name} as {found}; it should be {wanted}"

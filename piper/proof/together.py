@@ -14,6 +14,7 @@ from piper.proof.decode import (
     TOTAL,
     bucket_named,
     counted_chunk,
+    described,
     exchanged,
     is_shard_slot,
     param_slot,
@@ -74,7 +75,7 @@ class Together:
         subjects = {subject(member.ins) for member in members}
         if len(subjects) > 1:
             first = members[0]
-            what = " and ".join(sorted(map(str, subjects)))
+            what = " and ".join(sorted(map(described, subjects)))
             self.state.complain(
                 first.program, first.place, f"is about different things on its devices: {what}"
             )
@@ -99,7 +100,9 @@ class Together:
             of_exchange = self.state.expected.of_exchange
             expected = None if found is None else of_exchange(member.program, found.chunk, found.outward)
             if found is None or expected is None:
-                self._complain(member, f"moves rows for {member.ins.payload}, which must not happen here")
+                self._complain(
+                    member, f"moves rows {described(member.ins.payload)}, which must not happen here"
+                )
                 continue
             self.check_experts(member, comm, found.chunk)
             self.local.follow(member.program, member.place, member.ins, expected)
@@ -252,8 +255,9 @@ class Together:
             slots, ins = self.state.slots[member.program], member.ins
             value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
             if value != wanted:
-                held = self.things.describe(value)
-                self._complain(member, f"reads {', '.join(ins.reads)}, which holds {held}, not the norm")
+                held, should = self.things.describe(value), self.things.describe(wanted)
+                read = ", ".join(ins.reads)
+                self._complain(member, f"reads {read}, which holds {held}; it should hold {should}")
             if comm is None and len(everyone) > 1:
                 self._complain(member, "sums over one device; it should sum over all")
             if comm is not None:
