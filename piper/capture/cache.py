@@ -65,7 +65,8 @@ class Cache:
 
     def _damaged(self, name: str) -> None:
         """Warn of an entry that is not as it was written. It counts as missing."""
-        warnings.warn(f"the cached code {name} is damaged: it is compiled again", stacklevel=3)
+        path = self.folder / "chunks" / name[:2] / name
+        warnings.warn(f"{path} is damaged: the code is compiled again", stacklevel=3)
 
     def keep(self, name: str, entry: Entry) -> None:
         """Write an entry, in place of one of the same name."""
