@@ -68,7 +68,7 @@ class Evil:
 
 
 PLAIN = Codec()
-SMALL = Codec((Outer,))
+SMALL = Codec((dict[Label, tuple[Outer, ...]],))
 
 
 @pytest.mark.parametrize(

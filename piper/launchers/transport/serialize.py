@@ -44,15 +44,16 @@ class MessageError(ValueError):
 class Codec:
     """Encode and decode values of plain types, tensors, and a closed set of classes.
 
-    classes: the dataclasses and exceptions that messages may hold. Those that their fields name are added.
+    roots: the classes that messages may hold, or type hints that name them. Those that their fields name are
+    added.
     """
 
-    classes: tuple[type, ...] = ()
+    roots: tuple[object, ...] = ()
     known: Mapping[str, "_Class"] = field(init=False)
     names: Mapping[type, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = reachable(self.classes)
+        found = reachable(named for root in self.roots for named in classes_in(root))
         object.__setattr__(self, "names", {cls: name_of(cls) for cls in found})
         object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls) or ()) for cls in found})
 
