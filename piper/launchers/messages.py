@@ -23,6 +23,7 @@ from piper.plan.plan import Plans
 from piper.runtime.compute import slices
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Code, Setup
+from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
@@ -152,6 +153,7 @@ CODEC = Codec(
         Done,
         Failure,
         Heartbeat,
+        Mark,
         RankInfo,
         RankZeroResult,
         Recording,

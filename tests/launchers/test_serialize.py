@@ -36,11 +36,27 @@ class Inner:
     number: int
 
 
+class Label(str):
+    """A text with a part that its text does not show."""
+
+    inner: "Inner | None"
+
+    def __new__(cls, text: str, inner: "Inner | None" = None) -> "Label":
+        made = str.__new__(cls, text)
+        made.inner = inner
+        return made
+
+    @property
+    def fields(self) -> tuple[object, ...]:
+        return str(self), self.inner
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
     """A class of the codec."""
 
     inner: Inner | None = None
+    labels: tuple[Label, ...] = ()
     many: dict[str, tuple[Inner, ...]] = field(default_factory=dict)
 
 
@@ -52,7 +68,7 @@ class Evil:
 
 
 PLAIN = Codec()
-SMALL = Codec((Outer,))
+SMALL = Codec((dict[Label, tuple[Outer, ...]],))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +95,14 @@ def test_values(value: object) -> None:
     got = SMALL.decode(SMALL.encode(value))
     assert got == value
     assert type(got) is type(value)
+
+
+def test_a_class_that_gives_its_constructors_arguments() -> None:
+    got = SMALL.decode(SMALL.encode({Label("a", Inner(number=4)): Outer(labels=(Label("b"),))}))
+    assert isinstance(got, dict)
+    ((key, value),) = got.items()
+    assert type(key) is Label and key == "a" and key.inner == Inner(number=4)
+    assert type(value.labels[0]) is Label and value.labels == ("b",)
 
 
 def test_nan_and_negative_zero() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
-from piper.ids import Pass, SlotId
+from piper.ids import SlotId
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
 ALIGNMENT = 64  # of a tensor's bytes within the message, so that any element type can be read in place
@@ -47,17 +47,18 @@ class MessageError(ValueError):
 class Codec:
     """Encode and decode values of plain types, tensors, and a closed set of classes.
 
-    classes: the dataclasses and exceptions that messages may hold. Those that their fields name are added.
+    roots: the classes that messages may hold, or type hints that name them. Those that their fields name are
+    added.
     """
 
-    classes: tuple[type, ...] = ()
+    roots: tuple[object, ...] = ()
     known: Mapping[str, "_Class"] = field(init=False)
     names: Mapping[type, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = reachable(self.classes)
+        found = reachable(named for root in self.roots for named in classes_in(root))
         object.__setattr__(self, "names", {cls: name_of(cls) for cls in found})
-        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls)) for cls in found})
+        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls) or ()) for cls in found})
 
     def encode(self, value: object) -> bytes:
         """Return the message that holds `value`."""
@@ -194,51 +195,52 @@ def name_of(cls: type) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """A dataclass or exception that messages may hold, and the fields that its constructor takes."""
+    """A class that messages may hold, and how its instances are taken apart and built."""
 
     cls: type
-    fields: list[str] | None  # None: an exception, which takes its `args`
+    names: tuple[str, ...]  # fields of a dataclass; else the one attribute that holds all arguments
 
     def contents(self, value: object) -> Iterable[object]:
-        if self.fields is None:
-            return cast(BaseException, value).args
-        return [getattr(value, name) for name in self.fields]
+        if dataclasses.is_dataclass(self.cls):
+            return [getattr(value, name) for name in self.names]
+        return cast("Iterable[object]", getattr(value, self.names[0]))
 
     def build(self, items: list[object]) -> object:
-        if self.fields is None:
-            return self.cls(*items)
-        return self.cls(**dict(zip(self.fields, items, strict=True)))
+        if dataclasses.is_dataclass(self.cls):
+            return self.cls(**dict(zip(self.names, items, strict=True)))
+        return self.cls(*items)
 
 
-def fields_of(cls: type) -> list[str] | None:
-    """Return the fields that the constructor of a dataclass takes. None: an exception."""
+def fields_of(cls: type) -> tuple[str, ...] | None:
+    """Return the attributes from which an instance can be built again. None: messages cannot hold the class.
+
+    They are the fields of a dataclass, the `args` of an exception, or a property `fields` that gives the
+    constructor's arguments.
+    """
+    if dataclasses.is_dataclass(cls):
+        return tuple(item.name for item in dataclasses.fields(cls) if item.init)
     if issubclass(cls, BaseException):
-        return None
-    assert dataclasses.is_dataclass(cls), cls
-    return [item.name for item in dataclasses.fields(cls) if item.init]
+        return ("args",)
+    return ("fields",) if isinstance(getattr(cls, "fields", None), property) else None
 
 
 def reachable(roots: Iterable[type]) -> list[type]:
-    """Return these classes and every dataclass or exception that their fields can hold."""
+    """Return these classes and every class of messages that their fields can hold."""
     found: dict[type, None] = {}
     left = list(roots)
     while left:
         cls = left.pop()
-        if cls in found:
-            continue
-        found[cls] = None
-        if dataclasses.is_dataclass(cls):
-            hints = typing.get_type_hints(cls)
-            left += [named for name in fields_of(cls) or () for named in classes_in(hints[name])]
+        if cls not in found and fields_of(cls) is not None:
+            found[cls] = None
+            if not issubclass(cls, BaseException):
+                left += [named for hint in typing.get_type_hints(cls).values() for named in classes_in(hint)]
     return list(found)
 
 
 def classes_in(hint: object) -> list[type]:
-    """Return the dataclasses and exceptions that a type hint names."""
-    if hint is SlotId:
-        return [Pass]
+    """Return the classes that a type hint names."""
     if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
-        return [hint] if dataclasses.is_dataclass(hint) or issubclass(hint, BaseException) else []
+        return [hint]
     return [named for inner in typing.get_args(hint) for named in classes_in(inner)]
 
 
