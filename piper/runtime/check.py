@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from piper.ids import Pass, Phase, SlotId
-from piper.runtime.compute import home_of
 from piper.runtime.reference import Reference
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
@@ -177,7 +176,7 @@ def expected(program: ProgramLike, reference: Reference) -> Iterator[tuple[int, 
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     """
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
-    homes = {chunk.name: home_of(program.plans, chunk.name) for chunk in chunks}
+    homes = {chunk.name: program.plans.chunks[chunk.name].devices for chunk in chunks}
     for part, walk in reference.walks:
         for chunk in chunks:
             for index in range(len(chunk.outputs)):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from piper.ir.chunk import Tags
 from piper.runtime.chunkwise import Chunkwise, Walk
-from piper.runtime.compute import home_of, parts_of, slices
+from piper.runtime.compute import parts_of, slices
 from piper.runtime.setup import ProgramLike, Setup, build_model, setup_of
 
 
@@ -121,7 +121,7 @@ class Reference:
 def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Slice]:
     """The slices of a batch as the devices of the loss see them, replica by replica."""
     plans, chunk = setup.plans, setup.outline.loss.chunk
-    home = home_of(plans, chunk)
+    home = plans.chunks[chunk].devices
     for replica, device in enumerate(home):
         for part in sorted(parts_of(plans, chunk)):
             fields = {}
