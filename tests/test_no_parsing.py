@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = ("checkpoint", "directives", "ir", "lower", "plan", "runtime", "simulate", "train", "verbs", "view")
-TEXT_FORMS = {"plan/text.py", "ir/text.py"}  # beside ids.py, fields.py and devices.py
+TEXT_FORMS = {"plan/text.py"}  # beside ids.py, fields.py and devices.py
 CUTS = {
     "split",
     "rsplit",
