@@ -23,7 +23,7 @@ ROOMS = (
     "verbs",
     "view",
 )
-TEXT_FORMS = {"plan/text.py", "ir/text.py"}  # beside ids.py, fields.py and devices.py
+TEXT_FORMS = {"plan/text.py"}  # beside ids.py, fields.py and devices.py
 CUTS = {
     "split",
     "rsplit",

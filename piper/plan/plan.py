@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.devices import WHOLE, Devices, Sharding
-from piper.ids import SlotId
+from piper.ids import SlotId, Tags
 from piper.plan.instr import Instr
 
 
@@ -119,6 +119,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A chunk of the model: its annotations, and its devices in the order that they share the samples."""
+
+    tags: Tags
+    devices: Devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
     """The plans of all devices, and what they share."""
 
@@ -129,6 +137,7 @@ class Plans:
     weighted: bool  # gradients are divided by the total weight in the update
     cells: int = 1  # slices of the samples before parts; every set of devices divides it
     axes: Mapping[str, int] = field(default_factory=dict)  # how many parts along each axis
+    chunks: Mapping[str, Placed] = field(default_factory=dict)
     why: tuple[str, ...] = ()  # what the compiler decided against, and the reason
 
     def of(self, device: int) -> Plan:

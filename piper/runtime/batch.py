@@ -7,7 +7,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
-from piper.runtime.compute import home_of, parts_of
+from piper.runtime.compute import parts_of
 from piper.runtime.setup import Setup
 
 FLOATING = "a floating type"  # each is cast to the one that computes
@@ -28,7 +28,7 @@ def wanted_batch(setup: Setup) -> Wanted:
     for chunk in setup.outline.chunks:
         for source, spec in zip(chunk.inputs, chunk.input_specs, strict=True):
             if isinstance(source, Batch) and source.field not in found:
-                pieces = len(home_of(plans, chunk.name)) * len(parts_of(plans, chunk.name))
+                pieces = len(plans.chunks[chunk.name].devices) * len(parts_of(plans, chunk.name))
                 found[source.field] = (spec.shape[0] * pieces, *spec.shape[1:])
     types = {name: type_of(spec.dtype) for name, spec in setup.outline.batch.items()}
     return Wanted(shapes=found, types=types)
