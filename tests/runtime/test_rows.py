@@ -39,8 +39,14 @@ def test_rows_arrive_by_expert_and_return_by_owner() -> None:
     assert group.took == [[1, 2], [4.0, 5.0, 6.0], [10.0, 11.0, 12.0]]
 
 
-def test_parts_with_a_gap_between_are_copied() -> None:
+def test_parts_that_do_not_follow_each_other_are_copied() -> None:
     rows = torch.arange(6.0).view(6, 1)
-    for parts in ([rows[:2], rows[3:]], [rows[2:4], rows[:2], rows[4:]], [rows[1:3], rows[3:]]):
+    cases = [
+        [rows[:2], rows[3:]],
+        [rows[2:4], rows[:2], rows[4:]],
+        [rows[:2], rows[4:], rows[2:4]],
+        [rows[1:]],
+    ]
+    for parts in cases:
         assert torch.equal(whole(parts), torch.cat(parts))
     assert whole([rows[:2], rows[2:]]).data_ptr() == rows.data_ptr()
