@@ -190,3 +190,16 @@ def test_an_instruction_touches_what_it_reads_and_writes() -> None:
     slots = {"a": Slot(nbytes=1, shares=(("s", 4),)), "b": Slot(nbytes=16)}
     plan = Plan(devices=(0,), instrs=(ins,), slots=slots, residents={"w": Slot(nbytes=64)})
     assert touched(plan, ins) == 1 + 4 + 16 + 64
+
+
+def test_what_waited_for_another_stream_counts_from_its_end() -> None:
+    """The second of its stream could start at 6, when the other stream's event came, and did at 7."""
+    instrs = (
+        Instr(op="compute", node="F[PP=0]", stream="compute", arg="F PP=0"),
+        Instr(op="accumulate", node="a", stream="other", writes=("x",), signals=0),
+        Instr(op="compute", node="B[PP=0]", stream="compute", arg="B PP=0", waits=(0,)),
+    )
+    profile = profile_of(((0.0, 4.0, 1.0), (0.0, 6.0, 1.0), (7.0, 9.0, 1.0)))
+    plan = replace(profile.plans.plans[0], instrs=instrs)
+    found = calibrate(replace(profile, plans=replace(profile.plans, plans=(plan,))))
+    assert (found.gap, found.wake) == (0.0, 1.0)
