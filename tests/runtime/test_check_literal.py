@@ -113,7 +113,7 @@ def test_check_says_no_to_a_small_difference_a_nan_and_a_missing_name(
         with launch_inline(given, options) as run:
             yield Wrong(run=run, scale=scale, without=without)
 
-    report = check(program, launch, batches(Cell(case="mlp", schedule="none", dp=2), 1))  # type: ignore[arg-type]
+    report = check(program, launch, batches(Cell(case="mlp", schedule="none", dp=2), 1))
     assert report.ok is ok
     assert ok or not report.max_grad_diff <= 9e-7 or math.isnan(scale)
     assert (report.first_bad is None) is ok
