@@ -414,7 +414,7 @@ def piper_rank(
     with piper.launch(program, on=f"rank:{rank}") as run:
         seconds, grown = timed(lambda: run.step(batch), steps)
         held = run.peak()  # type: ignore[attr-defined]
-        return seconds, held.measured + grown - others, held.foretold
+        return seconds, held.measured + grown - others, held.predicted
 
 
 def ranks(

@@ -21,7 +21,7 @@ import torch
 
 import piper
 from piper.api import Program
-from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.runtime.cuda.executor import StreamExecutor
@@ -65,7 +65,7 @@ def issue_time(executor: StreamExecutor, rounds: int = 9) -> float:
     return statistics.median(times)
 
 
-def whole_issue(run: AloneRun, batch: Mapping[str, torch.Tensor]) -> float:
+def whole_issue(run: SingleRankRun, batch: Mapping[str, torch.Tensor]) -> float:
     """Seconds that the host takes to issue a real step, launches of kernels included."""
     executor = run.worker.executor
     assert isinstance(executor, StreamExecutor)
@@ -74,7 +74,7 @@ def whole_issue(run: AloneRun, batch: Mapping[str, torch.Tensor]) -> float:
         return issue_time(executor, 5)
 
 
-def empty_executor(run: AloneRun) -> StreamExecutor:
+def empty_executor(run: SingleRankRun) -> StreamExecutor:
     """The executor of a run's plan, whose instructions do nothing."""
     plan = run.worker.env.plan
     slots: list[object] = [None] * len(run.worker.env.slots)
@@ -127,7 +127,7 @@ def rank_of(program: Program, rank: int, name: str) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    with launch_alone(program, f"rank:{rank}", cluster="h200") as run:
+    with launch_single_rank(program, f"rank:{rank}", cluster="h200") as run:
         count = len(run.worker.env.plan.instrs)
         for batch in itertools.islice(program.job.data(), 5):
             run.step(batch)
@@ -139,7 +139,7 @@ def rank_of(program: Program, rank: int, name: str) -> None:
         print(
             f"{name:<22} {statistics.median(run.seconds[2:]) * 1e3:8.1f} ms  {count} instrs  "
             f"peak {measured / 2**30:.2f} GiB, planned {peak.planned / 2**30:.2f}, foretold "
-            f"{peak.foretold / 2**30:.2f} ({measured / peak.foretold - 1:+.1%})  reserved "
+            f"{peak.predicted / 2**30:.2f} ({measured / peak.predicted - 1:+.1%})  reserved "
             f"{torch.cuda.max_memory_reserved() / 2**30:.2f}  executor {empty * 1e6:.1f} us/instr, "
             f"with kernels {issued / count * 1e6:.0f}",
             flush=True,
@@ -153,7 +153,7 @@ def rank_of(program: Program, rank: int, name: str) -> None:
     as_graph(program, rank, issued)
     gc.collect()
     torch.cuda.empty_cache()
-    with launch_alone(program, f"rank:{rank}", Options(profile=3), cluster="h200") as run:
+    with launch_single_rank(program, f"rank:{rank}", Options(profile=3), cluster="h200") as run:
         for batch in itertools.islice(program.job.data(), WARM + 3):
             run.step(batch)
         recording, _ = run.recordings()[rank]
@@ -169,7 +169,7 @@ def as_graph(program: Program, rank: int, issued: float) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    with launch_alone(program, f"rank:{rank}", Options(graphs=True), cluster="h200") as run:
+    with launch_single_rank(program, f"rank:{rank}", Options(graphs=True), cluster="h200") as run:
         for batch in itertools.islice(program.job.data(), UNTIL_CAPTURED + 6):
             run.step(batch)
         peak = run.peak()
@@ -196,7 +196,9 @@ def as_graph(program: Program, rank: int, issued: float) -> None:
         )
 
 
-def taken(run: AloneRun, instrs: Sequence[Instr], step: Sequence[tuple[float, float, float]]) -> list[str]:
+def taken(
+    run: SingleRankRun, instrs: Sequence[Instr], step: Sequence[tuple[float, float, float]]
+) -> list[str]:
     """How long communication took beside how long the network takes, by op."""
     foreseen: dict[str, float] = {}
     took: dict[str, float] = {}

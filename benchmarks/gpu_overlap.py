@@ -22,7 +22,7 @@ from torch import Tensor
 
 import piper
 from piper.api import Program
-from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import moe
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
@@ -158,7 +158,7 @@ def network(folder: Path, bandwidth: float, *, instant: bool = False) -> str:
     return str(file)
 
 
-def recorded(run: AloneRun) -> Steps:
+def recorded(run: SingleRankRun) -> Steps:
     """The steps that a device has recorded."""
     recording, _ = run.recordings()[run.device]
     return [[Span(start=start, end=end) for start, end, _ in step] for step in recording.steps]
@@ -210,7 +210,7 @@ def measure(
         folder = Path(name)
         free = network(folder, 1e18, instant=True)
         options = Options(streams=False, profile=RECORDED)
-        with launch_alone(program, on, options, cluster=free) as run:
+        with launch_single_rank(program, on, options, cluster=free) as run:
             run.step(batch)
             build = time.perf_counter() - begin
             steps = after(run, batch, WARM + RECORDED - 1)
@@ -224,7 +224,7 @@ def measure(
         with ExitStack() as stack:
             sides = {
                 streams: stack.enter_context(
-                    launch_alone(program, on, Options(streams=streams, profile=RECORDED), cluster=busy)
+                    launch_single_rank(program, on, Options(streams=streams, profile=RECORDED), cluster=busy)
                 )
                 for streams in (True, False)
             }
@@ -252,7 +252,7 @@ def measure(
     )
 
 
-def after(run: AloneRun, batch: dict[str, Tensor], steps: int) -> Steps:
+def after(run: SingleRankRun, batch: dict[str, Tensor], steps: int) -> Steps:
     """What a device has recorded after some more steps."""
     for _ in range(steps):
         run.step(batch)

@@ -25,7 +25,7 @@ from piper.api import Program
 from piper.directives import Directive
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
-from piper.launchers.nursery import nursery
+from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.plan.plan import Plans
 from piper.runtime.record import WARM
@@ -100,7 +100,7 @@ def program_of(strategy: list[Directive]) -> Program:
 def measured_profiles(programs: dict[str, Program], rounds: int) -> dict[str, Profile]:
     """The steps of every strategy, in turns."""
     with ExitStack() as held:
-        forks = held.enter_context(nursery())
+        forks = held.enter_context(fork_server())
         options = Options(profile=rounds)
         runs = {n: held.enter_context(launch_local(p, options, forks)) for n, p in programs.items()}
         for batch in islice(batches(), rounds + WARM):

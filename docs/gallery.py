@@ -16,7 +16,8 @@ from piper.ir.chunk import Outline
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.work import Work
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.plan.plan import Plans
 from piper.schedules.names import grid_for
 from piper.simulate.costs import Talk, Unit

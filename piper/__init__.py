@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from piper.experts import route as route
     from piper.experts import unroute as unroute
     from piper.launchers.base import Run as Run
-    from piper.launchers.start import launch as launch
+    from piper.launchers.launch import launch as launch
     from piper.models.tensor_plan import tensor_plan as tensor_plan
 
 NEEDS_TORCH = {
@@ -44,7 +44,7 @@ NEEDS_TORCH = {
     "compile": "piper.api",
     "Run": "piper.launchers.base",
     "grouped_mm": "piper.experts",
-    "launch": "piper.launchers.start",
+    "launch": "piper.launchers.launch",
     "route": "piper.experts",
     "sharding_rule": "piper.capture.divide.rules",
     "tensor_plan": "piper.models.tensor_plan",

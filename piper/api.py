@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.capture.cache import CACHE, Cache
+from piper.capture.cache import CACHE, KEY, Cache
 from piper.capture.differentiate import Captured, differentiate
 from piper.capture.trace import Traced, divided, trace
 from piper.data.taking import batches_of
@@ -146,7 +146,9 @@ def usable_cache(folder: Path) -> Cache:
     try:
         there = folder.expanduser()
         there.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=there):
+        keys = KEY.expanduser().parent
+        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=there), tempfile.TemporaryFile(dir=keys):
             return Cache(folder=folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         warnings.warn(
@@ -156,7 +158,7 @@ def usable_cache(folder: Path) -> Cache:
         )
         made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
         atexit.register(shutil.rmtree, made, ignore_errors=True)
-        return Cache(folder=made)
+        return Cache(folder=made, key=made / "key")
 
 
 @contextmanager

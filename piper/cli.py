@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from piper.errors import PiperError
-from piper.launchers.led import led
+from piper.launchers.processes import on_rank_zero
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.schedules.torch_csv import to_csv
@@ -108,7 +108,7 @@ def plan(
 
 
 @app.command()
-@led
+@on_rank_zero
 def check(
     recipe: Recipe,
     on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
@@ -121,7 +121,7 @@ def check(
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.api import compile
     from piper.data.taking import batches_of
-    from piper.launchers.start import check_launcher, launcher
+    from piper.launchers.launch import check_launcher, launcher
     from piper.recipe import load_recipe
     from piper.report import check_report, check_text
     from piper.runtime.check import check as compare
@@ -139,7 +139,7 @@ def check(
 
 
 @app.command()
-@led
+@on_rank_zero
 def train(
     recipe: Recipe,
     on: Annotated[

@@ -1,4 +1,4 @@
-"""Lines of named fields: the shape that the text forms of graphs and plans share.
+"""Lines of named fields: the shape of text forms, such as that of plans.
 
 A line is `kind  name  key=value  key=value`, two blanks between fields. A name that would break its line is
 written as a JSON string.

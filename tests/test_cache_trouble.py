@@ -7,21 +7,23 @@ from pathlib import Path
 import pytest
 
 from piper.api import usable_cache
-from piper.capture.cache import Cache
+from piper.capture.cache import Cache, Entry
 from piper.cli import main
 from tests.bad_recipes import TEXT
 
+CODE = Entry(artifact=b"code", files={})
+
 
 def test_a_damaged_entry_is_named_and_absent(tmp_path: Path) -> None:
-    cache = Cache(folder=tmp_path)
-    cache.keep("abcd", b"code")
+    cache = Cache(folder=tmp_path, key=tmp_path / "key")
+    cache.keep("abcd", CODE)
     path = tmp_path / "chunks" / "ab" / "abcd"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(UserWarning, match=r"chunks/ab/abcd is damaged: the code is compiled again"):
         assert cache.find("abcd") is None
-    cache.keep("abcd", b"code")
+    cache.keep("abcd", CODE)
     with warnings.catch_warnings(action="error"):
-        assert cache.find("abcd") == b"code"
+        assert cache.find("abcd") == CODE
 
 
 def test_a_cache_that_can_be_written_is_used(tmp_path: Path) -> None:
@@ -37,8 +39,8 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
         cache = usable_cache(tmp_path / "file" / "cache")
     assert len(seen) == 1
     assert cache.folder.is_dir() and tmp_path not in cache.folder.parents
-    cache.keep("abcd", b"code")
-    assert cache.find("abcd") == b"code"
+    cache.keep("abcd", CODE)
+    assert cache.find("abcd") == CODE
 
 
 @pytest.mark.slow

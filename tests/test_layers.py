@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
+    "private_files",
     "proof",
     "losses",
     "usercode",
@@ -43,6 +44,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "private_files": {"errors"},
     "proof": {"collector", "devices", "ids", "ir", "plan"},
     "losses": {"errors", "torch"},
     "usercode": {"errors"},
@@ -74,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # simulate: when things happen
     "capture": {
         "sharding",
+        "private_files",
         "collector",
         "errors",
         "ir",
@@ -94,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "private_files",
         "ids",
         "checkpoint",
         "errors",

@@ -1,5 +1,6 @@
 """The reference models: what they compute, and that every case of the zoo runs."""
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from piper import losses
 from piper.api import compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError
@@ -17,6 +19,7 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
+from piper.models.layers import rotate
 from piper.plan.memory import timeline
 from piper.runtime.check import check
 from tests import zoo
@@ -283,3 +286,18 @@ def test_impossible_sizes_are_refused(build: type[decoder.Config], message: str)
     with pytest.raises(ConfigError) as error:
         build()
     assert str(error.value) == message
+
+
+def test_a_rotation_turns_the_first_half_into_the_second() -> None:
+    """By a right angle, (1, 0) becomes (0, 1) and (0, 1) becomes (-1, 0)."""
+    quarter = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]])  # cosines, then sines, of one position
+    assert rotate(torch.tensor([[1.0, 0.0]]), quarter).tolist() == [[0.0, 1.0]]
+    assert rotate(torch.tensor([[0.0, 1.0]]), quarter).tolist() == [[-1.0, 0.0]]
+
+
+def test_losses_of_short_logits_are_taken_in_single_precision() -> None:
+    logits, labels = torch.zeros(1, 2, 3, dtype=torch.bfloat16), torch.tensor([[0, causal.IGNORED]])
+    total, weight = losses.cross_entropy(logits, labels)
+    assert total.dtype == weight.dtype == torch.float32
+    assert total.item() == pytest.approx(math.log(3), rel=1e-6)
+    assert weight.item() == 1.0

@@ -10,8 +10,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
-ROOMS = ("checkpoint", "directives", "ir", "lower", "plan", "runtime", "simulate", "train", "verbs", "view")
-TEXT_FORMS = {"plan/text.py", "ir/text.py"}  # beside ids.py, fields.py and devices.py
+ROOMS = (
+    "checkpoint",
+    "directives",
+    "ir",
+    "lower",
+    "plan",
+    "proof",
+    "runtime",
+    "simulate",
+    "train",
+    "verbs",
+    "view",
+)
+TEXT_FORMS = {"plan/text.py"}  # beside ids.py, fields.py and devices.py
 CUTS = {
     "split",
     "rsplit",
@@ -31,11 +43,14 @@ ALLOWED = {
     "checkpoint/plain.py": "a type of torch's, by its name",
     "checkpoint/record.py": "names of files",
     "checkpoint/storage.py": "a type of torch's, by its name",
+    "checkpoint/target.py": "names of folders and files",
     "directives/base.py": "the file that a directive is written in; the form of a stream's name",
     "directives/json.py": "the form of a stream's name",
     "lower/buckets.py": "the bits in the name of a type",
     "runtime/batch.py": "a type of torch's, by its name",
+    "runtime/callers.py": "the files that a stack of calls goes through",
     "runtime/cuda/intake.py": "the first line of an error",
+    "runtime/mixing.py": "an operation of torch's, by its name",
     "simulate/cluster.py": "names of files, and keys of a TOML table",
     "train/background.py": "a recipe, as it is given: file.py:function",
     "train/folder.py": "a recipe, as it is given; names of folders",

@@ -45,9 +45,9 @@ def test_public_names() -> None:
 
 
 def test_launch_stays_a_function_when_its_room_is_imported() -> None:
-    import piper.launchers.start
+    import piper.launchers.launch
 
-    assert piper.launch is piper.launchers.start.launch
+    assert piper.launch is piper.launchers.launch.launch
 
 
 def test_losses() -> None:

@@ -1,51 +1,158 @@
-"""Keeps compiled code in a folder that any number of processes may share."""
+"""Keeps compiled code in a folder of this user, and gives back only what this user's key has signed.
+
+Compiled code is read by unpickling it and by loading shared libraries: to read it is to run it. An entry
+names every file that belongs to it with a digest, and carries an HMAC under a key that lies outside the
+folder. An entry that does not agree is treated as absent. Compilers never read the folder: the files of an
+entry are written, after they are verified, to a working folder of the process.
+"""
 
 import hashlib
+import hmac
+import json
 import os
+import shutil
+import socket
 import tempfile
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from piper.errors import ConfigError
+from piper.private_files import private_folder, user_key
 
 CACHE = Path("~/.cache/piper")  # not yet this machine's: it is found where it is used
+KEY = Path("~/.config/piper/cache.key")
+_BY = "cache"
 _DIGEST = hashlib.sha256().digest_size
+_LABEL = b"piper cache entry 1\0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Compiled code, and the files that loading it would otherwise have to compile."""
+
+    artifact: bytes
+    files: Mapping[str, bytes]  # by path within a working folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """A folder of entries by name. An entry is whole or not there, whoever writes it and whatever happens."""
+    """A folder of entries by name, which any number of processes may share.
+
+    An entry is whole or absent, whichever process writes it and whatever happens.
+    """
 
     folder: Path = CACHE
+    key: Path = KEY
 
-    @property
-    def inductor(self) -> Path:
-        """Where Inductor keeps its own files: kernels, and what it compiles them to."""
-        return self.folder.expanduser() / "inductor"
-
-    def find(self, name: str) -> bytes | None:
-        """An entry, if there is one and it is as it was written."""
+    def find(self, name: str) -> Entry | None:
+        """Return an entry. None: there is none, or it is not as this user wrote it."""
+        folder = self._root()
         try:
-            found = self._path(name).read_bytes()
+            found = (folder / "chunks" / name[:2] / name).read_bytes()
         except OSError:
             return None
-        digest, content = found[:_DIGEST], found[_DIGEST:]
-        if hashlib.sha256(content).digest() == digest:
-            return content
-        warnings.warn(f"{self._path(name)} is damaged: the code is compiled again", stacklevel=2)
-        return None
+        digest, manifest = found[:_DIGEST], found[_DIGEST:]
+        if not hmac.compare_digest(digest, self._sign(name, manifest)):
+            self._warn(name)
+            return None
+        listed: dict[str, str] = json.loads(manifest)
+        files = {path: self._blob(folder, blob) for path, blob in listed.items()}
+        if any(content is None for content in files.values()):
+            self._warn(name)
+            return None
+        whole = {path: content for path, content in files.items() if content is not None}
+        return Entry(artifact=whole.pop(""), files=whole)
 
-    def keep(self, name: str, content: bytes) -> None:
-        """Write an entry; one of the same name gives way at once."""
-        path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _warn(self, name: str) -> None:
+        """Warn of an entry that is not as it was written. It counts as missing."""
+        path = self.folder / "chunks" / name[:2] / name
+        warnings.warn(f"{path} is damaged: the code is compiled again", stacklevel=3)
+
+    def keep(self, name: str, entry: Entry) -> None:
+        """Write an entry, in place of one of the same name."""
+        folder, listed = self._root(), dict[str, str]()
+        for path, content in {"": entry.artifact, **entry.files}.items():
+            listed[path] = hashlib.sha256(content).hexdigest()
+            if self._blob(folder, listed[path]) is None:
+                _write(folder / "files" / listed[path][:2] / listed[path], content)
+        manifest = json.dumps(listed, sort_keys=True).encode()
+        _write(folder / "chunks" / name[:2] / name, self._sign(name, manifest) + manifest)
+
+    def working_folder(self) -> Path:
+        """Return the folder of this process in which a compiler may write. The next process removes it."""
+        parent = private_folder(self._root() / "work", _BY)
+        own = parent / _process_name(os.getpid())
+        if not own.exists():
+            _remove_abandoned(parent)
+            own.mkdir(mode=0o700, exist_ok=True)
+        return own
+
+    def restore(self, entry: Entry) -> Path:
+        """Write the files of an entry to the working folder of this process, and return that folder."""
+        folder = self.working_folder()
+        for path, content in entry.files.items():
+            assert ".." not in PurePosixPath(path).parts and not PurePosixPath(path).is_absolute(), path
+            target = folder / path
+            if not target.exists():  # what is there was written by this process
+                _write(target, content)
+        return folder
+
+    def _root(self) -> Path:
+        return private_folder(self.folder.expanduser(), _BY)
+
+    def _sign(self, name: str, manifest: bytes) -> bytes:
+        key = user_key(self.key.expanduser(), _BY)
+        return hmac.digest(key, _LABEL + name.encode() + b"\0" + manifest, "sha256")
+
+    def _blob(self, folder: Path, digest: str) -> bytes | None:
+        try:
+            content = (folder / "files" / digest[:2] / digest).read_bytes()
+        except OSError:
+            return None
+        return content if hashlib.sha256(content).hexdigest() == digest else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that is either whole or as it was before."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(content).digest() + content)
+                file.write(content)
             Path(draft).replace(path)
         except OSError:
             Path(draft).unlink(missing_ok=True)
             raise
+    except OSError as error:
+        raise ConfigError(
+            "the cache cannot be written",
+            by=_BY,
+            facts={"path": str(path), "why": str(error)},
+            hint="free some space, or name another folder: compile(job, cache=...)",
+        ) from error
 
-    def _path(self, name: str) -> Path:
-        return self.folder.expanduser() / "chunks" / name[:2] / name
+
+def _process_name(pid: int) -> str:
+    """Return a name for a process that no other process has, now or later."""
+    return f"{socket.gethostname()}-{pid}-{_started(pid) or 0}"
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process of this machine started, in ticks since the machine did. None: it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[19]
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the working folders of processes of this machine that have ended."""
+    for path in parent.iterdir():
+        host, _, rest = path.name.partition(f"{socket.gethostname()}-")
+        pid = rest.partition("-")[0]
+        if not host and pid.isdecimal() and path.name != _process_name(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,8 @@
-"""Compiles the phases of chunks with Inductor: each distinct one once, kept on disk, sent as bytes."""
+"""Compiles the phases of chunks with Inductor: each distinct one once, kept on disk, sent as bytes.
+
+Inductor reads its own files by unpickling them. So it works in a folder of this process alone, which holds
+only what this process has made or what the cache has verified; see `capture/cache.py`.
+"""
 
 import functools
 import importlib
@@ -8,7 +12,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +23,18 @@ from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import standalone_compile
 from torch._inductor.codecache import CacheBase, torch_key
-from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir, temporary_cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.blame import quiet, reason
-from piper.capture.cache import Cache
+from piper.capture.cache import Cache, Entry
 from piper.capture.structure import digest_of, graph_lines
-from piper.errors import CaptureError
+from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
+from piper.private_files import private_folder
 
 _PATCHES = {
     "fallback_random": True,  # random numbers as without a compiler
@@ -38,6 +43,7 @@ _PATCHES = {
     "reorder_for_locality": False,
 }
 _OPTIONS = {"config_patches": _PATCHES}
+_IN_ARTIFACT = {"aotautograd", "fxgraph", "locks", "__pycache__"}  # folders that loading an artifact fills
 _HINT = 1013  # a prime that no real size equals, for sizes that routing decides
 _BROKEN = (AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError, EOFError, ImportError)
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -52,13 +58,18 @@ class Compiled:
 
     def __init__(
         self,
+        name: str,
         artifact: bytes,
         cache: Cache,
         modules: Sequence[str],
         plain: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
-        """`plain`: the same code, not compiled; it stays where it was captured."""
-        self.artifact, self.cache, self.modules, self.plain = artifact, cache, tuple(modules), plain
+        """`name`: of its entry in the cache. `plain`: the same code, not compiled; it is never sent."""
+        self.name, self.artifact, self.cache = name, artifact, cache
+        self.modules, self.plain = tuple(modules), plain
+        entry = cache.find(name)
+        if entry is not None and entry.artifact == artifact:
+            cache.restore(entry)  # else its kernels are compiled again, from what the artifact says
         self.boxed: Boxed = _load(artifact, cache, modules)
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
@@ -66,11 +77,11 @@ class Compiled:
             return self.plain(*arguments)  # compiled code cannot be differentiated
         return tuple(self.boxed(list(arguments)))
 
-    def __reduce__(self) -> tuple[type["Compiled"], tuple[bytes, Cache, tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type["Compiled"], tuple[str, bytes, Cache, tuple[str, ...]]]:
         for module in self.modules:
             if not _importable(module):
                 raise pickle.PicklingError(f"{module} defines an operator, and no worker can import it")
-        return Compiled, (self.artifact, self.cache, self.modules)
+        return Compiled, (self.name, self.artifact, self.cache, self.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +96,20 @@ def compile_phase(source: Source, cache: Cache, chunk: str, phase: Phase) -> Com
     """The compiled form of a phase: out of the cache, or made now and kept there."""
     graph = source.module.graph
     name, modules = _name(source), sorted(_modules(graph))
-    artifact = cache.find(name)
-    if artifact is not None:
+    found = cache.find(name)
+    if found is not None:
         try:
-            return Compiled(artifact, cache, modules, source.module)
+            return Compiled(name, found.artifact, cache, modules, source.module)
+        except PiperError:
+            raise
         except _BROKEN:
-            pass  # what Inductor keeps beside it is damaged: make both anew
+            pass  # this torch cannot load it: compile it again
     try:
         artifact = _compile(source, cache)
-        made = Compiled(artifact, cache, modules, source.module)
-        cache.keep(name, artifact)
+        made = Compiled(name, artifact, cache, modules, source.module)
+        cache.keep(name, Entry(artifact=artifact, files=_made_files(cache)))
+    except PiperError:
+        raise
     except _BROKEN as error:
         raise CaptureError(
             f"{phase} cannot be compiled",
@@ -107,9 +122,22 @@ def compile_phase(source: Source, cache: Cache, chunk: str, phase: Phase) -> Com
 
 @contextmanager
 def _working(cache: Cache) -> Iterator[None]:
-    """Let Inductor work quietly, in the cache's folder, and leave this thread's gradient mode as it was."""
-    with quiet(), torch.set_grad_enabled(torch.is_grad_enabled()), temporary_cache_dir(str(cache.inductor)):
+    """Let Inductor work quietly, in this process's folder, and keep this thread's gradient mode."""
+    private_folder(Path(default_cache_dir()), "cache")  # precompiled headers are here in any case
+    folder = str(cache.working_folder())
+    with quiet(), torch.set_grad_enabled(torch.is_grad_enabled()), temporary_cache_dir(folder):
         yield
+
+
+def _made_files(cache: Cache) -> dict[str, bytes]:
+    """Return the libraries and sources that the compiler has made, by path within the working folder."""
+    folder, found = cache.working_folder(), dict[str, bytes]()
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if path.is_file() and not _IN_ARTIFACT & set(inner.parts):
+            with suppress(FileNotFoundError):  # a draft that the compiler has renamed since
+                found[inner.as_posix()] = path.read_bytes()
+    return found
 
 
 def _compile(source: Source, cache: Cache) -> bytes:

@@ -1,4 +1,4 @@
-"""What every launcher shares: what a running job offers, and what a step gives back."""
+"""The parts that every launcher shares: the interface of a running job, and the result of a step."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from piper.runtime.worker import Sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step tells: the loss of its batch, and the norm of its gradient before clipping."""
+    """The result of a step: the loss of its batch, and the norm of its gradient before clipping."""
 
     loss: float
     grad_norm: float
@@ -29,14 +29,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Where a run goes on from: the step, and what the data had to say."""
+    """The point from which a loaded run continues: its step, and the saved state of the data."""
 
     step: int
     data: object = None
 
 
 class Trains(ABC):
-    """A job that takes its steps from its own data."""
+    """A run that can train on the data of its job."""
 
     program: ProgramLike
     batches: Iterator[Mapping[str, Tensor]] | None = None  # begun with the first call
@@ -46,7 +46,7 @@ class Trains(ABC):
         """Train on one global batch."""
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
-        """Train on the job's data, as many steps as it says or as asked; another call goes on from there."""
+        """Train on the job's data, by default for the job's steps. A second call continues from there."""
         if self.batches is None:
             self.batches = iter(self.program.job.data())
         for batch in islice(self.batches, self.program.job.steps if steps is None else steps):
@@ -54,7 +54,7 @@ class Trains(ABC):
 
 
 class Run(Protocol):
-    """A job that is running."""
+    """The interface of a running job."""
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
@@ -63,49 +63,49 @@ class Run(Protocol):
         """Train on the job's own data, step by step."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer in full, by fully qualified name."""
+        """Return every parameter and buffer in full, by fully qualified name."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients in full, before clipping, where they are kept."""
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
-        """What every chunk returned in the last step, by device, where it is kept."""
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
 
     def recordings(self) -> dict[int, tuple[Recording, Clock]]:
-        """When the instructions of the recorded steps ran, by device, where that is recorded."""
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
-        """Write a checkpoint: the model, the optimizer, the scheduler, the step, and what the data says.
+        """Write a checkpoint: the model, the optimizer, the scheduler, the step and the state of the data.
 
         wait: False returns once the state is copied, and training goes on while it is written; an error then
         comes with the next `save`, `settle` or `close`.
-        keep: drop all but so many of the newest `step-*` checkpoints beside it, when it is complete.
+        keep: how many of the newest `step-*` checkpoints in its folder stay once it is complete. None: all.
         """
 
     def load(self, path: Path | str) -> Resumed:
-        """Go on from a checkpoint, whatever strategy it was saved under."""
+        """Continue from a checkpoint, whatever strategy it was saved under."""
 
     def settle(self) -> None:
         """Wait until what is being saved is complete."""
 
     def close(self) -> None:
-        """End every worker. Again: nothing."""
+        """End every worker. Idempotent."""
 
 
 def streams_of(plans: Plans) -> int:
-    """The most streams that any device has."""
+    """Return the largest number of streams of any device."""
     return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
 
 
 def ended() -> WorkerError:
-    """The error of a run that is used after its end."""
+    """Return the error of a run that is used after its end."""
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
 def result_of(plans: Plans, sums: Sums) -> StepResult:
-    """A step's result from the sums over all devices."""
+    """Return the result of a step from the sums over all devices."""
     norm = math.sqrt(sums.squares)
     if plans.weighted:
         if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
@@ -115,7 +115,7 @@ def result_of(plans: Plans, sums: Sums) -> StepResult:
 
 
 def state_by_name(outline: Outline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A full state under every name a model's own state_dict has: those of tied tensors too."""
+    """Return a full state under every name of the model's own state_dict, tied tensors included."""
     found: dict[str, Tensor] = {}
     for parameter in outline.parameters:
         for name in (parameter.name, *parameter.aliases):

@@ -21,7 +21,7 @@ from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
 from piper.launchers.copying import Copied, name_of
-from piper.launchers.member import Call
+from piper.launchers.messages import Call
 from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer

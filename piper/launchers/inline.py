@@ -11,13 +11,12 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
-from piper.launchers.blame import Scene, Sighting, blame
 from piper.launchers.checkpoints import Checkpoints, Saves
-from piper.launchers.look import running
-from piper.launchers.member import Call
+from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
+from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
+from piper.launchers.processes import ProcessStatus, running
 from piper.launchers.restoring import blank_values
-from piper.launchers.watch import Failure, Watcher, new_cells
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
@@ -45,7 +44,7 @@ class InlineRun(Saves, Trains):
         self.wanted = wanted_batch(setup)
         self.failures: list[Failure] = []
         self.watchers = {
-            device: Watcher(device, new_cells(streams_of(self.plans)), self.failures.append)
+            device: Watcher(device, private_marks(streams_of(self.plans)), self.failures.append)
             for plan in program.plans
             for device in plan.devices
         }
@@ -69,7 +68,7 @@ class InlineRun(Saves, Trains):
         self.checkpoints = Checkpoints(program, self.workers, self._ask, self.unread, self.close)
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
-        """What no chunk reads, and so no worker holds: it stays as it began."""
+        """Return the values that no chunk reads and so no worker holds. They never change."""
         outline = self.program.outline
         held = {piece.name for bucket in self.plans.buckets.values() for piece in bucket.pieces}
         held |= {name for chunk in outline.chunks for name in chunk.buffers}
@@ -98,22 +97,22 @@ class InlineRun(Saves, Trains):
         return {device: getattr(self.keepers[device], call)(value) for device, value in arguments.items()}
 
     def _blame(self) -> WorkerError:
-        """The error that names the cause."""
-        sightings = {
-            device: Sighting(process=os.getpid(), running=running(watcher.cells))
+        """Return the error that names the cause."""
+        statuses = {
+            device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
             for device, watcher in self.watchers.items()
         }
-        scene = Scene(
+        snapshot = JobSnapshot(
             plans=self.plans,
             origins=self.program.origins,
             timeout=self.options.timeout,
-            sightings=sightings,
+            statuses=statuses,
             failures=self.failures,
         )
-        return blame(scene)
+        return blame(snapshot)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer in full, by fully qualified name."""
+        """Return every parameter and buffer in full, by fully qualified name."""
         parameters = whole_parameters(
             self.plans.buckets.values(), lambda bucket, device: self.workers[device].owned(bucket)
         )
@@ -124,7 +123,7 @@ class InlineRun(Saves, Trains):
         return {name: value.to("cpu", copy=True) for name, value in state.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
 
         def owned(bucket: str, device: int) -> Tensor:
             gradient = self.workers[device].gradient(bucket)
@@ -140,16 +139,16 @@ class InlineRun(Saves, Trains):
         return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
-        """What every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
         return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
 
     def recordings(self) -> dict[int, tuple[Recording, Clock]]:
-        """When the instructions of the recorded steps ran, by device; `profile` must be on."""
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         same = Clock(offset=0.0, error=0.0)
         return {d: (w.recorder.take(), same) for d, w in self.workers.items() if w.recorder is not None}
 
     def close(self) -> None:
-        """End every thread. Again: nothing."""
+        """End every thread. Idempotent."""
         try:
             if self.open:
                 torch.set_num_threads(self.threads_before)

@@ -4,110 +4,88 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from piper.launchers.accelerator import crowded
-from piper.launchers.base import streams_of
-from piper.launchers.blame import Sighting
-from piper.launchers.channel import Channel
-from piper.launchers.crew import CrewRun, unread_values
-from piper.launchers.freight import pack_setup
-from piper.launchers.look import running, stopped
-from piper.launchers.member import PATIENCE, Meeting, Order, Places
-from piper.launchers.nursery import Nursery
-from piper.launchers.nursery import nursery as started_nursery
-from piper.launchers.shared import Marks, layout, nameless_file, share
-from piper.launchers.store import LOOPBACK, store_on
-from piper.launchers.wired import Readable, WiredCrew
-from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
+from torch import Tensor
+
+from piper.launchers.driver import Readable, RemoteRun, SocketWorkerGroup
+from piper.launchers.messages import CODEC, Assignment, StoreAddress
+from piper.launchers.processes import gone
+from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.transport.channel import Channel
+from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.launchers.transport.shared_memory import TensorEntry, map_marks, new_marks, share
+from piper.launchers.worker_server import crowded
+from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 END = 10.0  # seconds that a killed process may take to end
 
 
-class LocalCrew(WiredCrew):
-    """Workers that a nursery forks, each at the end of a socket."""
+class LocalWorkerGroup(SocketWorkerGroup):
+    """Workers that a fork server forks, each at the end of a pair of sockets."""
 
-    def __init__(self, program: ProgramLike, options: Options, nursery: Nursery) -> None:
+    def __init__(self, program: ProgramLike, options: Options, forks: ForkServer) -> None:
         super().__init__(program, options)
-        self.nursery = nursery
-        self.pids: dict[int, int] = {}
-        self.seen = b""
+        self.forks = forks
+        self.shares = program.device == "cuda" and crowded(len(self.devices))
 
-    def start(self) -> CrewRun:
-        """Start every worker and wait until all have met."""
-        program, devices = self.program, self.devices
-        width = streams_of(program.plans)
-        values = {} if self.options.blank else initial_tensors(program.job)
-        index = layout(values)
-        store = store_on(LOOPBACK)
-        meeting = Meeting(host=LOOPBACK, port=store.port, address=LOOPBACK)
-        setup = pack_setup(setup_of(program))
-        shares = program.device == "cuda" and crowded(len(devices))
-        places = Places(values=index, devices=tuple(devices), width=width, path=tuple(sys.path))
-        with ExitStack() as held:
-            marks = nameless_file(Marks.size(len(devices), width))
-            held.callback(os.close, marks)
-            memory = share(values, index)
-            held.callback(os.close, memory)
-            self.marks = Marks(marks, devices, width)
-            for device in devices:
-                here, there = socket.socketpair()
-                with there:
-                    self.pids[device] = self.nursery.fork([there.fileno(), marks, memory])
-                self.channels[device] = Channel(here, self.options.timeout)
-            for local, device in enumerate(devices):
-                order = Order(
-                    device=device,
-                    local=local,
-                    meeting=meeting,
-                    options=self.options,
-                    setup=setup,
-                    shares=shares,
-                )
-                self.send(device, (places, order))
-        self.gather(set(devices), max(PATIENCE, self.options.timeout))
-        return CrewRun(program, self, unread_values(program, values))
+    def connect(
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+    ) -> None:
+        self.store = store_on(LOOPBACK)
+        memory = share(weights, index)
+        held.callback(os.close, memory)
+        for device in self.devices:
+            marks = new_marks(width)
+            self.marks[device] = map_marks(marks)
+            here, there = socket.socketpair()
+            with there:
+                self.processes[device] = self.forks.fork([there.fileno(), marks, memory])
+            os.close(marks)
+            self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
+
+    def assignment(
+        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
+    ) -> Assignment:
+        return Assignment(
+            device=device,
+            local=self.devices.index(device),
+            store=StoreAddress(host=LOOPBACK, port=self.store.port, own=LOOPBACK),
+            options=self.options,
+            setup=setup,
+            shares=self.shares,
+            values=index,
+            path=tuple(sys.path),
+        )
 
     def bells(self) -> Sequence[Readable]:
-        return (self.nursery,)
+        return (self.forks,)
 
     def ended(self) -> dict[int, str]:
-        ends = self.nursery.ended()
-        return {d: f"the process {how(ends[pid])}" for d, pid in self.pids.items() if pid in ends}
-
-    def sightings(self) -> dict[int, Sighting]:
-        ended = self.ended()
-        return {
-            device: Sighting(
-                process=pid,
-                running=running(self.marks.of(device)),
-                ended=ended.get(device),
-                stopped=device not in ended and stopped(pid),
-            )
-            for device, pid in self.pids.items()
-        }
-
-    def moving(self) -> bool:
-        before, self.seen = self.seen, bytes(self.marks.cells)
-        return before != self.seen
+        ends = self.forks.ended()
+        found = {d: f"the process {how(ends[pid])}" for d, pid in self.processes.items() if pid in ends}
+        for device in self.silent - found.keys():  # the fork server may be stopped or gone
+            if device in self.processes and gone(self.processes[device]):
+                found[device] = "the process has ended"
+        return found
 
     def close(self) -> None:
         for channel in self.channels.values():
             channel.close()
-        ended = self.nursery.ended()
-        left = [pid for pid in self.pids.values() if pid not in ended]
+        ended = self.forks.ended()
+        left = [pid for pid in self.processes.values() if pid not in ended]
         for pid in left:
-            with suppress(ProcessLookupError):  # it ended since the nursery was asked, which is what we want
+            with suppress(ProcessLookupError):  # it has ended since the fork server was asked
                 os.kill(pid, signal.SIGKILL)
-        self.nursery.wait(left, END)
+        self.forks.wait(left, END)
         self.channels.clear()
-        self.pids.clear()
+        self.processes.clear()
 
 
 def how(status: int) -> str:
-    """How a process ended."""
+    """Return how a process ended, in words."""
     if status >= 0:
         return f"ended with exit code {status}"
     return f"was killed by {signal.Signals(-status).name}"
@@ -115,16 +93,15 @@ def how(status: int) -> str:
 
 @contextmanager
 def launch_local(
-    program: ProgramLike, options: Options | None = None, nursery: Nursery | None = None
-) -> Iterator[CrewRun]:
+    program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
+) -> Iterator[RemoteRun]:
     """Start a program on processes of this machine, and end them with the block.
 
-    `nursery`: forks the workers, where several launches share one; else the launch has its own.
+    forks: the fork server that several launches share. None: the launch starts its own.
     """
     with ExitStack() as held:
-        forks = nursery or held.enter_context(started_nursery())
-        crew = LocalCrew(program, options or Options(), forks)
-        held.callback(crew.close)
-        run = crew.start()
+        group = LocalWorkerGroup(program, options or Options(), forks or held.enter_context(fork_server()))
+        held.callback(group.close)
+        run = group.start()
         held.callback(run.close)
         yield run

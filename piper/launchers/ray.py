@@ -4,12 +4,12 @@ import logging
 import os
 import re
 import secrets
-import shutil
-import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, cast
 
@@ -18,159 +18,174 @@ from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch import Tensor
 
 from piper.errors import LaunchError
 from piper.launchers.base import streams_of
-from piper.launchers.blame import Sighting
-from piper.launchers.channel import admit, join
-from piper.launchers.crew import CrewRun, devices_of, unread_values
-from piper.launchers.freight import pack, pack_setup, unpack
-from piper.launchers.look import Look, look_at, sweep
-from piper.launchers.member import PATIENCE, Meeting, Member, Order, serve
-from piper.launchers.shared import Bytes, Entry, HeldValues, Marks, joined, layout
-from piper.launchers.store import LOOPBACK, store_on
-from piper.launchers.watch import failure_of
-from piper.launchers.wired import WiredCrew
-from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
+from piper.launchers.driver import RemoteRun, SocketWorkerGroup, devices_of
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
+from piper.launchers.processes import NodeMonitor, ProcessStatus, SharedFile, StopWatch
+from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.transport.channel import Listener, connect
+from piper.launchers.transport.fork_server import die_with
+from piper.launchers.transport.shared_memory import (
+    Bytes,
+    HeldValues,
+    TensorEntry,
+    joined,
+    map_marks,
+    new_marks,
+)
+from piper.launchers.worker_server import WorkerServer, serve
+from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
-GROUP = 60.0  # seconds that a cluster may take to find room for all actors
-LEAVE = 1.0  # seconds that an actor may take to say goodbye; one that is at work is killed
+GROUP = 60.0  # seconds that a cluster may take to find resources for all actors
 END = 10.0  # seconds that cleaning up after a failure may take
+LOOK = 2.0  # seconds between two looks at all workers while they do not answer
+STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
+REMOVER = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+folder, word = Path(sys.argv[1]), sys.stdin.read()
+until, absent = time.monotonic() + 60, 0
+while time.monotonic() < until and absent < (1 if word else 8):
+    if not word:  # the driver was killed: some processes of its Ray may still run, and write
+        for line in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if int(line.parent.name) != os.getpid() and str(folder).encode() in line.read_bytes():
+                    os.kill(int(line.parent.name), signal.SIGKILL)
+            except OSError:
+                continue
+    shutil.rmtree(folder, ignore_errors=True)
+    absent = 0 if folder.exists() else absent + 1
+    time.sleep(0 if word else 0.5)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """Where an actor runs."""
+class ActorLocation:
+    """The process of an actor."""
 
     node: str
     address: str
     process: int
-    marks: str  # the file that holds where it is in its plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """Where a worker reports to its driver, and what it shows to be let in."""
-
-    host: str
-    port: int
-    key: bytes
+    marks: SharedFile  # its progress
 
 
 class Actor:
     """A worker as Ray runs it."""
 
     def __init__(self, width: int) -> None:
-        descriptor, self.path = tempfile.mkstemp(prefix="piper-marks-")
-        os.truncate(descriptor, Marks.size(1, width))
-        self.cells = Marks(descriptor, [0], width).of(0)
-        os.close(descriptor)
+        die_with(os.getppid())  # a stopped actor would outlive its raylet
+        self.descriptor = new_marks(width)
+        self.marks = map_marks(self.descriptor)
 
-    def home(self) -> Home:
-        """Where this actor runs."""
-        return Home(
+    def location(self) -> ActorLocation:
+        """Return where this actor runs."""
+        return ActorLocation(
             node=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             process=os.getpid(),
-            marks=self.path,
+            marks=SharedFile.of(self.descriptor),
         )
 
     def host(self, address: str) -> int:
-        """Keep the store at which all workers meet; its port."""
+        """Keep the store at which all workers meet. Return its port."""
         self.store = store_on(address)
         return self.store.port
 
-    def work(self, order: bytes, index: Mapping[str, Entry], memory: Bytes, door: Door) -> None:
+    def work(self, device: int, memory: Bytes, driver: tuple[str, int], key: bytes) -> None:
         """Be the worker of a device until the driver is gone.
 
         Its calls come over a socket: one through Ray takes milliseconds, as long as many a step.
         """
-        given = cast(Order, unpack(order))
-        channel = join((door.host, door.port), door.key, given.device, PATIENCE)
-        try:
-            member = Member(given, HeldValues(memory, index), self.cells)
-        except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
-            channel.send(failure_of(given.device, error))
-            return
-        channel.send(None)
-        serve(member, channel)
-
-    def leave(self) -> None:
-        """Remove what would outlive this actor."""
-        os.unlink(self.path)
+        channel = connect(driver, key, device, PATIENCE, CODEC)
+        given = cast(Assignment, channel.recv())
+        serve(channel, given, lambda: WorkerServer(given, HeldValues(memory, given.values), self.marks))
 
 
-class RayCrew(WiredCrew):
-    """Workers that are actors."""
+class RayWorkerGroup(SocketWorkerGroup):
+    """Workers that are actors. A monitor on every node reads their progress and state."""
 
-    grace = 3.0  # Ray takes its time to tell of a death
+    grace = 3.0  # Ray takes its time to report a death
 
-    def __init__(self, program: ProgramLike, options: Options) -> None:
+    def __init__(self, program: ProgramLike, options: Options, group: PlacementGroup, gpus: int) -> None:
         super().__init__(program, options)
-        self.actors: dict[int, Any] = {}
-        self.homes: dict[int, Home] = {}
+        self.locations: dict[int, ActorLocation] = {}
+        self.monitors: dict[str, Any] = {}  # by node
         self.working: dict[Any, int] = {}  # calls that last as long as their actors work
         self.lost: dict[int, str] = {}
-        self.looked = (monotonic(), dict[int, Sighting]())
-
-    def start(self, group: PlacementGroup, gpus: int) -> CrewRun:
-        """Start every actor and wait until all have met."""
-        program, devices = self.program, self.devices
-        width = streams_of(program.plans)
-        remote = ray.remote(Actor)
-        for i, device in enumerate(devices):
+        self.stops = StopWatch(STOPPED)
+        self.looked = (monotonic(), dict[int, ProcessStatus]())
+        self.moved: dict[int, ProcessStatus] = {}  # the statuses at the last call of `moving`
+        remote, width = ray.remote(Actor), streams_of(program.plans)
+        self.actors: dict[int, Any] = {}
+        for i, device in enumerate(self.devices):  # they start while the driver builds the model
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             self.actors[device] = remote.options(
                 num_cpus=1, num_gpus=gpus, scheduling_strategy=place, max_restarts=0
             ).remote(width)
-        values = {} if self.options.blank else initial_tensors(program.job)
-        index = layout(values)
-        memory = ray.put(joined(values, index).numpy())
-        setup = pack_setup(setup_of(program))
-        self.homes = self._homes()
-        addresses = {home.address for home in self.homes.values()}
-        own = {d: LOOPBACK if len(addresses) == 1 else home.address for d, home in self.homes.items()}
-        first = devices[0]
-        port = ray.get(self.actors[first].host.remote(own[first]), timeout=PATIENCE)
-        key = secrets.token_bytes(32)
-        with socket.create_server((self._address(addresses), 0)) as listening:
-            listening.settimeout(1.0)
-            until = monotonic() + PATIENCE
-            host, port_here = listening.getsockname()
-            door = Door(host=host, port=port_here, key=key)
-            for device in devices:
-                meeting = Meeting(host=own[first], port=port, address=own[device])
-                order = Order(device=device, local=0, meeting=meeting, options=self.options, setup=setup)
-                self.working[self.actors[device].work.remote(pack(order), index, memory, door)] = device
-            while len(self.channels) < len(devices):
-                self._let_in(listening, key, until)
-        self.gather(set(devices), max(PATIENCE, self.options.timeout))
-        return CrewRun(program, self, unread_values(program, values))
 
-    def _address(self, addresses: set[str]) -> str:
-        """Where this driver can be reached by all actors."""
+    def connect(
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+    ) -> None:
+        memory = ray.put(joined(weights, index).numpy())
+        self.locations = self._locations()
+        self.processes = {device: location.process for device, location in self.locations.items()}
+        addresses = {location.address for location in self.locations.values()}
+        alone = len(addresses) == 1
+        self.own = {d: LOOPBACK if alone else location.address for d, location in self.locations.items()}
+        first = self.devices[0]
+        self.port = ray.get(self.actors[first].host.remote(self.own[first]), timeout=PATIENCE)
+        watching = self._watch()
         mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return LOOPBACK if addresses == {mine} else mine
-
-    def _let_in(self, listening: socket.socket, key: bytes, until: float) -> None:
+        reached, key = LOOPBACK if addresses == {mine} else mine, secrets.token_bytes(32)
+        with Listener(reached, key, self.options.timeout, CODEC) as listener:
+            for device, actor in self.actors.items():
+                self.working[actor.work.remote(device, memory, listener.address, key)] = device
+            until = monotonic() + PATIENCE
+            while len(self.channels) < len(self.devices):
+                self._accept(listener, until)
         try:
-            newcomer = admit(listening, key, self.options.timeout)
-        except TimeoutError:
-            if lost := self.ended():
-                raise not_started(next(iter(lost.values()))) from None
-            if monotonic() > until:
-                raise not_started("it cannot reach the driver") from None
-            return
-        if newcomer is not None:
-            device, self.channels[device] = newcomer
+            ray.get(watching, timeout=PATIENCE)
+        except (RayError, GetTimeoutError) as error:
+            raise not_started(str(error).splitlines()[0]) from error
 
-    def _homes(self) -> dict[int, Home]:
-        asked = [actor.home.remote() for actor in self.actors.values()]
+    def _watch(self) -> list[Any]:
+        """Start a monitor on every node. Return the calls that have ended when all of them watch."""
+        calls = []
+        for node, locations in self._by_node().items():
+            place = NodeAffinitySchedulingStrategy(node, soft=False)  # on this node or nowhere
+            options = {"num_cpus": 0, "scheduling_strategy": place, "max_restarts": 0}
+            self.monitors[node] = ray.remote(NodeMonitor).options(**options).remote()
+            workers = {device: (location.process, location.marks) for device, location in locations.items()}
+            calls.append(self.monitors[node].hold.remote(workers))
+        return calls
+
+    def _accept(self, listener: Listener, until: float) -> None:
+        arrived = listener.accept(1.0)
+        if arrived is not None:
+            device, self.channels[device] = arrived
+        elif lost := self.ended():
+            raise not_started(next(iter(lost.values())))
+        elif monotonic() > until:
+            raise not_started("it cannot reach the driver")
+
+    def _locations(self) -> dict[int, ActorLocation]:
+        asked = [actor.location.remote() for actor in self.actors.values()]
         try:
             return dict(zip(self.actors, ray.get(asked, timeout=PATIENCE), strict=True))
         except (RayError, GetTimeoutError) as error:
             raise not_started(str(error).splitlines()[0]) from error
+
+    def assignment(
+        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
+    ) -> Assignment:
+        store = StoreAddress(host=self.own[self.devices[0]], port=self.port, own=self.own[device])
+        return Assignment(
+            device=device, local=0, store=store, options=self.options, setup=setup, values=index
+        )
 
     def ended(self) -> dict[int, str]:
         done, _ = ray.wait(list(self.working), num_returns=len(self.working), timeout=0)
@@ -184,62 +199,54 @@ class RayCrew(WiredCrew):
         return self.lost
 
     def moving(self) -> bool:
-        when, before = self.looked
-        if monotonic() - when < self.options.timeout / 2:
-            return False  # a look is a task on every node
-        self.looked = (monotonic(), self.sightings())
-        return bool(before) and before != self.looked[1]
+        before, self.moved = self.moved, self._recent()
+        return bool(before) and before != self.moved
 
-    def sightings(self) -> dict[int, Sighting]:
-        """What is seen of every device, from a task on its own node: an actor may be past answering."""
+    def stopped(self) -> set[int]:
+        return {d for d, seen in self._recent().items() if self.stops.lasting(seen.process, seen.stopped)}
+
+    def _recent(self) -> dict[int, ProcessStatus]:
+        """Return the statuses of all devices, at most a few seconds old."""
+        when, seen = self.looked
+        if monotonic() - max(when, self.asked) > LOOK:  # it costs a call to every node
+            seen = self.statuses()
+            self.looked = (monotonic(), seen)
+        return seen
+
+    def statuses(self) -> dict[int, ProcessStatus]:
+        """Return what the monitors see: an actor may no longer answer."""
         ended = self.ended()
-        asked = {
-            node: look_on(node).remote({d: (h.process, h.marks) for d, h in homes.items()})
-            for node, homes in self._by_node().items()
-        }
-        found: dict[int, Sighting] = {}
-        for node, ref in asked.items():
+        seen = {device: ProcessStatus(process=process) for device, process in self.processes.items()}
+        for ref in [monitor.look.remote() for monitor in self.monitors.values()]:
             try:
-                looks = ray.get(ref, timeout=END)
+                seen |= ray.get(ref, timeout=END)
             except (RayError, GetTimeoutError):
-                looks = {}  # the node is gone too
-            for device, home in self._by_node()[node].items():
-                look = looks.get(device, Look())
-                found[device] = Sighting(
-                    process=home.process,
-                    running=look.running,
-                    ended=ended.get(device),
-                    stopped=look.stopped,
-                )
-        return {device: found[device] for device in self.devices}
+                continue  # the node is gone too
+        return {device: replace(seen[device], ended=ended.get(device)) for device in self.devices}
 
-    def _by_node(self) -> dict[str, dict[int, Home]]:
-        nodes: dict[str, dict[int, Home]] = {}
-        for device, home in self.homes.items():
-            nodes.setdefault(home.node, {})[device] = home
+    def _by_node(self) -> dict[str, dict[int, ActorLocation]]:
+        nodes: dict[str, dict[int, ActorLocation]] = {}
+        for device, location in self.locations.items():
+            nodes.setdefault(location.node, {})[device] = location
         return nodes
 
     def close(self) -> None:
         for channel in self.channels.values():
             channel.close()
-        leaving = {actor.leave.remote(): device for device, actor in self.actors.items()}
-        left, _ = ray.wait(list(leaving), num_returns=len(leaving), timeout=LEAVE) if leaving else ([], [])
-        gone = {leaving[ref] for ref in left} - set(self.lost)
         for actor in self.actors.values():
             ray.kill(actor)
-        rest = {
-            node: [(home.process, home.marks) for device, home in homes.items() if device not in gone]
-            for node, homes in self._by_node().items()
-        }
-        swept = [sweep_on(node).remote(workers) for node, workers in rest.items() if workers]
+        nodes = self._by_node()
+        swept = [monitor.sweep.remote(list(nodes[node])) for node, monitor in self.monitors.items()]
         if swept:
             ray.wait(swept, num_returns=len(swept), timeout=END)
-        self.actors.clear()
-        self.homes.clear()
+        for monitor in self.monitors.values():
+            ray.kill(monitor)
+        for held in (self.channels, self.actors, self.locations, self.monitors):
+            held.clear()
 
 
 def not_started(why: str) -> LaunchError:
-    """The error of an actor that does not become a worker."""
+    """Return the error of an actor that does not become a worker."""
     return LaunchError(
         "an actor did not start",
         by="launch",
@@ -248,30 +255,15 @@ def not_started(why: str) -> LaunchError:
     )
 
 
-def look_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
-    """A task that looks at workers of its node."""
-    return ray.remote(look_at).options(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)
-
-
-def sweep_on(node: str) -> Any:  # noqa: ANN401  Ray has no types for it
-    """A task that ends what is left of workers of its node."""
-    return ray.remote(sweep).options(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)
-
-
-def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    """On this node or nowhere."""
-    return NodeAffinitySchedulingStrategy(node, soft=False)
-
-
 def reason(error: RayError) -> str:
-    """What Ray says of the end of a process, if it knows."""
+    """Return what Ray says of the end of a process, if it knows."""
     found = re.search(r"exit type: (\w+)", str(error))
     return f" ({found[1]})" if found else ""
 
 
 @contextmanager
 def cluster(devices: int) -> Iterator[None]:
-    """A Ray that is there already, or one of our own on this machine that ends with the block."""
+    """Use a Ray that is initialised or named, or start one on this machine that ends with the block."""
     if ray.is_initialized():
         yield
         return
@@ -280,8 +272,7 @@ def cluster(devices: int) -> Iterator[None]:
         if address:
             ray.init(address=address, logging_level=logging.ERROR)
         else:
-            folder = tempfile.mkdtemp(prefix="piper-ray-")
-            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = held.enter_context(folder_of_ray())
             with loopback():
                 ray.init(
                     address="local",
@@ -292,6 +283,18 @@ def cluster(devices: int) -> Iterator[None]:
                 )
         held.callback(ray.shutdown)
         yield
+
+
+@contextmanager
+def folder_of_ray() -> Iterator[str]:
+    """Make a folder that another process removes after the block, or when this process is killed."""
+    folder = tempfile.mkdtemp(prefix="piper-ray-")
+    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True) as remover:
+        try:
+            yield folder
+        finally:
+            remover.communicate("now", timeout=END)
 
 
 @contextmanager
@@ -309,8 +312,8 @@ def loopback() -> Iterator[None]:
 
 
 @contextmanager
-def room(devices: int, gpus: int) -> Iterator[PlacementGroup]:
-    """Room for an actor for each device."""
+def resources(devices: int, gpus: int) -> Iterator[PlacementGroup]:
+    """Reserve the resources of an actor for each device."""
     bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
     group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
     try:
@@ -331,17 +334,17 @@ def room(devices: int, gpus: int) -> Iterator[PlacementGroup]:
 
 
 @contextmanager
-def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[CrewRun]:
+def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[RemoteRun]:
     """Start a program on actors of Ray, and end them with the block.
 
-    A Ray that is initialised already is used, with all its nodes; otherwise one is started, which listens on
+    A Ray that is initialised already is used, with all its nodes. Otherwise one is started, which listens on
     this machine only, and is stopped again.
     """
     devices = len(devices_of(program.plans))
     gpus = int(setup_of(program).device.type == "cuda")
-    with cluster(devices), room(devices, gpus) as group, ExitStack() as held:
-        crew = RayCrew(program, options or Options())
-        held.callback(crew.close)
-        run = crew.start(group, gpus)
+    with cluster(devices), resources(devices, gpus) as placed, ExitStack() as held:
+        group = RayWorkerGroup(program, options or Options(), placed, gpus)
+        held.callback(group.close)
+        run = group.start()
         held.callback(run.close)
         yield run

@@ -1,42 +1,64 @@
-"""Where the processes of a world find each other: torch's store, and in it a door for each launch."""
+"""How the ranks of a torchrun job find each other, and the key that they prove to know.
+
+torch's store holds the address of the driver of each launch. It is open to every process that reaches its
+port, so the key is never in it: that comes from the environment, or from a file that only this user can read.
+"""
 
 import json
+import os
+import re
+import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from piper.errors import LaunchError
-from piper.launchers.member import PATIENCE
-from piper.launchers.store import LOOPBACK
-from piper.launchers.world import World
+from piper.errors import ConfigError, LaunchError
+from piper.launchers.messages import PATIENCE
+from piper.launchers.processes import RankEnvironment
+from piper.private_files import private_folder, read_private, write_private
 
+LOOPBACK = "127.0.0.1"
+KEY = "PIPER_KEY"
+KEY_FILE = "PIPER_KEY_FILE"
+RUNTIME = "XDG_RUNTIME_DIR"
+LEAST = 32  # characters of a key
+LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch, as `new_launch` makes it
+STALE = 24 * 3600.0  # seconds after which the key of a launch that was killed is removed
+HOW = (
+    "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
+    "file of mode 0600 that PIPER_KEY_FILE names"
+)
+MOST = 4096  # streams of a device that an address may claim
 LOOK = 0.2  # seconds between looks at whether there is another launch
 END = "end"  # set when rank 0 launches nothing any more
 LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """Where the driver of a launch lets its workers in, and what they show for it."""
+class DriverAddress:
+    """The address at which the driver of a launch accepts workers. It is public, so it holds no secret."""
 
     host: str
     port: int
-    key: str
+    launch: str  # the name of the launch, under which its key is found. Empty: the environment gives the key
     width: int  # streams of a device, at most
 
 
 @cache  # a process is in one world; rank 0 keeps the store that all meet at, unless torchrun does
-def store_of(world: World) -> Store:
-    """The store of a world."""
+def store_of(world: RankEnvironment) -> Store:
+    """Return the store of a job."""
     try:
         found = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
     except LOST as error:
@@ -44,8 +66,8 @@ def store_of(world: World) -> Store:
     return PrefixStore("piper", cast(Store, found[0]))
 
 
-def apart(world: World, why: str) -> LaunchError:
-    """The error of processes that do not find each other."""
+def apart(world: RankEnvironment, why: str) -> LaunchError:
+    """Return the error of processes that do not find each other."""
     return LaunchError(
         "the processes of this world do not find each other",
         by=f"rank {world.rank}",
@@ -54,8 +76,8 @@ def apart(world: World, why: str) -> LaunchError:
     )
 
 
-def own_address(world: World) -> str:
-    """The address at which the other processes reach this one."""
+def own_address(world: RankEnvironment) -> str:
+    """Return the address at which the other processes reach this one."""
     if world.one_machine:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -63,32 +85,45 @@ def own_address(world: World) -> str:
         return cast(str, way.getsockname()[0])
 
 
-def next_launch(world: World) -> int:
-    """The number of this process's next launch: the same on every rank that runs the same script."""
+def next_launch(world: RankEnvironment) -> int:
+    """Return the number of this process's next launch: the same on every rank that runs the same script."""
     return store_of(world).add(f"launches/{world.rank}", 1)
 
 
-def open_door(world: World, launch: int, door: Door) -> None:
-    """Tell the others where to come in."""
-    store_of(world).set(f"door/{launch}", json.dumps(asdict(door)))
+def publish_address(world: RankEnvironment, launch: int, address: DriverAddress) -> None:
+    """Write the address of a launch into the store."""
+    store_of(world).set(f"launch/{launch}", json.dumps(asdict(address)))
 
 
-def find_door(world: World, launch: int) -> Door:
-    """Where to come in, once rank 0 has launched."""
+def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
+    """Return the address of a launch, once rank 0 has written it."""
     try:
-        return Door(**json.loads(store_of(world).get(f"door/{launch}")))
+        return read_address(world, store_of(world).get(f"launch/{launch}"))
     except LOST as error:
         raise apart(world, f"rank 0 did not launch within {PATIENCE:g} s") from error
 
 
-def doors(world: World) -> Iterator[Door]:
-    """The door of every launch, as they come, until rank 0 says that there will be no more or is gone."""
+def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
+    """Return the address that the store holds. Any process could have written it, so it is checked."""
+    try:
+        found = json.loads(text)
+        address = DriverAddress(**found)
+    except (ValueError, TypeError) as error:
+        raise apart(world, f"the store holds no address: {error}") from error
+    kinds = {"host": str, "port": int, "launch": str, "width": int}
+    if any(type(found[name]) is not kind for name, kind in kinds.items()) or not 0 < address.width <= MOST:
+        raise apart(world, "the store holds no address")
+    return address
+
+
+def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
+    """Yield the address of every launch, until rank 0 launches no more or is gone."""
     launch = 1
     try:
         store = store_of(world)
         while True:
-            if store.check([f"door/{launch}"]):
-                yield find_door(world, launch)
+            if store.check([f"launch/{launch}"]):
+                yield find_address(world, launch)
                 launch += 1
             elif store.check([END]):
                 return
@@ -99,10 +134,116 @@ def doors(world: World) -> Iterator[Door]:
 
 
 @contextmanager
-def leading(world: World) -> Iterator[None]:
-    """Launch inside; then let the others go."""
+def leading(world: RankEnvironment) -> Iterator[None]:
+    """Launch inside the block, and end the other ranks after it."""
     store = store_of(world)
     try:
         yield
     finally:
         store.set(END, "")
+
+
+def store_on(address: str) -> TCPStore:
+    """Return a new store that listens on this address only."""
+    with socket.socket() as listening:
+        listening.bind((address, 0))
+        listening.listen(128)
+        return TCPStore(
+            address,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=PATIENCE),
+            master_listen_fd=listening.detach(),
+        )
+
+
+def given_key() -> bytes | None:
+    """Return the key that the environment gives: PIPER_KEY, or the contents of PIPER_KEY_FILE."""
+    text = os.environ.get(KEY)
+    if text is None and (path := os.environ.get(KEY_FILE)) is not None:
+        try:
+            text = read_private(Path(path), "launch").decode(errors="replace")
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "there is no key file",
+                by="launch",
+                facts={KEY_FILE: path},
+                hint="put it where every rank can read it, with mode 0600",
+            ) from error
+    if text is None:
+        return None
+    if len(text.strip()) < LEAST:
+        raise ConfigError(
+            f"the key is shorter than {LEAST} characters",
+            by="launch",
+            facts={"length": str(len(text.strip()))},
+            hint=HOW,
+        )
+    return text.strip().encode()
+
+
+def new_launch() -> str:
+    """Return a new name for a launch. It is no secret."""
+    return secrets.token_hex(16)
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user in which the keys of running launches lie."""
+    runtime = os.environ.get(RUNTIME)
+    if runtime and os.access(runtime, os.W_OK):
+        return private_folder(Path(runtime) / "piper", "launch")
+    return private_folder(Path(tempfile.gettempdir()) / f"piper-{os.geteuid()}", "launch")
+
+
+@contextmanager
+def offered_key(launch: str) -> Iterator[bytes]:
+    """Make a key that other processes of this user on this machine can fetch inside the block."""
+    folder = runtime_folder()
+    _remove_stale(folder)
+    path, key = folder / launch, secrets.token_bytes(32)
+    write_private(path, key)
+    try:
+        yield key
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    for path in folder.iterdir():
+        try:
+            if LAUNCH.fullmatch(path.name) and time.time() - path.stat().st_mtime > STALE:
+                path.unlink()
+        except FileNotFoundError:
+            continue  # another process was faster
+
+
+def fetched_key(launch: str, rank: int) -> bytes:
+    """Return the key that rank 0 of a launch has made on this machine."""
+    try:
+        if LAUNCH.fullmatch(launch):
+            return read_private(runtime_folder() / launch, "launch")
+    except FileNotFoundError:
+        pass
+    raise LaunchError(
+        "this rank does not have the key of the launch",
+        by=f"rank {rank}",
+        facts={"why": "rank 0 made one in a file of its own machine and user, and it is not here"},
+        hint=HOW,
+    )
+
+
+def check_key(world: RankEnvironment) -> None:
+    """Refuse to launch on several machines without a key that all ranks have."""
+    if not world.one_machine and given_key() is None:
+        raise key_missing(world.rank)
+
+
+def key_missing(rank: int) -> LaunchError:
+    """Return the error of ranks on several machines that have no key in common."""
+    return LaunchError(
+        "ranks on several machines need a key",
+        by=f"rank {rank}",
+        facts={"why": "each proves that it knows one, and torchrun's store is open to every process"},
+        hint=HOW,
+    )

@@ -13,7 +13,7 @@ from piper.lower.settle import cells_per_device, parts_of
 from piper.lower.sync import Draft, synchronised
 from piper.lower.work import Work
 from piper.plan.check import prove
-from piper.plan.plan import Plan, Plans, Slot
+from piper.plan.plan import Placed, Plan, Plans, Slot
 from piper.proof.values import prove_values
 
 
@@ -35,7 +35,8 @@ def emit(work: Work) -> Work:
     for node in work.line:
         draft_node(emission, node)
     outline = work.graph.outline
-    home = homes_of(work.graph)[outline.loss.chunk]
+    homes = homes_of(work.graph)
+    home = homes[outline.loss.chunk]
     slices = home.slices * parts_of(work.graph, outline.loss.chunk)
     plans = Plans(
         plans=tuple(plan_of(work, *program) for program in zip(classes, emission.drafts, strict=True)),
@@ -46,6 +47,7 @@ def emit(work: Work) -> Work:
         copies=home.policy.degree,
         cells=cells_per_device(work.graph),
         axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
+        chunks={c.name: Placed(tags=c.tags, devices=homes[c.name].devices) for c in outline.chunks},
         why=work.why,
     )
     return replace(work, plans=plans)

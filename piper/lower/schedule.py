@@ -5,7 +5,6 @@ Every device later issues its part of the work in this order. Because it is one 
 """
 
 import heapq
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +14,7 @@ from piper.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
 from piper.lower.work import Work
+from piper.plan.check import in_order
 
 SEARCHED = 256  # orders looked at for the shortest circle; one is enough to mend the strategy
 SHOWN = 6  # nodes of a circle that an error names at each end
@@ -88,18 +88,9 @@ def connect(work: Work) -> Web:
 
 def topological(web: Web, work: Work) -> list[int]:
     """Some order that respects every edge; a circle is an error that shows it."""
-    waiting = list(web.waiting)
-    ready = deque(i for i, count in enumerate(waiting) if not count)
-    order: list[int] = []
-    while ready:
-        i = ready.popleft()
-        order.append(i)
-        for j in web.followers[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                ready.append(j)
-    if len(order) < len(web.nodes):
-        raise circle_error(web, {i for i, count in enumerate(waiting) if count}, work)
+    order, stuck = in_order(web.followers)
+    if stuck:
+        raise circle_error(web, stuck, work)
     return order
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.ids import SlotId
+from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr, Payload
 from piper.plan.ops import Op
 from piper.plan.plan import Slot
@@ -75,31 +76,23 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> tuple
     Where a stream could run ahead and fill the memory, it is held back.
     """
     freed, dropped = last_uses(drafts, slots)
-    names = {name: i for i, name in enumerate(dict.fromkeys(draft.stream for draft in drafts))}
-    lane = [names[draft.stream] for draft in drafts]
-    known = [
-        [-1] * len(names) for _ in names
-    ]  # by stream: how far it knows each stream, itself too, to have come
-    after: list[tuple[int, ...]] = []  # the same, at the end of each instruction
+    clock = StreamClock(draft.stream for draft in drafts)
+    lane = clock.lane
     accesses = Accesses(slots, lane)
     paced = paces(drafts, slots)
     waits: list[tuple[int, ...]] = []
     signalled: dict[int, int] = {}
     for place, draft in enumerate(drafts):
         ending = [*freed.get(place, ()), *dropped.get(place, ())]
-        mine = known[lane[place]]
         asked: list[int] = []
         needed = accesses.needed(place, draft, ending)
         needed.update(other for other in paced.get(place, ()) if lane[other] != lane[place])
         for other in sorted(needed, reverse=True):
-            if mine[lane[other]] >= other:  # the latest comes first: it may answer for the earlier ones
-                continue
-            asked.append(signalled.setdefault(other, len(signalled)))
-            for stream, reached in enumerate(after[other]):
-                mine[stream] = max(mine[stream], reached)
+            if not clock.knows(lane[place], other):  # the latest comes first: it may answer for earlier ones
+                asked.append(signalled.setdefault(other, len(signalled)))
+                clock.learn(lane[place], other)
         waits.append(tuple(sorted(asked)))
-        mine[lane[place]] = place
-        after.append(tuple(mine))
+        clock.issue(place)
         accesses.record(place, draft, ending)
     return tuple(
         Instr(

@@ -12,7 +12,7 @@ circle among the plans they share.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from piper.plan.instr import Instr
@@ -117,22 +117,29 @@ def circle_problems(plans: Plans) -> Iterator[str]:
     """A circle of instructions that each wait for another, or nothing: then one global order exists."""
     names, rows = events_of(plans)
     followers: list[list[int]] = [[] for _ in names]
-    waiting = [0] * len(names)
     for row in rows:
         for a, b in pairwise(row):
             if a != b:  # a send and a receive of one transfer on one device
                 followers[a].append(b)
-                waiting[b] += 1
-    ready = deque(i for i, count in enumerate(waiting) if not count)
-    while ready:
-        for b in followers[ready.popleft()]:
-            waiting[b] -= 1
-            if not waiting[b]:
-                ready.append(b)
-    stuck = {i for i, count in enumerate(waiting) if count}
+    _, stuck = in_order(followers)
     if stuck:
         circle = shortest_circle(followers, stuck)
         yield "these wait for each other in a circle:\n" + "\n".join(f"  {names[i]}" for i in circle)
+
+
+def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
+    """Return the vertices such that each comes before its followers, and those that wait for a circle."""
+    waiting = [0] * len(followers)
+    for vertices in followers:
+        for vertex in vertices:
+            waiting[vertex] += 1
+    order = [vertex for vertex, count in enumerate(waiting) if not count]
+    for vertex in order:  # it grows meanwhile
+        for after in followers[vertex]:
+            waiting[after] -= 1
+            if not waiting[after]:
+                order.append(after)
+    return order, {vertex for vertex, count in enumerate(waiting) if count}
 
 
 def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.devices import Devices
-from piper.ids import SlotId
+from piper.ids import SlotId, Tags
 from piper.plan.instr import Instr
 from piper.sharding import WHOLE, Sharding
 
@@ -130,6 +130,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A chunk of the model: its annotations, and its devices in the order that they share the samples."""
+
+    tags: Tags
+    devices: Devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
     """The plans of all devices, and what they share."""
 
@@ -141,6 +149,7 @@ class Plans:
     cells: int = 1  # slices of the samples before parts; every set of devices divides it
     copies: int = 1  # how many devices hold the loss of each slice
     axes: Mapping[str, int] = field(default_factory=dict)  # how many parts along each axis
+    chunks: Mapping[str, Placed] = field(default_factory=dict)
     why: tuple[str, ...] = ()  # what the compiler decided against, and the reason
 
     def of(self, device: int) -> Plan:

@@ -12,7 +12,10 @@ Reach = dict[str, int]  # stream -> the last of its instructions that is known t
 
 
 class SlotProof:
-    """Walks a plan in issue order, with what each stream knows of the others by the events it waited for."""
+    """Walks a plan in issue order, with what each stream knows of the others by the events it waited for.
+
+    It shares no code with `StreamClock`, by which plans get their events: a proof must not repeat a mistake.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -26,7 +26,7 @@ from piper.fields import (
 from piper.ids import Pass, SlotId, read_pass, read_slot
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import OPS, Op
-from piper.plan.plan import Bucket, Comm, Piece, Plan, Plans, Slot
+from piper.plan.plan import Bucket, Comm, Piece, Placed, Plan, Plans, Slot
 from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
 
 PAYLOADS: Mapping[Op, type] = {
@@ -59,6 +59,9 @@ def lines_of(plans: Plans) -> Iterator[str]:
     yield line("plans", f"seed={plans.seed!r}", shared)
     for reason in plans.why:
         yield line("why", shown(reason), [])
+    for chunk, placed in plans.chunks.items():
+        said = [f"tags={show_pairs(placed.tags)}", f"devices={show(placed.devices)}"]
+        yield line("chunk", shown(chunk), said)
     for comm in plans.comms.values():
         groups = AND.join(map(show, comm.groups))
         yield line("comm", shown(comm.name), [f"kind={comm.kind}", f"groups={groups}"])
@@ -271,6 +274,7 @@ INSTR: Readers = {
     "chunk": name,
 }
 SLOT: Readers = {"nbytes": int, "dynamic": flag, "sharding": read_sharding, "placed": parse}
+CHUNK: Readers = {"tags": pairs, "devices": parse}
 COMM: Readers = {"kind": str, "groups": read_groups}
 BUCKET: Readers = {
     "devices": parse,
@@ -304,6 +308,7 @@ class Reading:
         self.slot_ids: dict[str, SlotId] = {}
         self.shared: dict[str, object] = {}
         self.why: list[str] = []
+        self.chunks: dict[str, Placed] = {}
         self.comms: dict[str, Comm] = {}
         self.buckets: dict[str, Bucket] = {}
         self.plans: list[tuple[Devices, list[Instr], dict[SlotId, Slot], dict[SlotId, Slot]]] = []
@@ -319,6 +324,8 @@ class Reading:
                 self.axes = cast(Mapping[str, int], self.shared.get("axes", {}))
             case "why":
                 self.why.append(GAP.join([name(first), *words]))
+            case "chunk":
+                self.chunks[name(first)] = build(Placed, **read_fields(words, CHUNK))
             case "comm":
                 self.comms[name(first)] = build(Comm, name=name(first), **read_fields(words, COMM))
             case "bucket":
@@ -361,9 +368,8 @@ class Reading:
             Plan(devices=devices, instrs=tuple(instrs), slots=slots, residents=residents)
             for devices, instrs, slots, residents in self.plans
         )
-        return build(
-            Plans, plans=plans, comms=self.comms, buckets=self.buckets, why=tuple(self.why), **self.shared
-        )
+        found = {"comms": self.comms, "buckets": self.buckets, "chunks": self.chunks, "why": tuple(self.why)}
+        return build(Plans, plans=plans, **found, **self.shared)
 
 
 def payload_of(op: Op, about: dict[str, object]) -> Payload:

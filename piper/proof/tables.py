@@ -168,19 +168,19 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         for slot, held in plan.residents.items():
             if slot.kind != "buffer":
                 continue
-            for chunk in users.get(slot.owner, ()):
-                if plan.devices[0] not in spec.placement[chunk]:
+            for user in users.get(slot.owner, ()):
+                if plan.devices[0] not in spec.placement[user]:
                     continue
-                experts = spec.sharding(chunk, slot.owner)
+                experts = spec.sharding(user, slot.owner)
                 if experts.ways > 1:
-                    wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=spec.grids[chunk].degree)
-                    right = (held.sharding, held.placed) == (wanted, spec.placement[chunk])
+                    wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=spec.grids[user].degree)
+                    right = (held.sharding, held.placed) == (wanted, spec.placement[user])
                 else:
                     wanted, right = experts, held.sharding.ways == 1
                 if not right:
-                    placed = spec.placement[chunk] if experts.ways > 1 else ()
+                    placed = spec.placement[user] if experts.ways > 1 else ()
                     found, should = divided([held.sharding], held.placed), divided([wanted], placed)
-                    yield f"{chunk} finds {slot} {found}; it should be {should}"
+                    yield f"{user} finds {slot} {found}; it should be {should}"
 
 
 def piece_problems(

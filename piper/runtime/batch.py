@@ -7,7 +7,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
-from piper.runtime.compute import home_of, parts_of
+from piper.runtime.compute import parts_of
 from piper.runtime.setup import Setup
 from piper.sharding import whole_sizes
 
@@ -35,7 +35,9 @@ def wanted_batch(setup: Setup) -> Wanted:
                     for ins in plan.instrs
                     if ins.op == "load" and ins.loads.name == source.field
                 )
-                pieces = len(home_of(plans, chunk.name)) // load.degree * len(parts_of(plans, chunk.name))
+                pieces = (
+                    len(plans.chunks[chunk.name].devices) // load.degree * len(parts_of(plans, chunk.name))
+                )
                 whole = whole_sizes(spec.shape, load.slices)
                 found[source.field] = (whole[0] * pieces, *whole[1:])
     types = {name: type_of(spec.dtype) for name, spec in setup.outline.batch.items()}

@@ -1,7 +1,7 @@
 """Phases of chunks, and the batch fields they start from."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
-from piper.plan.plan import Plan, Plans
+from piper.plan.plan import Plans
 from piper.runtime.env import Bound, Env, draw_seed
 from piper.runtime.flat import own_slice
 
@@ -56,7 +56,7 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
     """Draw the same numbers for the same chunk, part and replica in a step, wherever and whenever it runs."""
-    place = home_of(env.setup.plans, chunk).index(env.device)
+    place = env.setup.plans.chunks[chunk].devices.index(env.device)
     where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
 
     def draw() -> None:
@@ -71,23 +71,13 @@ def draw_place(chunk: str, part: Tags, replica: int) -> str:
     return f"{chunk}/{','.join(f'{axis}={i}' for axis, i in part)}/{replica}"
 
 
-def forwards(plan: Plan, chunk: str) -> Iterator[Pass]:
-    """The forwards of a chunk in a plan, those that run again too."""
-    for ins in plan.instrs:
-        if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
-            yield ins.payload
-
-
-def home_of(plans: Plans, chunk: str) -> list[int]:
-    """The devices that run a chunk, in order."""
-    running = [plan for plan in plans if any(True for _ in forwards(plan, chunk))]
-    return sorted(device for plan in running for device in plan.devices)
-
-
 def parts_of(plans: Plans, chunk: str) -> list[Tags]:
     """The microbatches that a chunk runs on, whether once each or again."""
-    first = plans.of(home_of(plans, chunk)[0])
-    return list(dict.fromkeys(run.part for run in forwards(first, chunk)))
+    found: dict[Tags, None] = {}
+    for ins in plans.of(plans.chunks[chunk].devices[0]).instrs:
+        if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
+            found[ins.payload.part] = None
+    return list(found)
 
 
 def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.ids import Pass, Phase, SlotId, Tags
 from piper.runtime.chunkwise import Chunkwise, Walk
 from piper.runtime.collected import first_bad_collective
-from piper.runtime.compute import home_of, parts_of, slices
+from piper.runtime.compute import parts_of, slices
 from piper.runtime.distance import distance
 from piper.runtime.reference import Reference
 from piper.runtime.setup import ProgramLike, Setup, setup_of
@@ -102,7 +102,7 @@ class ChunkwiseReference(Reference):
 def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Piece]:
     """Yield the slices of a batch as the devices of the loss see them, replica by replica."""
     plans, chunk = setup.plans, setup.outline.loss.chunk
-    home = home_of(plans, chunk)
+    home = plans.chunks[chunk].devices
     for replica in range(len(home)):
         for part in sorted(parts_of(plans, chunk)):
             fields = {}
@@ -164,7 +164,7 @@ def one_slicing(program: ProgramLike) -> bool:
     """Return whether every chunk runs on as many devices, on the same microbatches."""
     plans = program.plans
     names = [chunk.name for chunk in program.outline.chunks if chunk.kind in ("compute", "expert")]
-    return len({(len(home_of(plans, name)), *sorted(parts_of(plans, name))) for name in names}) == 1
+    return len({(len(plans.chunks[name].devices), *sorted(parts_of(plans, name))) for name in names}) == 1
 
 
 def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tuple[int, Mark, Tensor]]:
@@ -173,7 +173,7 @@ def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tu
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     """
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
-    homes = {chunk.name: home_of(program.plans, chunk.name) for chunk in chunks}
+    homes = {chunk.name: program.plans.chunks[chunk.name].devices for chunk in chunks}
     for piece, walk in reference.walks:
         for chunk in chunks:
             for index in range(len(chunk.outputs)):

@@ -7,7 +7,7 @@ from statistics import median
 from piper.api import compile
 from piper.data.taking import batches_of
 from piper.errors import ConfigError
-from piper.launchers.alone import AloneRun, launch_alone
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.recipe import load_recipe
 from piper.runtime.worker import Options
 
@@ -39,23 +39,23 @@ def train_alone(wanted: Wanted) -> str:
     job = replace(load_recipe(wanted.recipe), checkpoint=None)
     program = compile(job, device=wanted.device, compile=wanted.compile)
     options = Options(graphs=wanted.graphs)
-    with launch_alone(program, wanted.on, options, cluster=wanted.cluster) as run:
+    with launch_single_rank(program, wanted.on, options, cluster=wanted.cluster) as run:
         for batch in islice(batches_of(job.data), steps):
             run.step(batch)
         return summary(run, wanted.on, warm)
 
 
-def summary(run: AloneRun, on: str, warm: int) -> str:
+def summary(run: SingleRankRun, on: str, warm: int) -> str:
     """What a device's steps took, in words, without the first ones."""
     times = run.seconds[warm:] or run.seconds
     peak = run.peak()
     lines = [
         f"{on} of {sum(len(plan.devices) for plan in run.plans)}, on {run.network.name}: "
         f"{median(times) * 1e3:.1f} ms a step (median of {len(times)})",
-        f"  memory: {mib(peak.planned)} planned, {mib(peak.foretold)} with streams side by side",
+        f"  memory: {mib(peak.planned)} planned, {mib(peak.predicted)} with streams side by side",
     ]
     if peak.measured is not None:
-        off = peak.measured / peak.foretold - 1
+        off = peak.measured / peak.predicted - 1
         lines.append(f"  measured: {mib(peak.measured)} at the peak ({off:+.1%})")
     return "\n".join(lines) + "\n"
 

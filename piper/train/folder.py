@@ -49,7 +49,7 @@ def choose(out: Path | None, recipe: str, resume: bool) -> Path:
 def claim(folder: Path) -> None:
     """Make the folder of a run; refuse one that holds files that no run of ours has written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         names = sorted(path.name for path in folder.iterdir())
         probe = folder / ".writable"
         probe.touch()

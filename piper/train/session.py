@@ -15,7 +15,7 @@ from piper.checkpoint.record import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.start import check_launcher, launcher
+from piper.launchers.launch import check_launcher, launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
 from piper.runtime.batch import wanted_batch

@@ -14,7 +14,7 @@ import piper
 from piper.api import compile
 from piper.errors import ConfigError
 from piper.files import write_output
-from piper.launchers.start import launcher
+from piper.launchers.launch import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
 from piper.simulate.cluster import Cluster, Link

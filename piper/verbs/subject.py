@@ -12,7 +12,7 @@ from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
 from piper.verbs.prices import Prices, prices_of
 from piper.view.background import Background, read_background
-from piper.view.subject import Subject, said_by, tags_by_name
+from piper.view.subject import Subject, said_by
 
 if TYPE_CHECKING:
     from piper.api import Program
@@ -103,7 +103,7 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
         plans=plans,
         planned=simulate(plans, None, Unit()),
         clock="whole units",
-        tags=tags_by_name(plans),
+        tags={name: chunk.tags for name, chunk in plans.chunks.items()},
         strategy=said_by(strategy.read_text(encoding="utf-8").splitlines()) if strategy.is_file() else (),
         measured=profile.timelines() if profile else {},
         about=about_run(profile) if profile else "",

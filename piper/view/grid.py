@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from piper.devices import show
 from piper.ids import AGAIN, Pass, Phase, SlotId, Tags
+from piper.plan.check import in_order
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
 
@@ -153,12 +154,6 @@ def run(blocks: list[Block], rows: list[list[int]]) -> None:
     for i, before in enumerate(needs):
         for j in before:
             followers[j].append(i)
-    waiting = [len(before) for before in needs]
-    ready = [i for i, count in enumerate(waiting) if not count]
-    while ready:
-        i = ready.pop()
+    for i in in_order(followers)[0]:
         for j in followers[i]:
             blocks[j].start = max(blocks[j].start, blocks[i].start + blocks[i].cost)
-            waiting[j] -= 1
-            if not waiting[j]:
-                ready.append(j)

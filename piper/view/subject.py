@@ -10,8 +10,6 @@ from piper.plan.plan import Plans
 from piper.simulate.simulate import Simulation
 from piper.simulate.timeline import Timeline
 
-TAG = re.compile(r"(\w+)=(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
@@ -44,12 +42,6 @@ class Subject:
     @property
     def devices(self) -> list[int]:
         return sorted(device for plan in self.plans for device in plan.devices)
-
-
-def tags_by_name(plans: Plans) -> dict[str, Tags]:
-    """The annotations of each chunk, read off their names: all there is of plans from a file."""
-    chunks = {ins.computes.chunk for plan in plans for ins in plan.instrs if ins.op == "compute"}
-    return {chunk: tuple((tag, int(index)) for tag, index in TAG.findall(chunk)) for chunk in sorted(chunks)}
 
 
 def said_by(lines: Iterable[str]) -> tuple[Said, ...]:

@@ -1,6 +1,8 @@
 """Compiled phases: the numbers of those that are not compiled, kept on disk, and sent to other processes."""
 
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -20,7 +22,7 @@ from piper.capture.inductor import Compiled
 from piper.capture.trace import trace
 from piper.errors import CaptureError
 from piper.experts import grouped_mm, route, unroute
-from piper.launchers.freight import pack, unpack
+from piper.launchers.transport.serialize import pack, unpack
 from tests import zoo
 from tests.capture.capturing import difference
 from tests.capture.machine import Backward
@@ -160,7 +162,7 @@ def test_a_compiled_phase_travels_as_bytes(made: Made, tmp_path: Path) -> None:
     (tmp_path / "sent").write_bytes(pack((expert_forward(made), given)))
     program = (
         "import sys\n"
-        "from piper.launchers.freight import pack, unpack\n"
+        "from piper.launchers.transport.serialize import pack, unpack\n"
         "code, given = unpack(open(sys.argv[1], 'rb').read())\n"
         "open(sys.argv[1], 'wb').write(pack(code(*given)[0]))\n"
     )
@@ -189,6 +191,40 @@ def test_a_damaged_entry_is_made_again(made: Made) -> None:
     given = expert_arguments(5)
     assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
     assert any(Cache(folder=made.folder).find(path.name) is not None for path in entries)
+
+
+@dataclass(frozen=True)
+class Bomb:
+    """A pickle that leaves a file when it is read."""
+
+    target: str
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.target, "w")
+
+
+def planted(source: Path, folder: Path, target: Path) -> int:
+    """Write a bomb beside and over every file that Inductor reads by unpickling it, under another folder."""
+    pickles = [path for path in source.rglob("*") if {"fxgraph", "aotautograd"} & set(path.parts)]
+    files = [path.relative_to(source) for path in pickles if path.is_file()]
+    for inner in files:
+        for path in (folder / inner, folder / inner.parent / "0"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pickle.dumps(Bomb(str(target))))
+    return len(files)
+
+
+def test_pickles_that_others_put_into_the_cache_are_not_read(made: Made, tmp_path: Path) -> None:
+    before, target = expert_forward(made), tmp_path / "exploded"
+    given = expert_arguments(5)
+    cache = Cache(folder=made.folder)
+    for folder in ("inductor", "fxgraph", ".", "work", "work/another.host-1-5"):
+        assert planted(cache.working_folder(), made.folder / folder, target) >= 2
+    shutil.rmtree(cache.working_folder())  # as another process begins
+    again = captured(made.folder)
+    (chunk,) = (chunk for chunk in again.outline.chunks if chunk.kind == "expert")
+    assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
+    assert not target.exists()
 
 
 def test_a_phase_that_cannot_be_compiled(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,12 @@ def refusal(model: Callable[[], nn.Module]) -> str:
     ],
 )
 def test_hooks_of_the_constructor(register: Callable[[Two], object], who: str, what: str) -> None:
+    def model() -> Two:
+        return Two(register)
+
     line = double.__code__.co_firstlineno
-    assert refusal(lambda: Two(register)) == cleandoc(f"""
-        model: {who} has a hook on its gradient
+    assert refusal(model) == cleandoc(f"""
+        model (test_hooks.py:{model.__code__.co_firstlineno}): {who} has a hook on its gradient
           hook: {what}(double, line {line})
           but:  {BUT}
           hint: {HINT}
@@ -139,7 +142,7 @@ def test_backward_hooks_of_every_module(kind: str) -> None:
         message = refusal(Two)
     line = double.__code__.co_firstlineno
     assert message.splitlines()[:2] == [
-        "model: every module has a hook on its gradient",
+        "model (test_hooks.py:26): every module has a hook on its gradient",
         f"  hook: register_module_{kind}(double, line {line})",
     ]
 

@@ -15,7 +15,7 @@ from piper.directives import replicate, shard
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.begin import write_start
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from tests import zoo
 from tests.checkpoint.jobs import equal_bits
 from tests.runtime.grid import Cell, job

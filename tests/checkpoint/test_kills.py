@@ -10,7 +10,7 @@ import pytest
 
 from piper.checkpoint.folder import latest
 from piper.launchers.inline import launch_inline
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from tests.checkpoint.jobs import batches, equal_bits, program
 
 KILLS = 10
@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from piper.checkpoint.folder import latest, step_path
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from tests.checkpoint.jobs import batches, program
 
 folder, on = Path(sys.argv[1]), sys.argv[2]

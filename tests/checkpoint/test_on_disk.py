@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from piper.checkpoint.record import Stored, covered, plain_name
+from piper.checkpoint.match import check_model
+from piper.checkpoint.record import Record, Spec, Stored, covered, plain_name
+from piper.errors import ConfigError
 from tests.checkpoint.test_folder import save
 
 
@@ -65,3 +67,10 @@ def test_a_file_of_a_checkpoint_lies_in_its_folder(name: str) -> None:
 
 def test_the_name_of_a_file_is_itself() -> None:
     assert plain_name("device-0.safetensors") == "device-0.safetensors"
+
+
+def test_a_checkpoint_that_lacks_a_parameter_is_of_another_model() -> None:
+    weight = Spec(shape=(2,))
+    check_model(Path("p"), Record(step=0, model={"w": weight}), {"w": weight})
+    with pytest.raises(ConfigError, match="missing: b"):
+        check_model(Path("p"), Record(step=0, model={"w": weight}), {"w": weight, "b": weight})

@@ -6,8 +6,8 @@ import pytest
 
 from piper.checkpoint import folder
 from piper.launchers.inline import launch_inline
+from piper.launchers.launch import On, launch
 from piper.launchers.local import launch_local
-from piper.launchers.start import On, launch
 from piper.runtime import setup
 from piper.runtime.worker import Options
 from tests.checkpoint.jobs import batches, equal_bits, program

@@ -12,7 +12,7 @@ from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Outline
 from piper.ir.graph import Graph, start
 from piper.ir.select import At, at
-from piper.ir.text import read_graph, show_graph
+from tests.ir.graph_text import read_graph, show_graph
 
 DENSE = chain(2)
 EXPERTS = chain(2, experts=4)

@@ -13,6 +13,7 @@ def try_seeds(first: int, count: int) -> None:
     assert len(refusals) <= REFUSED * count, "\n\n".join([f"{len(refusals)} of {count} refused", *refusals])
 
 
+@pytest.mark.timeout(180)  # about 5 s on an idle machine
 @pytest.mark.parametrize("first", range(0, SHORT, 5))
 def test_random_models_and_strategies(first: int) -> None:
     try_seeds(first, 5)

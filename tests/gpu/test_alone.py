@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piper.api import compile
-from piper.launchers.alone import launch_alone
+from piper.launchers.single_rank import launch_single_rank
 from piper.runtime.occupy import CopyEngine
 from tests.launchers.test_alone import SLOW
 from tests.runtime.grid import Cell, batches, job
@@ -26,7 +26,7 @@ CELLS = [
 def test_every_device_runs_alone(cell: Cell) -> None:
     program = compile(job(cell), device="cuda")
     for plan in program.plans:
-        with launch_alone(program, f"rank:{plan.devices[-1]}") as run:
+        with launch_single_rank(program, f"rank:{plan.devices[-1]}") as run:
             for batch in itertools.chain(batches(cell, 2), batches(cell, 2)):
                 norm = run.step(batch).grad_norm
                 assert math.isfinite(norm) and norm > 0
@@ -57,7 +57,7 @@ def test_communication_takes_its_time_beside_other_streams(tmp_path: Path) -> No
     for latency in (0.0, 0.01):
         file = tmp_path / "slow.toml"
         file.write_text(SLOW.format(latency=latency))
-        with launch_alone(program, "rank:0", cluster=str(file)) as run:
+        with launch_single_rank(program, "rank:0", cluster=str(file)) as run:
             for batch in batches(cell, 5):
                 run.step(batch)
         times[latency] = min(run.seconds[2:])

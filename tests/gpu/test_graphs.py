@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import piper
 from piper.api import Program, compile
 from piper.errors import WorkerError
-from piper.launchers.alone import AloneRun, launch_alone
 from piper.launchers.base import StepResult
 from piper.launchers.inline import InlineRun, launch_inline
 from piper.launchers.local import launch_local
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.executor import StreamExecutor
@@ -131,7 +131,7 @@ def test_a_process_of_its_own() -> None:
     assert_equal_bits(got, trained(program, given, PLAIN))
 
 
-def owned(run: AloneRun) -> dict[str, Tensor]:
+def owned(run: SingleRankRun) -> dict[str, Tensor]:
     state = run.worker.env.state
     buffers = run.worker.buffers(name for name in state.shares if f"buffer.{name}" in run.worker.env.index)
     return {
@@ -154,7 +154,7 @@ def test_one_rank_of_a_pipeline(cell: Cell, compiled: bool, tmp_path: Path) -> N
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()  # each side makes its own
             before = torch.cuda.memory_allocated()
-            with launch_alone(program, f"rank:{plan.devices[-1]}", options) as run:
+            with launch_single_rank(program, f"rank:{plan.devices[-1]}", options) as run:
                 results.append(([run.step(batch) for batch in given], owned(run)))
                 assert captured(run.worker) == options.graphs
                 measured = run.peak().measured

@@ -8,7 +8,7 @@ from piper import ConfigError, at, order, place, replicate, schedules, shard, sp
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
-from piper.ir.text import read_graph, show_graph
+from tests.ir.graph_text import read_graph, show_graph
 
 COMPOSED: list[Directive] = [
     *(replicate(at(PP=s), [2 * r, 2 * r + 1], zero=3, bucket_mb=1.5) for s, r in enumerate([0, 1, 1, 0])),

@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import piper
 from piper.errors import PiperError
-from piper.launchers.follower import Spot
+from piper.launchers.processes import SharedFile
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -32,20 +33,26 @@ def main(folder: Path, what: str) -> None:
             seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
         with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
-        elsewhere = patch.object(Spot, "open", lambda self: None) if rank == "0" else nullcontext()
+        elsewhere = patch.object(SharedFile, "open", lambda self: None) if rank == "0" else nullcontext()
         with elsewhere, piper.launch(program, on="local", timeout=30) as run:
             seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
         seen["size"] = error_of(piper.compile(job(MANY)))
         seen["broken"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail))
     if what == "die":
         seen["dead"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.die))
+    if what in ("stop near", "stop far"):
+        began = time.monotonic()
+        far = what == "stop far" and rank == "0"
+        with patch.object(SharedFile, "open", lambda self: None) if far else nullcontext():
+            seen["lost"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), timeout=90)
+        seen["took"] = time.monotonic() - began
     (folder / f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
 
 
-def error_of(program: object) -> str:
+def error_of(program: object, timeout: float = 30) -> str:
     """What a launch and two steps end with."""
     try:
-        with piper.launch(program, on="local", timeout=30) as run:  # type: ignore[arg-type]
+        with piper.launch(program, on="local", timeout=timeout) as run:  # type: ignore[arg-type]
             for batch in batches(CELL, 2):
                 run.step(batch)
     except PiperError as error:

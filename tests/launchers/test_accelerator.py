@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from piper.launchers.accelerator import VISIBLE, crowded, take_one
+from piper.launchers.worker_server import VISIBLE, crowded, take_one
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.alone import AloneRun, launch_alone
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.memory import timeline
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
@@ -40,12 +40,12 @@ latency = {latency}
 def test_every_device_runs_alone(cell: Cell) -> None:
     program = compiled(cell)
     for plan in program.plans:
-        with launch_alone(program, f"rank:{plan.devices[-1]}") as run:
+        with launch_single_rank(program, f"rank:{plan.devices[-1]}") as run:
             norms = [run.step(batch).grad_norm for batch in batches(cell, 2)]
             assert all(math.isfinite(norm) and norm > 0 for norm in norms)
             assert norms[0] != norms[1]
             assert len(run.seconds) == 2
-            assert run.peak().planned == timeline(plan).peak <= run.peak().foretold
+            assert run.peak().planned == timeline(plan).peak <= run.peak().predicted
             assert run.peak().measured is None
 
 
@@ -54,7 +54,7 @@ def test_memory_is_what_the_plan_counts(cell: Cell) -> None:
     """Alone, a device holds what it would hold among others."""
     program = compiled(cell)
     plan = program.plans.of(0)
-    with launch_alone(program, "rank:0", Options(measure=True)) as run:
+    with launch_single_rank(program, "rank:0", Options(measure=True)) as run:
         for batch in batches(cell, 2):
             run.step(batch)
         assert run.worker.meter is not None
@@ -66,12 +66,12 @@ def test_memory_is_what_the_plan_counts(cell: Cell) -> None:
         assert run.worker.meter.live == slots
 
 
-def run_with(latency: float, folder: Path, streams: bool) -> tuple[AloneRun, Mapping[str, Tensor]]:
+def run_with(latency: float, folder: Path, streams: bool) -> tuple[SingleRankRun, Mapping[str, Tensor]]:
     cell = Cell(case="mlp", schedule="1f1b", dp=1, parts=4)
     file = folder / f"{latency}.toml"
     file.write_text(SLOW.format(latency=latency))
     program = compiled(cell)
-    with launch_alone(program, "rank:0", Options(streams=streams), cluster=str(file)) as run:
+    with launch_single_rank(program, "rank:0", Options(streams=streams), cluster=str(file)) as run:
         for batch in batches(cell, 3):
             run.step(batch)
     return run, batches(cell, 1)[0]
@@ -103,6 +103,6 @@ def test_what_only_a_whole_job_has() -> None:
         run.state_dict()
     assert str(caught.value) == (
         "rank: there is no full state\n"
-        "  why:  one device runs alone, on made-up numbers\n"
+        "  why:  one device runs alone, on synthetic numbers\n"
         "  hint: launch the whole job: on='inline', 'local' or 'ray'"
     )

@@ -2,8 +2,8 @@
 
 from inspect import cleandoc
 
-from piper.launchers.blame import Scene, Sighting, blame
-from piper.launchers.watch import Failure
+from piper.launchers.failures import Failure, JobSnapshot, blame
+from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 
@@ -39,11 +39,11 @@ PLANS = Plans(
 )
 
 
-def scene(
+def snapshot(
     *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
-) -> Scene:
-    sightings = {
-        device: Sighting(
+) -> JobSnapshot:
+    statuses = {
+        device: ProcessStatus(
             process=100 + device,
             running=places,
             ended="the process was killed by SIGKILL" if device == ended else None,
@@ -53,11 +53,11 @@ def scene(
     failures = [] if late is None else [Failure(device=late, kind="late", what="CommError: ...", trace="")]
     if failed is not None:
         failures.append(Failure(device=failed, kind="error", what="BrokenError: glass", trace=""))
-    return Scene(
+    return JobSnapshot(
         plans=PLANS,
         origins=lambda node: [f"place #{node[-1]}"] if node.startswith("F") else [],
         timeout=5,
-        sightings=sightings,
+        statuses=statuses,
         failures=failures,
     )
 
@@ -65,7 +65,7 @@ def scene(
 def error(
     *running: tuple[int, ...], ended: int | None = None, late: int | None = None, failed: int | None = None
 ) -> str:
-    return str(blame(scene(*running, ended=ended, late=late, failed=failed)))
+    return str(blame(snapshot(*running, ended=ended, late=late, failed=failed)))
 
 
 def first_line(text: str) -> str:
@@ -127,8 +127,8 @@ def test_a_worker_that_says_why_it_ends() -> None:
 
 
 def test_the_others_are_at_work_until_they_need_the_one_that_failed() -> None:
-    assert scene((0,), (1,), (0,), failed=1).broken
-    assert scene((0,), (1,), (0,), failed=1).at_work, "device 0 is in F0"
-    assert not scene((2,), (1,), (0,), failed=1).at_work
-    assert not scene((2,), (1,), (0,), ended=1).at_work
-    assert not scene((2,), (1,), (0,), late=0).broken, "nobody moves"
+    assert snapshot((0,), (1,), (0,), failed=1).broken
+    assert snapshot((0,), (1,), (0,), failed=1).at_work, "device 0 is in F0"
+    assert not snapshot((2,), (1,), (0,), failed=1).at_work
+    assert not snapshot((2,), (1,), (0,), ended=1).at_work
+    assert not snapshot((2,), (1,), (0,), late=0).broken, "nobody moves"

@@ -16,10 +16,10 @@ from piper.api import Program, compile
 from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import Run, StepResult
 from piper.launchers.inline import launch_inline
-from piper.launchers.local import LocalCrew, launch_local
-from piper.launchers.look import gone
-from piper.launchers.nursery import nursery
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
+from piper.launchers.local import LocalWorkerGroup, launch_local
+from piper.launchers.processes import gone
+from piper.launchers.transport.fork_server import fork_server
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -51,7 +51,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
         case "inline":
             yield launch_inline
         case "local":
-            with nursery() as forks:
+            with fork_server() as forks:
                 yield lambda program, options: launch_local(program, options, forks)
         case "ray":
             pytest.importorskip("ray")
@@ -127,10 +127,10 @@ def test_closing_kills_a_worker_that_does_not_answer(
     launcher: Launcher, programs: dict[str, Program]
 ) -> None:
     with launcher(programs[str(PAIR)], Options()) as run:
-        crew = getattr(run, "crew", None)
-        if not isinstance(crew, LocalCrew):
+        workers = getattr(run, "group", None)
+        if not isinstance(workers, LocalWorkerGroup):
             pytest.skip("its workers are no processes of this machine")
-        pids = [*crew.pids.values()]
+        pids = [*workers.processes.values()]
         assert len(pids) == 2 and not any(gone(pid) for pid in pids)
         os.kill(pids[1], signal.SIGSTOP)
     assert [gone(pid) for pid in pids] == [True, True]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from piper.launchers.excerpt import Excerpt, joined
+from piper.launchers.messages import BatchSlice, joined
 
 
 def test_ranges_are_joined_only_where_they_touch() -> None:
@@ -12,7 +12,7 @@ def test_ranges_are_joined_only_where_they_touch() -> None:
 
 def test_rows_are_found_by_their_numbers_in_the_whole() -> None:
     whole = torch.arange(10)
-    excerpt = Excerpt(samples=10, dtype=whole.dtype, parts=((2, whole[2:5]), (7, whole[7:9])))
+    excerpt = BatchSlice(samples=10, dtype=whole.dtype, parts=((2, whole[2:5]), (7, whole[7:9])))
     assert len(excerpt) == 10
     assert excerpt[3:5].tolist() == [3, 4]
     assert excerpt[7:8].tolist() == [7]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.launchers.excerpt import Cutter, Excerpt
-from piper.launchers.freight import importable, modules_of, pack, unpack
+from piper.launchers.messages import BatchSlice, BatchSlicer
+from piper.launchers.transport.serialize import importable, modules_of, pack, unpack
 from piper.plan.instr import Field, Instr
 from piper.plan.plan import Plan, Plans
 from piper.recipe import import_file
@@ -53,7 +53,7 @@ def test_a_recipe_is_not_importable_and_the_package_is(tmp_path: Path) -> None:
     module = import_file(recipe)
     assert not importable(module.__name__)
     assert not importable("__main__")
-    assert importable("piper.launchers.member")
+    assert importable("piper.launchers.worker_server")
 
 
 RECIPE = """
@@ -84,7 +84,7 @@ def tiny():
 """
 RUN = """
 from piper.api import compile
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from piper.recipe import load_recipe
 program = compile(load_recipe("{path}:tiny"))
 for on in ("inline", "local"):
@@ -123,7 +123,7 @@ def test_a_device_gets_its_own_rows() -> None:
         axes={"MB": 2},
     )
     batch = {"x": torch.arange(8), "y": torch.arange(8) + 10, "z": torch.arange(8)}
-    cutter = Cutter(plans)
+    cutter = BatchSlicer(plans)
     assert shown(cutter.cut(batch, 0)) == {"x": [(0, [0, 1, 2, 3])]}
     cut = cutter.cut(batch, 1)
     assert shown(cut) == {"x": [(6, [6, 7])], "y": [(4, [14, 15])]}
@@ -133,7 +133,7 @@ def test_a_device_gets_its_own_rows() -> None:
         cut["x"][0:2]
 
 
-def shown(cut: dict[str, Excerpt]) -> dict[str, list[tuple[int, list[int]]]]:
+def shown(cut: dict[str, BatchSlice]) -> dict[str, list[tuple[int, list[int]]]]:
     return {name: [(low, rows.tolist()) for low, rows in part.parts] for name, part in cut.items()}
 
 
@@ -146,7 +146,7 @@ def test_operators_are_imported_before_they_are_called() -> None:
 
 
 def test_an_installed_package_is_importable_from_anywhere(tmp_path: Path) -> None:
-    program = "from piper.launchers.freight import importable; assert importable('piper.experts')"
+    program = "from piper.launchers.transport.serialize import importable; assert importable('piper.experts')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, timeout=50, capture_output=True, text=True, check=False
     )

@@ -9,17 +9,18 @@ import sys
 from inspect import cleandoc
 from pathlib import Path
 from queue import SimpleQueue
+from typing import cast
 
 import pytest
 
 from piper.api import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
-from piper.launchers.follower import FollowerRun
 from piper.launchers.inline import launch_inline
-from piper.launchers.joined import JoinedCrew
-from piper.launchers.post import Told
+from piper.launchers.messages import RankZeroResult
+from piper.launchers.processes import RankEnvironment, rank_environment
 from piper.launchers.rendezvous import apart
-from piper.launchers.world import World, world_here
+from piper.launchers.torchrun import TorchrunWorkerGroup
+from piper.launchers.torchrun_worker import TorchrunWorkerRun
 from piper.runtime.worker import Options
 from tests.launchers.family import family, wait_for
 from tests.launchers.ranks import CELL
@@ -122,6 +123,31 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("near", "the process is stopped by a signal"),
+        ("far", "no sign of life for 8 s: the process is stopped, or cannot be reached"),
+    ],
+)
+def test_a_rank_that_is_stopped(tmp_path: Path, where: str, why: str) -> None:
+    """On this machine the system says so. On another one its heartbeats are missing."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with family() as ranks:
+        first, _ = [
+            ranks.start(
+                [sys.executable, str(SCRIPT), str(tmp_path), f"stop {where}"],
+                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        assert first.wait(BOUND) == 0, first.communicate(timeout=10)[1]
+    error = text(seen(tmp_path, 0)["lost"])
+    assert error.startswith(f"WorkerError: device 1 (process N): {why}\n  at: ")
+    assert cast(float, seen(tmp_path, 0)["took"]) < 60, "nobody waits for the timeout of 90 s"
+
+
 def test_ranks_end_with_a_torchrun_that_takes_too_long(tmp_path: Path) -> None:
     script = tmp_path / "idle.py"
     script.write_text(IDLE, encoding="utf-8")
@@ -160,35 +186,41 @@ def test_the_command_line_checks_and_refuses_once(tmp_path: Path) -> None:
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert world_here() is None
+    assert rank_environment() is None
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
-    assert world_here() is None, "it says too little"
+    assert rank_environment() is None, "it says too little"
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert world_here() == World(rank=3, size=8, local=1, nearby=2, address="here", port=29500)
+    assert rank_environment() == RankEnvironment(
+        rank=3, size=8, local=1, nearby=2, address="here", port=29500
+    )
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ConfigError) as caught:
-        world_here()
+        rank_environment()
     assert str(caught.value) == cleandoc("""
         launch: RANK=first is not a number
           hint: start with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     """)
 
 
-WORLD = World(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
+WORLD = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 
 
-def follower(*told: Told | None) -> FollowerRun:
+def follower(*told: RankZeroResult | None) -> TorchrunWorkerRun:
     """A run on another rank than 0, of which it was told this."""
-    queue: SimpleQueue[Told | None] = SimpleQueue()
+    queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     for item in told:
         queue.put(item)
-    return FollowerRun(compile(job(CELL)), queue)
+    return TorchrunWorkerRun(compile(job(CELL)), queue)
 
 
 def test_ranks_that_do_not_do_the_same() -> None:
-    run = follower(Told(method="settle"), Told(method="step", value="taken"), Told(method="step"))
+    run = follower(
+        RankZeroResult(method="settle"),
+        RankZeroResult(method="step", value="taken"),
+        RankZeroResult(method="step"),
+    )
     assert run.step({}) == "taken", "what rank 0 only asks for does not matter"  # type: ignore[comparison-overlap]
     with pytest.raises(LaunchError) as caught:
         run.state_dict()
@@ -201,7 +233,9 @@ def test_ranks_that_do_not_do_the_same() -> None:
 
 
 def test_rank_0_ends_the_run() -> None:
-    run = follower(Told(method="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None)
+    run = follower(
+        RankZeroResult(method="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None
+    )
     with pytest.raises(WorkerError, match=r"^device 0: \.\.\.\n") as told:
         run.step({})
     assert told.value.__notes__ == ["its trace"]
@@ -221,7 +255,7 @@ def test_ranks_that_do_not_meet() -> None:
           why:  timed out
           hint: start every rank of WORLD_SIZE, with a MASTER_ADDR and MASTER_PORT that all can reach
     """)
-    assert str(JoinedCrew(compile(job(CELL)), Options(), WORLD).absent()) == cleandoc("""
+    assert str(TorchrunWorkerGroup(compile(job(CELL)), Options(), WORLD).absent()) == cleandoc("""
         launch: rank 1 did not launch within 120 s
           hint: every rank runs the same script: let all of them come to launch
     """)

@@ -5,17 +5,17 @@ import socket
 
 import pytest
 
-from piper.launchers import wires
-from piper.launchers.wires import Wires
+from piper.launchers import torchrun_worker
+from piper.launchers.torchrun_worker import OpenSockets
 
 
 def test_only_what_was_opened_meanwhile_is_cut() -> None:
     before = socket.socketpair()
-    cutter = Wires()
+    cutter = OpenSockets()
     with cutter.recording():
         pair = socket.socketpair()
         listening = socket.create_server(("127.0.0.1", 0))
-    cutter.cut()
+    cutter.shut()
     pair[0].settimeout(5)
     assert pair[0].recv(1) == b""
     before[0].sendall(b"x")
@@ -27,13 +27,13 @@ def test_only_what_was_opened_meanwhile_is_cut() -> None:
 
 
 def test_a_socket_that_its_owner_closes_first_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    cutter = Wires()
+    cutter = OpenSockets()
     with cutter.recording():
         first, second = socket.socketpair(), socket.socketpair()
-    seen = wires.sockets()
-    monkeypatch.setattr(wires, "sockets", lambda: seen)
+    seen = torchrun_worker.sockets()
+    monkeypatch.setattr(torchrun_worker, "sockets", lambda: seen)
     os.close(first[0].detach())  # between looking and cutting
-    cutter.cut()
+    cutter.shut()
     second[1].settimeout(5)
     assert second[1].recv(1) == b""
     for end in (first[1], *second):

@@ -95,7 +95,7 @@ def computes(plans: Plans, device: int = 0) -> str:
     shorts = []
     for ins in plans.of(device).instrs:
         if ins.op == "compute":
-            shorts.append(ins.arg.split(" ")[0] + ".".join(str(index) for _, index in ins.part))
+            shorts.append(ins.computes.phase + ".".join(str(index) for _, index in ins.part))
     return " ".join(shorts)
 
 
@@ -115,7 +115,7 @@ def test_of_two_that_could_run_the_one_with_more_behind_it_goes_first() -> None:
     long = d.chunk("PP=2", pp(2), [first], [d.param("c")], [HIDDEN])
     last = d.chunk("PP=3", pp(3), [short, long, Y], [d.param("d")], [SCALAR])
     plans, _ = lowered(d.outline(last), place(at(), [0]), place(at(PP=2), [1]))
-    forwards = [ins.node for ins in plans.of(0).instrs if ins.arg.startswith("F ")]
+    forwards = [i.node for i in plans.of(0).instrs if i.op == "compute" and i.computes.phase == "F"]
     assert forwards == ["F[PP=1]", "F[PP=0]", "F[PP=3]"]
 
 
@@ -134,7 +134,7 @@ def test_a_half_with_nothing_to_do_is_dropped() -> None:
     phases = {phase: replace(spec, grad_params=()) for phase, spec in last.phases.items()}
     halves = order([[at(PP=1, PASS="BI")], [at(PP=1, PASS="BW")]])
     plans, _ = lowered(replace(outline, chunks=(first, replace(last, phases=phases))), halves)
-    backward = [ins.node for ins in plans.of(0).instrs if ins.arg.startswith("B")]
+    backward = [i.node for i in plans.of(0).instrs if i.op == "compute" and i.computes.phase != "F"]
     assert backward == ["BI[PP=1]", "B[PP=0]"]
 
 

@@ -13,7 +13,19 @@ from tests.mutation.run import Edit, Verdict, chosen, told
 MUTANTS = load_mutants()
 LEAST = 200
 PACKAGES = (  # in which mutants there must be: all of them, and the modules of the top level that compute
-    *("capture", "checkpoint", "data", "directives", "ir", "launchers", "lower", "models", "plan", "runtime"),
+    *(
+        "capture",
+        "checkpoint",
+        "data",
+        "directives",
+        "ir",
+        "launchers",
+        "lower",
+        "models",
+        "plan",
+        "proof",
+        "runtime",
+    ),
     *("schedules", "simulate", "train", "verbs", "view", "api", "experts"),
 )
 

@@ -73,11 +73,12 @@ def test_a_shared_storage_counts_once_until_its_last_slot_is_freed() -> None:
 
 def test_of_equal_peaks_the_first_is_told() -> None:
     instrs = [
-        Instr(op="compute", node=name, stream="compute", writes=(name,), frees=(name,)) for name in "ab"
+        Instr(op="compute", node=name, stream="compute", writes=slots(name), frees=slots(name))
+        for name in "ab"
     ]
     found = timeline(plan_of(*instrs, a=Slot(nbytes=10), b=Slot(nbytes=10)))
     assert (found.live, found.peak_at) == ((110, 110), 0)
-    assert found.at_peak == (("param", 100), ("a", 10))
+    assert found.at_peak == (("w.out0", 100), ("a.out0", 10))
 
 
 def test_only_a_sharded_bucket_is_padded() -> None:

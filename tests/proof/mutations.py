@@ -3,12 +3,14 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from piper.lower.sync import Draft, synchronised
-from piper.plan.instr import Instr
+from piper.plan.instr import Instr, OfBucket, Routing, Rows
 from piper.plan.plan import Plan, Plans
 
 Edit = Callable[[random.Random, Plans], Plans | None]  # None: it finds nothing to edit
+Choice = TypeVar("Choice")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
@@ -46,8 +48,8 @@ def change(
     return with_instrs(plans, number, instrs)
 
 
-def other(rng: random.Random, choices: Sequence[str], than: str) -> str | None:
-    """Choose another of several words."""
+def other(rng: random.Random, choices: Sequence[Choice], than: object) -> Choice | None:
+    """Choose another of several values."""
     left = [choice for choice in dict.fromkeys(choices) if choice != than]
     return rng.choice(left) if left else None
 
@@ -199,7 +201,7 @@ def redirect(field: str, near: bool) -> Edit:
             at = rng.randrange(len(slots))
             known = [*plan.slots, *plan.residents]
             if near:
-                known = [slot for slot in known if slot.partition("[")[0] == slots[at].partition("[")[0]]
+                known = [slot for slot in known if slot.base == slots[at].base]
             instead = other(rng, known, slots[at])
             if instead is None:
                 return None
@@ -275,12 +277,13 @@ def update_first(rng: random.Random, plans: Plans) -> Plans | None:
 
 def change_rows(rng: random.Random, plans: Plans) -> Plans | None:
     """A send, or a copy, takes other rows."""
-    rows = ("", "0:1/2", "1:2/2", "0:1/3", "1:3/3", "0:2/3", "1:2/3")
+    cuts = ((0, 1, 2), (1, 2, 2), (0, 1, 3), (1, 3, 3), (0, 2, 3), (1, 2, 3))
+    rows = (None, *(Rows(start=start, stop=stop, of=of) for start, stop, of in cuts))
     return change(
         rng,
         plans,
         lambda ins: ins.op in ("send", "copy"),
-        lambda plan, ins: replace(ins, arg=other(rng, rows, ins.arg) or ""),
+        lambda plan, ins: replace(ins, payload=other(rng, rows, ins.payload)),
     )
 
 
@@ -343,19 +346,29 @@ def change_bucket(rng: random.Random, plans: Plans) -> Plans | None:
         rng,
         plans,
         lambda ins: ins.op in (*REDUCTIONS, "gather"),
-        lambda plan, ins: replace(ins, arg=other(rng, names, ins.arg) or ""),
+        lambda plan, ins: replace(
+            ins, payload=OfBucket(bucket=other(rng, names, ins.bucket) or "", run=ins.run)
+        ),
     )
 
 
 def change_compute(rng: random.Random, plans: Plans) -> Plans | None:
     """A compute instruction runs another phase, or another chunk."""
-    args = [ins.arg for plan in plans for ins in plan.instrs if ins.op == "compute"]
-    return change(
-        rng,
-        plans,
-        lambda ins: ins.op == "compute",
-        lambda plan, ins: replace(ins, arg=other(rng, args, ins.arg) or ""),
-    )
+    known = [
+        (ins.computes.phase, ins.computes.chunk)
+        for plan in plans
+        for ins in plan.instrs
+        if ins.op == "compute"
+    ]
+
+    def new(plan: Plan, ins: Instr) -> Instr | None:
+        found = other(rng, known, (ins.computes.phase, ins.computes.chunk))
+        if found is None:
+            return None
+        phase, chunk = found
+        return replace(ins, payload=replace(ins.computes, phase=phase, chunk=chunk))
+
+    return change(rng, plans, lambda ins: ins.op == "compute", new)
 
 
 def change_microbatch(rng: random.Random, plans: Plans) -> Plans | None:
@@ -363,34 +376,47 @@ def change_microbatch(rng: random.Random, plans: Plans) -> Plans | None:
 
     def new(plan: Plan, ins: Instr) -> Instr:
         axis, index = ins.part[0]
-        return replace(ins, part=((axis, (index + 1) % plans.axes[axis]), *ins.part[1:]))
+        part = ((axis, (index + 1) % plans.axes[axis]), *ins.part[1:])
+        about = ins.computes if ins.op == "compute" else ins.loads
+        return replace(ins, payload=replace(about, part=part))
 
     return change(rng, plans, lambda ins: bool(ins.part) and ins.op in ("load", "compute"), new)
 
 
 def change_load(rng: random.Random, plans: Plans) -> Plans | None:
     """A load takes another field, or the slices of other devices."""
-    fields = [ins.arg for plan in plans for ins in plan.instrs if ins.op == "load"]
+    fields = [ins.loads.name for plan in plans for ins in plan.instrs if ins.op == "load"]
 
     def new(plan: Plan, ins: Instr) -> Instr:
         if rng.random() < 0.5:
-            return replace(ins, arg=other(rng, fields, ins.arg) or ins.arg)
+            name = other(rng, fields, ins.loads.name) or ins.loads.name
+            return replace(ins, payload=replace(ins.loads, name=name))
         everyone = tuple(sorted(device for plan in plans for device in plan.devices))
-        return replace(ins, devices=rng.choice((everyone, ins.devices[::-1])))
+        devices = rng.choice((everyone, ins.loads.devices[::-1]))
+        return replace(ins, payload=replace(ins.loads, devices=devices))
 
     return change(rng, plans, lambda ins: ins.op == "load", new)
 
 
 def change_exchange(rng: random.Random, plans: Plans) -> Plans | None:
     """Rows go out instead of back, or are those of another region."""
-    args = [ins.arg for plan in plans for ins in plan.instrs if ins.op == "exchange"]
-    args += [f"back {arg[4:]}" if arg.startswith("out ") else f"out {arg[5:]}" for arg in args]
-    return change(
-        rng,
-        plans,
-        lambda ins: ins.op == "exchange",
-        lambda plan, ins: replace(ins, arg=other(rng, args, ins.arg) or ""),
-    )
+    chunks = [
+        ins.payload.run.chunk
+        for plan in plans
+        for ins in plan.instrs
+        if ins.op == "exchange" and isinstance(ins.payload, Routing)
+    ]
+    known = [(chunk, outward) for chunk in chunks for outward in (True, False)]
+
+    def new(plan: Plan, ins: Instr) -> Instr | None:
+        assert isinstance(ins.payload, Routing)
+        found = other(rng, known, (ins.payload.run.chunk, ins.payload.outward))
+        if found is None:
+            return None
+        chunk, outward = found
+        return replace(ins, payload=Routing(run=replace(ins.payload.run, chunk=chunk), outward=outward))
+
+    return change(rng, plans, lambda ins: ins.op == "exchange", new)
 
 
 def forget_total(rng: random.Random, plans: Plans) -> Plans | None:
@@ -490,9 +516,7 @@ def mended(plans: Plans) -> Plans:
                 reads=ins.reads,
                 writes=ins.writes,
                 comm=ins.comm,
-                arg=ins.arg,
-                part=ins.part,
-                devices=ins.devices,
+                payload=ins.payload,
                 nbytes=ins.nbytes,
                 workspace=ins.workspace,
             )

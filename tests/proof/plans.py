@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import cast
 
 from piper.directives import Directive, apply, place, remat, replicate, shard, split
+from piper.ids import read_slot
 from piper.ir.chain import chain
 from piper.ir.chunk import Outline
 from piper.ir.graph import Graph, start
@@ -106,12 +108,22 @@ def find(instrs: list[Instr], op: str, node: str) -> int:
     return next(i for i, ins in enumerate(instrs) if ins.op == op and node in ins.node)
 
 
+def typed(fields: dict[str, object]) -> dict[str, object]:
+    """Return fields of an instruction, with the ids of slots made of their texts."""
+    found = dict(fields)
+    for key in ("reads", "writes"):
+        if key in found:
+            texts = cast(tuple[str, ...], found[key])
+            found[key] = tuple(read_slot(text, ("MB",)) for text in texts)
+    return found
+
+
 def changing(op: str, node: str, /, **fields: object) -> Callable[[list[Instr]], None]:
-    """Return an edit of some fields of one instruction."""
+    """Return an edit of some fields of one instruction; slots are given as text."""
 
     def edit(instrs: list[Instr]) -> None:
         place = find(instrs, op, node)
-        instrs[place] = replace(instrs[place], **fields)  # type: ignore[arg-type]
+        instrs[place] = replace(instrs[place], **typed(fields))  # type: ignore[arg-type]
 
     return edit
 

@@ -4,28 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from piper import api
-from piper.ir.chunk import Outline
-from piper.ir.graph import Graph
-from piper.lower.lower import lower
-from piper.lower.work import Settings, Work
+from piper.devices import Devices
+from piper.ids import SlotId
+from piper.lower.emit import plan_of
+from piper.lower.sync import Draft
+from piper.lower.work import Work
 from piper.plan.check import ProofError
-from piper.plan.plan import Plans
+from piper.plan.plan import Plan
 from tests.proof import models
 from tests.proof.programs import program, stages
 
 
 def test_a_mistake_of_the_lowering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(graph: Graph, settings: Settings, outline: Outline) -> tuple[Plans, Work]:
+    def mistaken(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
         """Begin the sum of the loss with each microbatch: valid in order, wrong in value."""
-        plans, work = lower(graph, settings, outline)
+        sums = (SlotId("loss"),)
         edited = [
-            replace(ins, reads=ins.reads[:1]) if ins.op == "accumulate" and ins.writes == ("loss",) else ins
-            for ins in plans.plans[0].instrs
+            replace(draft, reads=draft.reads[:1])
+            if draft.op == "accumulate" and draft.writes == sums
+            else draft
+            for draft in drafts
         ]
-        return replace(plans, plans=(replace(plans.plans[0], instrs=tuple(edited)),)), work
+        return plan_of(work, devices, edited)
 
-    monkeypatch.setattr(api, "lower", mistaken)
+    monkeypatch.setattr("piper.lower.emit.plan_of", mistaken)
     with pytest.raises(ProofError) as caught:
         program(lambda: models.Dense(1), stages([0]))
     assert str(caught.value).splitlines()[:2] == [

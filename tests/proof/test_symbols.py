@@ -4,17 +4,19 @@ from collections import Counter
 from dataclasses import replace
 
 from piper.directives import apply, order, replicate, shard, split
+from piper.ids import Pass, SlotId
 from piper.ir.chain import chain
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.plan.instr import Instr
+from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.amounts import NOTHING, Amounts
 from piper.proof.covers import Covers
 from piper.proof.decode import (
     Exchanged,
     GradientSlots,
+    described,
     exchanged,
     is_shard_slot,
     phase_and_chunk,
@@ -118,24 +120,47 @@ def test_what_is_received_is_what_the_peer_sent() -> None:
     assert held(covers, covers.received(crossed, 1, ((0, sent),))) == (((2, 4, 1),), ((0, 2, 1),))
 
 
-def test_names_are_read_as_the_runtime_reads_them() -> None:
-    def ins(arg: str) -> Instr:
-        return Instr(op="compute", node="n", stream="s", arg=arg)
+def test_payloads_are_read_as_the_runtime_reads_them() -> None:
+    def ins(payload: Payload) -> Instr:
+        return Instr(op="compute", node="n", stream="s", payload=payload)
 
-    assert phase_and_chunk(ins("BW PP=0 #1")) == ("BW", "PP=0 #1")
-    assert phase_and_chunk(ins("Z PP=0")) is None
-    assert exchanged(ins("out PP=0 EP=1 route")) == Exchanged(chunk="PP=0 EP=1 route", outward=True)
-    assert exchanged(ins("back x")) == Exchanged(chunk="x", outward=False)
-    assert rows_of(ins("1:3/4")) == (1, 3, 4)
-    assert rows_of(ins("")) == (0, 1, 1)
+    run = Pass(phase="BW", chunk="PP=0 #1", part=(("MB", 1),))
+    assert phase_and_chunk(ins(run)) == ("BW", "PP=0 #1")
+    assert phase_and_chunk(ins(None)) is phase_and_chunk(ins(Adding(run=run))) is None
+    assert exchanged(ins(Routing(run=run))) == Exchanged(chunk="PP=0 #1", outward=True)
+    assert exchanged(ins(Routing(run=run, outward=False))) == Exchanged(chunk="PP=0 #1", outward=False)
+    assert exchanged(ins(run)) is None
+    assert rows_of(ins(Rows(start=1, stop=3, of=4))) == (1, 3, 4)
+    assert rows_of(ins(None)) == (0, 1, 1)
+
+
+def test_slots_are_read_as_the_runtime_reads_them() -> None:
     slots = GradientSlots(["PP=0/0", "w[0]@PP=1"])
-    assert slots.bucket("PP=0/0.grad") == "PP=0/0"
-    assert slots.bucket("PP=0/0.grad_shard") == "PP=0/0"
-    assert slots.bucket("PP=0/0.grad[B[PP=0 MB=0]]") == "PP=0/0"
-    assert slots.bucket("w[0]@PP=1.grad[B[PP=1 MB=0]]") == "w[0]@PP=1"
-    assert slots.bucket("PP=0/0.g[MB=0]") is None
-    assert slots.bucket("loss") is None
-    assert is_shard_slot("a.grad_shard") and not is_shard_slot("a.grad")
+    run = Pass(phase="B", chunk="PP=0", part=(("MB", 0),))
+    assert slots.bucket(SlotId("grad", "PP=0/0")) == "PP=0/0"
+    assert slots.bucket(SlotId("grad_shard", "PP=0/0")) == "PP=0/0"
+    assert slots.bucket(SlotId("grad", "PP=0/0", run=run)) == "PP=0/0"
+    assert slots.bucket(SlotId("grad", "w[0]@PP=1", run=run)) == "w[0]@PP=1"
+    assert slots.bucket(SlotId("grad", "PP=9/0")) is None
+    assert slots.bucket(SlotId("gradient", "PP=0/0", part=(("MB", 0),))) is None
+    assert slots.bucket(SlotId("loss")) is None
+    assert is_shard_slot(SlotId("grad_shard", "a")) and not is_shard_slot(SlotId("grad", "a"))
+
+
+def test_payloads_in_words() -> None:
+    run = Pass(phase="F", chunk="PP=0", part=(("MB", 1),))
+    payloads: dict[str, Payload] = {
+        "F[PP=0 MB=1]": run,
+        "sum of F[PP=0 MB=1]": Adding(run=run),
+        "field x": Field(name="x", part=(), devices=(0,)),
+        "1:3/4": Rows(start=1, stop=3, of=4),
+        "out for F[PP=0 MB=1]": Routing(run=run),
+        "back for F[PP=0 MB=1]": Routing(run=run, outward=False),
+        "PP=0/0": OfBucket(bucket="PP=0/0", run=run),
+        "PP=0": OfChunk(chunk="PP=0"),
+        "nothing": None,
+    }
+    assert [described(payload) for payload in payloads.values()] == [*payloads]
 
 
 def settled(outline: object, *strategy: object) -> Graph:

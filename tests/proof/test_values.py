@@ -6,9 +6,11 @@ from inspect import cleandoc
 
 import pytest
 
+from piper.devices import Sharding
+from piper.ids import Pass, SlotId, Tags, read_slot
 from piper.plan.check import ProofError
-from piper.plan.instr import Instr
-from piper.plan.plan import Bucket, Plans
+from piper.plan.instr import Field, Instr, OfBucket, Routing, Rows
+from piper.plan.plan import Bucket, Plans, Slot
 from piper.proof.values import prove_values, value_problems
 from tests.proof.plans import (
     Made,
@@ -21,6 +23,7 @@ from tests.proof.plans import (
     recomputed,
     said,
     tied,
+    typed,
     unequal,
     weighted,
     without,
@@ -30,12 +33,22 @@ Edit = Callable[[list[Instr]], object]
 MB0, MB1 = (("MB", 0),), (("MB", 1),)
 
 
+def labels(*, name: str = "y", part: Tags = MB0, devices: tuple[int, ...] = (2, 3)) -> Field:
+    """Return what the load of the labels takes, with something changed."""
+    return Field(name=name, part=part, devices=devices)
+
+
+def forward(chunk: str, part: Tags = MB0) -> Pass:
+    """Return the forward of a chunk."""
+    return Pass(phase="F", chunk=chunk, part=part)
+
+
 def again(op: str, node: str, **fields: object) -> Edit:
     """Return an edit that repeats an instruction right after itself."""
 
     def edit(instrs: list[Instr]) -> None:
         place = find(instrs, op, node)
-        instrs.insert(place, replace(instrs[place], frees=(), **fields))  # type: ignore[arg-type]
+        instrs.insert(place, replace(instrs[place], frees=(), **typed(fields)))  # type: ignore[arg-type]
 
     return edit
 
@@ -46,6 +59,17 @@ def earlier(op: str, node: str, before: tuple[str, str]) -> Edit:
     def edit(instrs: list[Instr]) -> None:
         moved = instrs.pop(find(instrs, op, node))
         instrs.insert(find(instrs, *before), moved)
+
+    return edit
+
+
+def copied(source: str, target: str, before: tuple[str, str]) -> Edit:
+    """Return an edit that overwrites a slot before an instruction."""
+
+    def edit(instrs: list[Instr]) -> None:
+        read, written = (read_slot(text, ("MB",)) for text in (source, target))
+        copy = Instr(op="copy", node="copy", stream="compute", reads=(read,), writes=(written,))
+        instrs.insert(find(instrs, *before), copy)
 
     return edit
 
@@ -168,56 +192,56 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "another field": (
         weighted,
         2,
-        changing("load", "y MB=0", arg="x"),
+        changing("load", "y MB=0", payload=labels(name="x")),
         "F[PP=2 MB=0] reads batch.y@2,3[MB=0], which holds field x on MB=0; it should hold field y on MB=0",
     ),
     "another microbatch of a field": (
         weighted,
         2,
-        changing("load", "y MB=0", part=MB1),
+        changing("load", "y MB=0", payload=labels(part=MB1)),
         "F[PP=2 MB=0] reads batch.y@2,3[MB=0], which holds field y on MB=1; it should hold field y on MB=0",
     ),
     "a microbatch that does not exist": (
         weighted,
         2,
-        changing("load", "y MB=0", part=(("MB", 2),)),
+        changing("load", "y MB=0", payload=labels(part=(("MB", 2),))),
         "load[y MB=0 @2,3] loads a microbatch that does not exist, (('MB', 2),)",
     ),
     "the samples of other devices": (
         weighted,
         2,
-        changing("load", "y MB=0", devices=(3, 2)),
+        changing("load", "y MB=0", payload=labels(devices=(3, 2))),
         "which holds field y on MB=0, on device 2 of cells 1-1; "
         "it should hold field y on MB=0, on device 2 of cells 0-0",
     ),
     "devices that do not load": (
         weighted,
         2,
-        changing("load", "y MB=0", devices=(0, 1)),
+        changing("load", "y MB=0", payload=labels(devices=(0, 1))),
         "load[y MB=0 @2,3] loads the samples of devices that it does not run on",
     ),
     "another chunk": (
         pipeline,
         2,
-        changing("compute", "F[PP=1 MB=0]", arg="F PP=0"),
-        "F[PP=1 MB=0] runs 'F PP=0', which this device must not run",
+        changing("compute", "F[PP=1 MB=0]", payload=forward("PP=0")),
+        "F[PP=1 MB=0] runs F[PP=0 MB=0], which this device must not run",
     ),
     "no chunk": (
         pipeline,
         2,
-        changing("compute", "F[PP=1 MB=0]", arg="F PP=7"),
-        "F[PP=1 MB=0] runs 'F PP=7', which this device must not run",
+        changing("compute", "F[PP=1 MB=0]", payload=forward("PP=7")),
+        "F[PP=1 MB=0] runs F[PP=7 MB=0], which this device must not run",
     ),
     "no phase": (
         pipeline,
         2,
-        changing("compute", "F[PP=1 MB=0]", arg="X PP=1"),
-        "F[PP=1 MB=0] runs 'X PP=1', which this device must not run",
+        changing("compute", "F[PP=1 MB=0]", payload=None),
+        "F[PP=1 MB=0] runs nothing, which this device must not run",
     ),
     "a compute on a microbatch that does not exist": (
         pipeline,
         2,
-        changing("compute", "F[PP=1 MB=0]", part=(("MB", 5),)),
+        changing("compute", "F[PP=1 MB=0]", payload=forward("PP=1", (("MB", 5),))),
         "F[PP=1 MB=0] runs on a microbatch that does not exist, (('MB', 5),)",
     ),
     "too few reads": (
@@ -248,19 +272,19 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "rows that cut a cell": (
         pipeline,
         0,
-        changing("send", "out0[MB=0]", arg="0:1/2"),
+        changing("send", "out0[MB=0]", payload=Rows(start=0, stop=1, of=2)),
         "takes rows 0:1/2 of output 0 of PP=0 on MB=0, which cannot be cut there",
     ),
     "a cut through parameters": (
         pipeline,
         0,
-        changing("send", "out0[MB=0]", arg="0:1/2", reads=("PP=0/0.param",)),
+        changing("send", "out0[MB=0]", payload=Rows(start=0, stop=1, of=2), reads=("PP=0/0.param",)),
         "takes rows 0:1/2 of the old parameters of PP=0/0, which cannot be cut there",
     ),
     "other rows": (
         unequal,
         0,
-        changing("send", "PP=0.out0[MB=0] @0 -> @1,2", arg="1:2/2"),
+        changing("send", "PP=0.out0[MB=0] @0 -> @1,2", payload=Rows(start=1, stop=2, of=2)),
         "F[PP=1 MB=0] reads PP=0.out0@1,2[MB=0], which holds output 0 of PP=0 on MB=0, on device 1 of cells "
         "2-3; it should hold output 0 of PP=0 on MB=0, on device 1 of cells 0-1",
     ),
@@ -301,8 +325,8 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "a loss added to a gradient": (
         pipeline,
         2,
-        changing("accumulate", "F[PP=1 MB=1] into loss", arg=GRAD),
-        "adds PP=1.out0[MB=1], which holds output 0 of PP=1 on MB=1, to loss",
+        changing("accumulate", "F[PP=1 MB=1] into loss", reads=("PP=1.out0[MB=1]", GRAD), writes=(GRAD,)),
+        "adds PP=1.out0[MB=1], which holds output 0 of PP=1 on MB=1, to PP=1/0.grad",
     ),
     "a loss added to what is no sum": (
         weighted,
@@ -310,7 +334,13 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         changing(
             "accumulate", "F[PP=2 MB=1] into loss", reads=("PP=2.out0[MB=1]", "weight"), writes=("weight",)
         ),
-        "reads weight, which holds the sum of the weight; it should hold the sum of the loss",
+        "adds PP=2.out0[MB=1], which holds output 0 of PP=2 on MB=1, to weight",
+    ),
+    "a sum that holds another sum": (
+        weighted,
+        2,
+        copied("weight", "loss", before=("accumulate", "F[PP=2 MB=1] into loss")),
+        "reads loss, which holds the sum of the weight; it should hold the sum of the loss",
     ),
     "a norm that counts a gradient twice": (
         pipeline,
@@ -370,19 +400,23 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "rows counted for a chunk without experts": (
         experts,
         0,
-        changing("counts", "PP=0 EP=0 route MB=0", arg="PP=0"),
+        changing("counts", "PP=0 EP=0 route MB=0", payload=Routing(run=forward("PP=0"))),
         "counts the rows of PP=0, which has no divided experts here",
     ),
     "rows moved for a chunk without experts": (
         experts,
         0,
-        changing("exchange", "F[PP=0 EP=0 route MB=0]", arg="out PP=0"),
-        "moves rows for 'out PP=0', which must not happen here",
+        changing("exchange", "F[PP=0 EP=0 route MB=0]", payload=Routing(run=forward("PP=0"))),
+        "moves rows out for F[PP=0 MB=0], which must not happen here",
     ),
     "rows moved back instead of out": (
         experts,
         0,
-        changing("exchange", "F[PP=0 EP=0 route MB=0]", arg="back PP=0 EP=0 route"),
+        changing(
+            "exchange",
+            "F[PP=0 EP=0 route MB=0]",
+            payload=Routing(run=forward("PP=0 EP=0 route"), outward=False),
+        ),
         "F[PP=0 EP=0 route MB=0] reads PP=0.out0[MB=0], which holds output 0 of PP=0 on MB=0; it should hold "
         "the gradient of output 0 of PP=0 EP=0 route on MB=0 from input 0 of PP=0 EP=0",
     ),
@@ -404,7 +438,7 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "a gather of no bucket": (
         pipeline,
         0,
-        changing("gather", "for update", arg="PP=1/0"),
+        changing("gather", "for update", payload=OfBucket(bucket="PP=1/0")),
         "gathers 'PP=1/0', of which this device holds nothing",
     ),
     "a gather from another slot": (
@@ -428,13 +462,13 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "a reduction into another bucket": (
         experts,
         0,
-        changing("reduce_scatter", "PP=1/0 after B[PP=1 MB=0]", arg="PP=0/0"),
+        changing("reduce_scatter", "PP=1/0 after B[PP=1 MB=0]", payload=OfBucket(bucket="PP=0/0")),
         "reads PP=1/0.g[MB=0], which holds gradients of pre.1; it should hold gradients of pre.0",
     ),
     "a reduction of no bucket": (
         pipeline,
         0,
-        changing("reduce_scatter", "PP=0/0", arg="PP=1/0"),
+        changing("reduce_scatter", "PP=0/0", payload=OfBucket(bucket="PP=1/0")),
         "scatters 'PP=1/0', of which this device holds nothing",
     ),
     "a reduction that adds to another slot": (
@@ -567,7 +601,8 @@ def test_microbatches_in_another_order_leave_another_buffer() -> None:
 def test_a_second_run_that_writes_buffers() -> None:
     def repeat(instrs: list[Instr]) -> None:
         place = find(instrs, "compute", "F[PP=1 MB=0]")
-        instrs.insert(place + 1, replace(instrs[place], node="R[PP=1 MB=0]"))
+        run = Pass(phase="F", chunk="PP=1", part=MB0, again=True)
+        instrs.insert(place + 1, replace(instrs[place], node="R[PP=1 MB=0]", payload=run))
 
     assert "R[PP=1 MB=0] runs a second time and writes buffers a second time" in said(weighted(), (0, repeat))
 
@@ -585,7 +620,7 @@ def test_operations_that_differ_between_devices() -> None:
 
 
 def test_a_collective_about_different_things() -> None:
-    edit = changing("all_reduce", "after tied", arg="shared@PP=1")
+    edit = changing("all_reduce", "after tied", payload=OfBucket(bucket="shared@PP=1"))
     wanted = (
         "reduce[shared@PP=0 after tied] is about different things on its devices: shared@PP=0 and shared@PP=1"
     )
@@ -627,21 +662,32 @@ def test_shards_of_which_some_are_not_updated() -> None:
 
 
 def test_a_reduction_of_a_slot_that_was_overwritten() -> None:
-    def overwrite(instrs: list[Instr]) -> None:
-        copy = Instr(op="copy", node="copy", stream="compute", reads=("PP=1.din0[MB=1]",), writes=(GRAD,))
-        instrs.insert(find(instrs, "all_reduce", "PP=1/0"), copy)
-
     wanted = (
         "reduce[PP=1/0 after B[PP=1 MB=1]] reads PP=1/0.grad, which holds the gradient of output 0 of PP=0 on "
         "MB=1 from input 0 of PP=1; it should hold gradients of stages.1.0"
     )
-    assert wanted in said(pipeline(), (2, overwrite))
+    assert wanted in said(pipeline(), (2, copied("PP=1.din0[MB=1]", GRAD, before=("all_reduce", "PP=1/0"))))
 
 
 def with_bucket(plans: Plans, name: str, **fields: object) -> Plans:
     """Return plans with one bucket changed."""
     changed: Bucket = replace(plans.buckets[name], **fields)  # type: ignore[arg-type]
     return replace(plans, buckets={**plans.buckets, name: changed})
+
+
+def divided(plans: Plans, name: str, sharding: Sharding) -> Plans:
+    """Return plans with the pieces of one bucket said to be divided in another way."""
+    pieces = tuple(replace(piece, sharding=sharding) for piece in plans.buckets[name].pieces)
+    return with_bucket(plans, name, pieces=pieces)
+
+
+def with_buffer(plans: Plans, name: str, **fields: object) -> Plans:
+    """Return plans with one buffer held in another way by the first program that has it."""
+    slot = SlotId("buffer", name)
+    place, plan = next((i, plan) for i, plan in enumerate(plans) if slot in plan.residents)
+    held: Slot = replace(plan.residents[slot], **fields)  # type: ignore[arg-type]
+    edited = replace(plan, residents={**plan.residents, slot: held})
+    return replace(plans, plans=(*plans.plans[:place], edited, *plans.plans[place + 1 :]))
 
 
 TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
@@ -689,8 +735,18 @@ TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
     ),
     "ways": (
         experts,
-        lambda plans: with_bucket(plans, "PP=0/0", ways=2),
+        lambda plans: divided(plans, "PP=0/0", Sharding(ways=2)),
         "PP=0/0 is divided over 2 devices; its experts are not",
+    ),
+    "a dimension": (
+        experts,
+        lambda plans: divided(plans, "PP=0 EP=0/0", Sharding(axis=1, ways=2)),
+        "PP=0 EP=0/0 holds experts.0 in 2 parts along dimension 1; it should be in 2 parts along dimension 0",
+    ),
+    "a buffer": (
+        weighted,
+        lambda plans: with_buffer(plans, "fixed", sharding=Sharding(ways=2), placed=(0, 1)),
+        "PP=1 finds buffer.fixed in 2 parts along dimension 0 over 0,1; it should be whole",
     ),
     "groups": (
         experts,

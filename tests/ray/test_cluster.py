@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from inspect import cleandoc
@@ -15,17 +16,19 @@ import torch
 pytest.importorskip("ray")
 
 import ray
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
 from piper.api import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
-from piper.launchers.crew import CrewRun
+from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import launch_inline
-from piper.launchers.ray import RayCrew, launch_ray
+from piper.launchers.ray import RayWorkerGroup, launch_ray
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
+from tests.launchers.family import family
 from tests.launchers.sabotage import Sabotaged
 from tests.ray.test_own import exposed, listening
 from tests.runtime.grid import Cell, batches, job
@@ -50,14 +53,14 @@ def two_nodes() -> Iterator[None]:
     nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
-def crew_of(run: object) -> RayCrew:
-    assert isinstance(run, CrewRun)
-    assert isinstance(run.crew, RayCrew)
-    return run.crew
+def group_of(run: object) -> RayWorkerGroup:
+    assert isinstance(run, RemoteRun)
+    assert isinstance(run.group, RayWorkerGroup)
+    return run.group
 
 
-def pids_of(run: CrewRun) -> list[int]:
-    return [home.process for home in crew_of(run).homes.values()]
+def pids_of(run: RemoteRun) -> list[int]:
+    return [home.process for home in group_of(run).locations.values()]
 
 
 def gone(pids: list[int]) -> bool:
@@ -74,7 +77,7 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
         wanted = [run.step(batch) for batch in batches(CELL, 2)]
         state = run.state_dict()
     with launch_ray(program) as run:
-        assert len({home.node for home in crew_of(run).homes.values()}) == 2
+        assert len({home.node for home in group_of(run).locations.values()}) == 2
         assert [run.step(batch) for batch in batches(CELL, 2)] == wanted
         assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
         pids = pids_of(run)
@@ -84,12 +87,11 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
 
 def failing(program: ProgramLike, options: Options) -> str:
     with launch_ray(program, options) as run:
-        pids, marks = pids_of(run), [home.marks for home in crew_of(run).homes.values()]
+        pids = pids_of(run)
         with pytest.raises(WorkerError) as caught:
             for batch in batches(PAIR, 2):
                 run.step(batch)
     assert gone(pids)
-    assert not any(Path(path).exists() for path in marks)
     return re.sub(r"process \d+", "process N", str(caught.value))
 
 
@@ -105,7 +107,9 @@ def test_a_killed_actor(two_nodes: None, pair: Program) -> None:
 
 
 def test_a_stopped_actor(two_nodes: None, pair: Program) -> None:
-    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.stop), Options(timeout=5))
+    began = time.monotonic()
+    text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.stop), Options(timeout=150))
+    assert time.monotonic() - began < 100, "nobody waits for the timeout"
     assert text.startswith("device 1 (process N): the process is stopped by a signal\n")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in text
 
@@ -123,6 +127,47 @@ def test_an_actor_that_is_killed_between_steps(two_nodes: None, pair: Program) -
         with pytest.raises(WorkerError, match=r"^device 0 \(process \d+\): the process died"):
             run.step(batches(PAIR, 1)[0])
     assert gone(pids)
+
+
+DRIVER = """
+import sys, time
+import ray
+from piper.api import compile
+from piper.launchers.ray import launch_ray, loopback
+from tests.ray.test_cluster import PAIR
+from tests.runtime.grid import batches, job
+with loopback():
+    ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+with launch_ray(compile(job(PAIR))) as run:
+    run.step(batches(PAIR, 1)[0])
+    print(*[home.process for home in run.group.locations.values()], flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_nothing_in_a_cluster(two_nodes: None) -> None:
+    """Neither actors nor placement groups, though the cluster goes on."""
+    root = Path(__file__).parents[2]
+    with family() as drivers:
+        address = ray.get_runtime_context().gcs_address
+        driver = drivers.start(
+            [sys.executable, "-c", DRIVER, address], env={**os.environ, "PYTHONPATH": str(root)}
+        )
+        assert driver.stdout is not None
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 2, driver.communicate(timeout=30)[1]
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(driver.pid, signal.SIGKILL)
+        assert gone(pids)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and any(map(held, ray.util.placement_group_table().values())):
+            time.sleep(0.2)
+        assert not any(map(held, ray.util.placement_group_table().values()))
+        assert not [actor for actor in actors().values() if actor["State"] != "DEAD"]
+
+
+def held(group: dict[str, str]) -> bool:
+    return group["state"] != "REMOVED"
 
 
 def test_no_room(two_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:

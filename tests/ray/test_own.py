@@ -1,5 +1,10 @@
 """A Ray of our own: it listens on this machine only and ends with the run."""
 
+import os
+import signal
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +14,11 @@ pytest.importorskip("ray")
 import ray
 
 from piper.api import compile
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
+from tests.launchers.family import family
 from tests.runtime.grid import Cell, batches, job
+
+ROOT = Path(__file__).parents[2]
 
 CELL = Cell(case="mlp", schedule="1f1b", dp=1)
 LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:")  # 127.0.0.1, in both families
@@ -42,3 +50,43 @@ def test_a_ray_of_our_own_is_on_loopback_and_ends() -> None:
         folder = Path(ray.get_runtime_context().get_temp_dir())
     assert not ray.is_initialized()
     assert not folder.exists()
+
+
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+import ray
+from piper.api import compile
+from piper.launchers.launch import launch
+from tests.ray.test_own import CELL
+from tests.runtime.grid import batches, job
+with launch(compile(job(CELL)), "ray") as run:
+    run.step(batches(CELL, 1)[0])
+    pids = [home.process for home in run.group.locations.values()]
+    print(ray.get_runtime_context().get_temp_dir(), *pids, flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_driver_that_is_killed_leaves_nothing() -> None:
+    """No process, no folder, and no file of its workers, even if one of them is stopped."""
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("piper-*"))
+    with family() as drivers:
+        driver = drivers.start([sys.executable, "-c", DRIVER], env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert driver.stdout is not None
+        words = driver.stdout.readline().split()
+        assert len(words) == 3, driver.communicate(timeout=30)[1]
+        folder, pids = Path(words[0]), [int(word) for word in words[1:]]
+        assert folder.exists()
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(driver.pid, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while time.monotonic() < until and (folder.exists() or drivers.members()):
+            time.sleep(0.2)
+        assert not folder.exists()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert drivers.members() == []
+    assert set(temporary.glob("piper-*")) <= before

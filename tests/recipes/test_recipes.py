@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import piper
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from piper.recipe import import_file, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

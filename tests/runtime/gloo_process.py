@@ -7,7 +7,8 @@ from typing import cast
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from piper.launchers.channel import Channel, ClosedError
+from piper.launchers.transport.channel import Channel, ClosedError
+from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
@@ -24,10 +25,10 @@ def main(descriptors: Sequence[int]) -> int:
     channel = Channel(socket.socket(fileno=descriptors[0]))
     while True:
         try:
-            device, plans, timeout, port, number, work = cast(Task, channel.recv())
+            device, plans, timeout, port, number, work = cast(Task, unpack(cast(bytes, channel.recv())))
         except ClosedError:
             return 0
         wait = timedelta(seconds=30)
         store = TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=wait)
         comms = GlooComms(plans, device, PrefixStore(str(number), store), HOST, timeout)
-        channel.send(work(device, comms))
+        channel.send(pack(work(device, comms)))

@@ -20,7 +20,8 @@ from piper.capture.differentiate import Captured, differentiate
 from piper.capture.trace import Traced, trace
 from piper.collector import no_collection
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import Launch, Numbers, Report, check, numbers
+from piper.runtime.check import Numbers, Report, check, numbers
+from piper.runtime.localise import Launch
 from piper.runtime.reference import Reference
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, case_of, job

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from piper.api import Program
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import check, differences, distance, relative
+from piper.runtime.check import check
+from piper.runtime.distance import differences, distance, relative
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
@@ -112,7 +113,7 @@ def test_check_says_no_to_a_small_difference_a_nan_and_a_missing_name(
         with launch_inline(given, options) as run:
             yield Wrong(run=run, scale=scale, without=without)
 
-    report = check(program, launch, batches(Cell(case="mlp", schedule="none", dp=2), 1))  # type: ignore[arg-type]
+    report = check(program, launch, batches(Cell(case="mlp", schedule="none", dp=2), 1))
     assert report.ok is ok
     assert ok or not report.max_grad_diff <= 9e-7 or math.isnan(scale)
     assert (report.first_bad is None) is ok

@@ -5,15 +5,17 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.launchers.channel import Channel
-from piper.launchers.nursery import nursery
-from piper.launchers.store import LOOPBACK, store_on
+from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.transport.channel import Channel
+from piper.launchers.transport.fork_server import fork_server
+from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
@@ -40,7 +42,7 @@ def processes() -> Iterator[Everyone]:
     """Run a function on every device at once, each a process."""
     numbers = itertools.count()
     with ExitStack() as held:
-        forks = held.enter_context(nursery("tests.runtime.gloo_process"))
+        forks = held.enter_context(fork_server("tests.runtime.gloo_process"))
         store = store_on(LOOPBACK)
         channels: list[Channel] = []
         for _ in DEVICES:
@@ -52,8 +54,8 @@ def processes() -> Iterator[Everyone]:
         def run(work: Callable[[int, Comms], object]) -> list[object]:
             number = next(numbers)
             for device, channel in enumerate(channels):
-                channel.send((device, PLANS, TIMEOUT, store.port, number, work))
-            return [channel.recv() for channel in channels]
+                channel.send(pack((device, PLANS, TIMEOUT, store.port, number, work)))
+            return [unpack(cast(bytes, channel.recv())) for channel in channels]
 
         yield run
 

@@ -6,7 +6,7 @@ import pytest
 
 from piper.api import compile
 from piper.capture.inductor import Compiled
-from piper.launchers.start import launcher
+from piper.launchers.launch import launcher
 from piper.runtime.check import check
 from tests.runtime.grid import Cell, batches, job
 

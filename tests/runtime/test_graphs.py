@@ -17,7 +17,7 @@ from piper.errors import ConfigError
 from piper.ids import Pass
 from piper.ir.chunk import Chunk
 from piper.ir.select import at
-from piper.launchers.start import by_host, launch
+from piper.launchers.launch import by_host, launch
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.runtime import compute

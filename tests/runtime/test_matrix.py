@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from piper.launchers.local import launch_local
-from piper.launchers.nursery import Nursery, nursery
+from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, case_of
@@ -78,8 +78,8 @@ def test_cell(shared: Shared, cell: Cell) -> None:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Nursery]:
-    with nursery() as made:
+def forks() -> Iterator[ForkServer]:
+    with fork_server() as made:
         yield made
 
 
@@ -100,6 +100,6 @@ def cells_on_processes() -> list[Cell]:
         for cell in cells_on_processes()
     ],
 )
-def test_processes(forks: Nursery, shared: Shared, cell: Cell) -> None:
+def test_processes(forks: ForkServer, shared: Shared, cell: Cell) -> None:
     report = shared.check(cell, lambda program, options: launch_local(program, options, forks))
     assert report.ok, report

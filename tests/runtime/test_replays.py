@@ -16,8 +16,8 @@ from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.launchers.madeup import made_up
-from piper.launchers.restoring import load_state
+from piper.launchers.restoring import read_state
+from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor
@@ -63,7 +63,7 @@ KERNELS_ALONE: Mapping[Op, Kernel] = {**KERNELS, "recv": arriving}
 
 def plain(program: Program, device: int = 0) -> Worker:
     comms = AloneComms(program.plans, device)
-    initial = made_up(program.job, program.outline)
+    initial = synthetic_weights(program.job, program.outline)
     return Worker(setup_of(program), device, comms, initial, Options(streams=False), kernels=KERNELS_ALONE)
 
 
@@ -139,7 +139,8 @@ def test_a_checkpoint_is_loaded_after_the_capture(monkeypatch: pytest.MonkeyPatc
         other.step(batch)
     assert executor.graph is not None
     for worker in (one, other):
-        load_state(worker, tmp_path / "step-2")
+        for adopt in read_state(worker, tmp_path / "step-2"):
+            adopt()
     assert executor.graph is None
     for batch in given:
         assert other.step(batch) == one.step(batch)

@@ -153,7 +153,7 @@ def test_what_no_gradient_reaches_is_left_alone() -> None:
 
 
 class Counting(nn.Module):
-    """Multiplies by a copy of a buffer, and then changes the buffer in place."""
+    """Multiplies by what it makes of a buffer, more numbers than the buffer has, and then changes the buffer."""
 
     seen: Tensor
 
@@ -164,19 +164,23 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with piper.annotate("PP"):
-            y = self.w * x * self.seen.clone()
+            y = (self.w * x) * (self.seen * torch.ones(8, dtype=x.dtype))
             self.seen.add_(1.0)
-            return y
+            return y.mean(-1)
 
 
-def test_a_backward_sees_the_buffer_that_its_forward_saw() -> None:
-    """The parts of a step see 2, 3 and then 4, 5: the gradients are 3 * 2.5 and 3 * 4.5."""
-    batch = {"x": torch.full((2,), 3.0)}
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "made again"])
+def test_a_backward_sees_the_buffer_that_its_forward_saw(again: bool) -> None:
+    """The parts of a step see 2, 3 and then 4, 5: the gradients are 3 * 2.5 and 3 * 4.5.
+
+    Where the factors are made again, they are made of what the buffer held before it was overwritten.
+    """
+    batch = {"x": torch.full((2, 8), 3.0)}
     job = Job(
         model=Counting,
         loss=mean,
         data=lambda: [batch],
-        strategy=[piper.split(piper.at(), parts=2)],
+        strategy=[piper.split(piper.at(), parts=2), *([piper.remat(piper.at(), 0)] if again else [])],
         optimizer=sgd,
         precision="fp64",
     )
@@ -216,6 +220,28 @@ def test_a_copy_that_no_backward_reaches_gets_the_sum_and_adds_nothing() -> None
     with launch_inline(compile(job)) as run:
         assert [run.step(batch).loss for _ in range(2)] == [2.5, -2.5]
         assert run.state_dict()["w"].item() == -3.0
+
+
+class Quiet(nn.Module):
+    """Adds ten times what it computes where autograd does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            with torch.no_grad():
+                aside = 10 * x * self.w
+            return x * self.w + aside
+
+
+def test_no_gradient_goes_through_what_runs_without_grad() -> None:
+    batch = {"x": torch.full((2,), 2.0)}
+    job = Job(model=Quiet, loss=mean, data=lambda: [batch], optimizer=sgd, precision="fp64")
+    with launch_inline(compile(job), Options(keep_gradients=True)) as run:
+        assert run.step(batch).loss == 22.0
+        assert run.gradients()["w"].item() == 2.0
 
 
 def test_an_optimizer_is_fused_only_where_that_was_left_open() -> None:

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from piper.api import Program, compile
+from piper.directives import replicate, split
 from piper.errors import ConfigError, WorkerError
 from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.plan.memory import timeline
 from piper.runtime.check import check
@@ -205,6 +207,13 @@ def test_dropout_draws_anew_for_each_step_part_and_replica() -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
     kept = math.fsum((value != 0).double().mean().item() for value in seen) / len(seen)
     assert 0.6 < kept < 0.9  # dropout of a quarter
+
+
+def test_dropout_draws_by_the_slice_of_the_samples_on_devices_in_any_order() -> None:
+    cell = Cell(case="dropout", dp=2, parts=2, rows=4)
+    strategy = [replicate(at(PP=0), [1, 0]), replicate(at(PP=1), [3, 2], zero=2), split(at(), parts=2)]
+    report = check(compile(job(cell, strategy=strategy)), launch_inline, batches(cell, 2))
+    assert report.ok, report
 
 
 def test_a_batch_of_another_shape_is_refused() -> None:

@@ -229,3 +229,8 @@ def test_stages_per_rank_that_a_schedule_cannot_have(name: str, needs: int, inst
         f"  needs: stages_per_rank={needs}\n"
         f"  hint:  leave stages_per_rank out, or use {instead}"
     )
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 2), (3, 2), (4, 2), (4, 3), (4, 4), (5, 3)])
+def test_few_microbatches_go_through_a_v_as_if_each_were_alone(ranks: int, microbatches: int) -> None:
+    assert makespan(grid_for("zbv", ranks, microbatches)) == 3 * ranks + 4 * microbatches - 1

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
-from piper.plan.instr import Instr, Op
+from piper.plan.instr import Adding, Instr, Op
 from piper.plan.plan import Plan, Plans, Slot
 from piper.simulate.account import account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
@@ -114,12 +115,22 @@ def test_what_was_not_measured_is_worked_out() -> None:
 
 def profile_of(*devices: tuple[Times, ...]) -> Profile:
     """Two computations, and a sum that waits for an event of theirs, on every device."""
+    backward, total = Pass(phase="B", chunk="PP=0"), SlotId("loss")
     instrs = (
-        Instr(op="compute", node="F[PP=0]", stream="compute", arg="F PP=0"),
-        Instr(op="compute", node="B[PP=0]", stream="compute", arg="B PP=0", signals=0),
-        Instr(op="accumulate", node="a", stream="other", waits=(0,), writes=("x",)),
+        Instr(op="compute", node="F[PP=0]", stream="compute", payload=Pass(phase="F", chunk="PP=0")),
+        Instr(op="compute", node="B[PP=0]", stream="compute", payload=backward, signals=0),
+        Instr(
+            op="accumulate",
+            node="a",
+            stream="other",
+            waits=(0,),
+            writes=(total,),
+            payload=Adding(run=backward),
+        ),
     )
-    plan = Plan(devices=tuple(range(len(devices))), instrs=instrs, slots={"x": Slot(nbytes=8)}, residents={})
+    plan = Plan(
+        devices=tuple(range(len(devices))), instrs=instrs, slots={total: Slot(nbytes=8)}, residents={}
+    )
     return Profile(
         plans=Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False),
         tracks=tuple(Track(device=number, steps=(rows,)) for number, rows in enumerate(devices)),
@@ -179,3 +190,16 @@ def test_an_instruction_touches_what_it_reads_and_writes() -> None:
     slots = {"a": Slot(nbytes=1, shares=(("s", 4),)), "b": Slot(nbytes=16)}
     plan = Plan(devices=(0,), instrs=(ins,), slots=slots, residents={"w": Slot(nbytes=64)})
     assert touched(plan, ins) == 1 + 4 + 16 + 64
+
+
+def test_what_waited_for_another_stream_counts_from_its_end() -> None:
+    """The second of its stream could start at 6, when the other stream's event came, and did at 7."""
+    instrs = (
+        Instr(op="compute", node="F[PP=0]", stream="compute", arg="F PP=0"),
+        Instr(op="accumulate", node="a", stream="other", writes=("x",), signals=0),
+        Instr(op="compute", node="B[PP=0]", stream="compute", arg="B PP=0", waits=(0,)),
+    )
+    profile = profile_of(((0.0, 4.0, 1.0), (0.0, 6.0, 1.0), (7.0, 9.0, 1.0)))
+    plan = replace(profile.plans.plans[0], instrs=instrs)
+    found = calibrate(replace(profile, plans=replace(profile.plans, plans=(plan,))))
+    assert (found.gap, found.wake) == (0.0, 1.0)

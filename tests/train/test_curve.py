@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import piper
-from piper.launchers.start import launch
+from piper.launchers.launch import launch
 from piper.recipe import load_recipe
 from tests.recipes.test_recipes import RECIPES
 

@@ -81,7 +81,7 @@ def told(out: Path) -> list[dict[str, float]]:
 
 
 def interfere(process: subprocess.Popen[str], out: Path, rng: random.Random) -> str:
-    """Wait for a random moment, then kill the driver, the nursery or a worker."""
+    """Wait for a random moment, then kill the driver, the fork server or a worker."""
     before, wanted = len(told(out)), rng.randint(0, 3)
     until = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < until:

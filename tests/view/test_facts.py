@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from piper.plan.text import read_plans, show_plans
 from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern
 from piper.view.report import page
-from piper.view.subject import Said, said_by, tags_by_name
+from piper.view.subject import Said, said_by
 from tests.view.scenes import again, deep, demo, measured
 
 
@@ -130,8 +131,7 @@ def test_a_strategy_is_read_back_from_a_run() -> None:
     )
 
 
-def test_tags_are_read_off_the_names_of_chunks() -> None:
+def test_plans_know_the_tags_of_their_chunks() -> None:
     subject = demo()
-    assert {name: tags[:1] for name, tags in tags_by_name(subject.plans).items()} == {
-        name: tags[:1] for name, tags in subject.tags.items() if not name.endswith("route")
-    }
+    back = read_plans(show_plans(subject.plans))
+    assert {name: chunk.tags for name, chunk in back.chunks.items()} == subject.tags

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from piper.ids import SlotId
+from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr
 from piper.plan.memory import Ledger
 from piper.plan.ops import OPS
@@ -47,12 +48,10 @@ class Releases:
 
     def __init__(self, plan: Plan, lag: int = LAG) -> None:
         self.plan, self.lag = plan, lag
-        names = {name: i for i, name in enumerate(dict.fromkeys(ins.stream for ins in plan.instrs))}
-        self.lane = [names[ins.stream] for ins in plan.instrs]  # the stream of each place, by number
-        self.known = [[-1] * len(names) for _ in names]  # by stream: how far it knows each to have come
-        self.after: list[tuple[int, ...]] = []  # the same, at the end of each instruction
+        self.clock = StreamClock(ins.stream for ins in plan.instrs)
+        self.lane = self.clock.lane  # the stream of each place, by number
         self.maker: dict[SlotId, int] = {}  # slot -> the stream that took its memory
-        self.parked: list[list[Parked]] = [[] for _ in names]  # by the stream that they go back to
+        self.parked: list[list[Parked]] = [[] for _ in range(self.clock.count)]  # by their stream
         self.signalled: dict[int, int] = {}  # event -> place
 
     def run(self) -> list[Handling]:
@@ -62,7 +61,7 @@ class Releases:
     def _handle(self, place: int, ins: Instr) -> Handling:
         lane, found = self.lane[place], Handling()
         for event in ins.waits:
-            self._learn(lane, self.signalled[event])
+            self.clock.learn(lane, self.signalled[event])
         self._unpark(lane, ins, found)
         for slot in ins.writes:
             self.maker.setdefault(slot, lane)
@@ -73,8 +72,7 @@ class Releases:
             else:
                 found.parks.append(slot)
                 self.parked[maker].append(Parked(slot=slot, place=place))
-        self.known[lane][lane] = place
-        self.after.append(tuple(self.known[lane]))
+        self.clock.issue(place)
         if ins.signals is not None:
             self.signalled[ins.signals] = place
         return found
@@ -88,25 +86,19 @@ class Releases:
             late: dict[int, int] = {}  # other stream -> the last place of it to wait for
             for slot in self.parked[lane]:
                 other = self.lane[slot.place]
-                if slot.age >= self.lag and self.known[lane][other] < slot.place:
+                if slot.age >= self.lag and not self.clock.knows(lane, slot.place):
                     late[other] = slot.place  # they are in the order of their places
             for place in sorted(late.values()):
                 found.waits.append(place)
-                self._learn(lane, place)
+                self.clock.learn(lane, place)
         left = []
         for slot in self.parked[lane]:
-            if self.known[lane][self.lane[slot.place]] >= slot.place:
+            if self.clock.knows(lane, slot.place):
                 found.drops.append(slot.slot)
             else:
                 slot.age += works
                 left.append(slot)
         self.parked[lane] = left
-
-    def _learn(self, lane: int, place: int) -> None:
-        """A stream has waited for an instruction of another, and so for all that one knew of."""
-        mine = self.known[lane]
-        for other, reached in enumerate(self.after[place]):
-            mine[other] = max(mine[other], reached)
 
 
 def releases(plan: Plan, lag: int = LAG) -> list[Handling]:

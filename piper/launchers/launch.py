@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from piper.errors import ConfigError
-from piper.launchers.accelerator import crowded
 from piper.launchers.base import Run
-from piper.launchers.crew import devices_of
-from piper.launchers.world import world_here
+from piper.launchers.driver import devices_of
+from piper.launchers.processes import rank_environment
+from piper.launchers.worker_server import crowded
 from piper.runtime.cuda.static import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
@@ -69,14 +69,14 @@ def launch(
 def launcher(
     program: ProgramLike, on: str, options: Options, *, cluster: str | None = None
 ) -> AbstractContextManager[Run]:
-    """The launcher of a name; the others are not imported."""
+    """Return the launcher of a name, without importing the others."""
     check_launcher(on)
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
-        from piper.launchers.alone import launch_alone
+        from piper.launchers.single_rank import launch_single_rank
 
-        return launch_alone(program, on, options, cluster=cluster)
+        return launch_single_rank(program, on, options, cluster=cluster)
     match on:
         case "inline":
             from piper.launchers.inline import launch_inline
@@ -104,26 +104,26 @@ def check_launcher(on: str, by: str = "launch") -> None:
 
 
 def by_host(program: ProgramLike, on: str) -> bool:
-    """Whether the devices of a program on CUDA hand each other their values through the host."""
+    """Return whether the devices of a program on CUDA exchange values through the host."""
     if program.device != "cuda" or on.startswith(ALONE):
         return False
     if on == "local":
-        world = world_here()
+        world = rank_environment()
         return crowded(len(devices_of(program.plans)) if world is None else world.nearby)
     return on == "inline"
 
 
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:
-    """Processes of our own, or those that torchrun or the like has started already."""
-    world = world_here()
+    """Return the launcher of own processes, or of those that torchrun or the like has started."""
+    world = rank_environment()
     if world is None:
         from piper.launchers.local import launch_local
 
         return launch_local(program, options)
     if world.leads:
-        from piper.launchers.joined import launch_joined
+        from piper.launchers.torchrun import launch_torchrun
 
-        return launch_joined(program, options, world)
-    from piper.launchers.follower import launch_follower
+        return launch_torchrun(program, options, world)
+    from piper.launchers.torchrun_worker import launch_torchrun_worker
 
-    return launch_follower(program, world)
+    return launch_torchrun_worker(program, world)

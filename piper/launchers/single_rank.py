@@ -7,11 +7,12 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
+from piper.ir.chunk import Outline
 from piper.launchers.base import Resumed, StepResult, Trains, result_of
-from piper.launchers.madeup import made_up
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
@@ -20,25 +21,27 @@ from piper.runtime.cuda.releases import foretold_peak
 from piper.runtime.kernels import KERNELS
 from piper.runtime.occupy import CopyEngine, Sleeper, occupied
 from piper.runtime.record import Clock, Recording
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 
+SPREAD = 0.02  # standard deviation of the elements of a matrix, as most models begin
+SAMPLE = 1_000_003  # numbers that are drawn; a prime, so that no two rows are alike
 CLUSTERS = {"cuda": "h200", "cpu": "cpu"}  # whose network is meant where none is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The most memory that a device held, beside what its plan foretold, in bytes."""
+class PeakMemory:
+    """The peak memory of a device, predicted and measured, in bytes."""
 
     planned: int  # counting in the order of issue
-    foretold: int  # with what is held while streams run side by side
+    predicted: int  # with what is held while streams run at the same time
     measured: int | None  # none on a host, which does not count
 
 
-class AloneRun(Trains):
-    """One device of a job. What it gives is a time and a peak of memory; its numbers mean nothing."""
+class SingleRankRun(Trains):
+    """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
 
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
         self.program, self.plans, self.device = program, program.plans, device
@@ -55,7 +58,7 @@ class AloneRun(Trains):
             setup,
             device,
             AloneComms(self.plans, device),
-            made_up(program.job, program.outline),
+            synthetic_weights(program.job, program.outline),
             options,
             kernels=kernels,
         )
@@ -71,58 +74,58 @@ class AloneRun(Trains):
         self.seconds.append(perf_counter() - begin)
         return result_of(self.plans, sums)
 
-    def peak(self) -> Peak:
-        """The most memory held so far, beside what was foretold."""
+    def peak(self) -> PeakMemory:
+        """Return the peak memory so far, predicted and measured."""
         plan = self.worker.env.plan
         measured = None
         if self.engine is not None:
             measured = torch.cuda.max_memory_allocated(self.setup.device) - self.engine.nbytes
-        return Peak(planned=timeline(plan).peak, foretold=foretold_peak(plan), measured=measured)
+        return PeakMemory(planned=timeline(plan).peak, predicted=foretold_peak(plan), measured=measured)
 
     def recordings(self) -> dict[int, tuple[Recording, Clock]]:
-        """When the instructions of the recorded steps ran; `profile` must be on."""
+        """Return when the instructions of the recorded steps ran; `profile` must be on."""
         recorder, same = self.worker.recorder, Clock(offset=0.0, error=0.0)
         return {} if recorder is None else {self.device: (recorder.take(), same)}
 
     def state_dict(self) -> dict[str, Tensor]:
-        raise alone("there is no full state")
+        raise single_rank_error("there is no full state")
 
     def gradients(self) -> dict[str, Tensor]:
-        raise alone("there are no gradients of a whole job")
+        raise single_rank_error("there are no gradients of a whole job")
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
-        """What every chunk returned in the last step; `keep_outputs` must be on."""
+        """Return what every chunk returned in the last step; `keep_outputs` must be on."""
         return {} if self.worker.trail is None else {self.device: self.worker.trail.kept}
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
-        raise alone("there is nothing worth saving")
+        raise single_rank_error("there is nothing worth saving")
 
     def load(self, path: Path | str) -> Resumed:
-        raise alone("a checkpoint cannot be loaded")
+        raise single_rank_error("a checkpoint cannot be loaded")
 
     def settle(self) -> None:
-        """Nothing is being saved."""
+        """Return at once: no checkpoint is written."""
 
     def close(self) -> None:
-        """End the worker's threads. Again: nothing."""
+        """End the worker's threads. Idempotent."""
         self.worker.close()
         torch.set_num_threads(self.threads_before)
 
 
-def alone(what: str) -> LaunchError:
-    """The error of asking one device for what only all have."""
+def single_rank_error(what: str) -> LaunchError:
+    """Return the error of asking one device for what only the whole job has."""
     return LaunchError(
         what,
         by="rank",
-        facts={"why": "one device runs alone, on made-up numbers"},
+        facts={"why": "one device runs alone, on synthetic numbers"},
         hint="launch the whole job: on='inline', 'local' or 'ray'",
     )
 
 
 def device_named(on: str, program: ProgramLike) -> int:
-    """The device that `rank:N` means."""
+    """Return the device that `rank:N` names."""
     known = sorted(device for plan in program.plans for device in plan.devices)
     text = on.partition(":")[2]
     if not text.isdecimal() or int(text) not in known:
@@ -136,12 +139,51 @@ def device_named(on: str, program: ProgramLike) -> int:
 
 
 @contextmanager
-def launch_alone(
+def launch_single_rank(
     program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
-) -> Iterator[AloneRun]:
+) -> Iterator[SingleRankRun]:
     """Start one device of a program in this process, and end it with the block."""
-    run = AloneRun(program, device_named(on, program), options or Options(), cluster)
+    run = SingleRankRun(program, device_named(on, program), options or Options(), cluster)
     try:
         yield run
     finally:
         run.close()
+
+
+def synthetic_weights(job: JobLike, outline: Outline) -> Initial:
+    """Return synthetic initial values: the model's own buffers, and parameters of the usual size."""
+    shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
+    buffers = buffers_alone(job)
+    drawn = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(job.seed)).mul_(SPREAD)
+
+    def initial(name: str) -> Tensor:
+        if name in buffers:
+            return buffers[name]
+        shape = shapes[name]
+        if len(shape) < 2:
+            return torch.ones(shape)  # scales of norms; a bias does not mind
+        if len(shape) > 2:  # experts, all alike: a device copies only its own
+            return spread(drawn, shape[1:]).expand(shape)
+        return spread(drawn, shape)
+
+    return initial
+
+
+def spread(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a shape that repeats the drawn numbers."""
+    size = torch.Size(shape).numel()
+    return drawn.repeat(-(-size // len(drawn)))[:size].view(shape)
+
+
+def buffers_alone(job: JobLike) -> dict[str, Tensor]:
+    """Return a model's buffers as its constructor makes them, without allocating its parameters."""
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # it may return one
+    try:
+        model = build_model(job)
+    finally:
+        hook.remove()
+    return {name: value.detach() for name, value in model.named_buffers()}

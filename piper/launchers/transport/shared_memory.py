@@ -1,9 +1,9 @@
-"""Memory that processes of one machine share, and that ends with the last of them: files without a name."""
+"""Memory that processes of one machine share: files without a name, which end with the last process."""
 
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +18,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def nameless_file(size: int) -> int:
-    """The descriptor of a new file that is in no folder, so that no process can die and leave it behind."""
+    """Return the descriptor of a new file that is in no folder and ends with its last user."""
     with tempfile.TemporaryFile(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as file:
         file.truncate(max(size, 1))
         return os.dup(file.fileno())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies in shared memory."""
 
     offset: int
@@ -34,29 +34,29 @@ class Entry:
     shape: tuple[int, ...]
 
 
-def layout(values: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """A place for each tensor, one after another."""
-    index: dict[str, Entry] = {}
+def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Return a place for each tensor, one after another."""
+    index: dict[str, TensorEntry] = {}
     offset = 0
     for name, value in values.items():
         nbytes = value.numel() * value.element_size()
-        index[name] = Entry(offset=offset, nbytes=nbytes, dtype=value.dtype, shape=tuple(value.shape))
+        index[name] = TensorEntry(offset=offset, nbytes=nbytes, dtype=value.dtype, shape=tuple(value.shape))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return index
 
 
-def extent(index: Mapping[str, Entry]) -> int:
-    """The bytes that tensors take together."""
+def extent(index: Mapping[str, TensorEntry]) -> int:
+    """Return the size of all tensors together, in bytes."""
     return max((entry.offset + entry.nbytes for entry in index.values()), default=0)
 
 
 def raw_bytes(value: Tensor) -> Tensor:
-    """A tensor's elements as bytes."""
+    """Return a tensor's elements as bytes."""
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def joined(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> Tensor:
-    """Tensors as bytes, each in its place."""
+def joined(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
+    """Return tensors as bytes, each in its place."""
     memory = torch.zeros(extent(index), dtype=torch.uint8)
     for name, entry in index.items():
         if entry.nbytes:
@@ -64,8 +64,8 @@ def joined(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> Tensor:
     return memory
 
 
-def share(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> int:
-    """Write tensors into a nameless file; its descriptor."""
+def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int:
+    """Write tensors into a nameless file. Return its descriptor."""
     size = extent(index)
     descriptor = nameless_file(size)
     with mmap.mmap(descriptor, max(size, 1)) as memory:
@@ -78,9 +78,9 @@ def share(values: Mapping[str, Tensor], index: Mapping[str, Entry]) -> int:
 
 
 class SharedValues:
-    """Tensors that another process wrote, by name. Whoever changes one changes a copy."""
+    """Tensors that another process wrote, by name. A change is private to this process."""
 
-    def __init__(self, descriptor: int, index: Mapping[str, Entry]) -> None:
+    def __init__(self, descriptor: int, index: Mapping[str, TensorEntry]) -> None:
         self.index = index
         self.memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
 
@@ -94,9 +94,9 @@ class SharedValues:
 
 
 class HeldValues:
-    """Tensors that lie one after another in memory that nobody may write to, by name."""
+    """Tensors in read-only memory, by name. Each is copied when it is read."""
 
-    def __init__(self, memory: Bytes, index: Mapping[str, Entry]) -> None:
+    def __init__(self, memory: Bytes, index: Mapping[str, TensorEntry]) -> None:
         self.memory, self.index = memory, index
 
     def __call__(self, name: str) -> Tensor:
@@ -105,23 +105,14 @@ class HeldValues:
         return raw.view(entry.dtype).view(entry.shape)
 
 
-class Marks:
-    """Where each device is in its plan: for every stream, the instruction that runs, or none.
+def new_marks(width: int) -> int:
+    """Return the descriptor of memory in which a worker marks the progress of `width` streams.
 
-    They lie in shared memory, so that they can be read when the worker that wrote them is dead or stopped.
+    It is shared, so that it can be read when the worker is dead or stopped.
     """
+    return nameless_file(8 * width)
 
-    def __init__(self, descriptor: int, devices: Iterable[int], width: int) -> None:
-        self.row = {device: i for i, device in enumerate(devices)}
-        self.width = width
-        self.cells = memoryview(mmap.mmap(descriptor, self.size(len(self.row), width))).cast("q")
 
-    @staticmethod
-    def size(devices: int, width: int) -> int:
-        """The bytes that marks take."""
-        return 8 * devices * width
-
-    def of(self, device: int) -> memoryview:
-        """One device's cells: a stream each, the number of the running instruction plus one, 0 for none."""
-        first = self.row[device] * self.width
-        return self.cells[first : first + self.width]
+def map_marks(descriptor: int) -> memoryview:
+    """Return the marks of a worker: for every stream the number of the running instruction plus one, or 0."""
+    return memoryview(mmap.mmap(descriptor, 0)).cast("q")

@@ -1,0 +1,342 @@
+"""The driver of a job: starts its workers, asks them for results, and notices when one is lost."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import wait
+from time import monotonic, sleep
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from piper.errors import WorkerError
+from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
+from piper.launchers.checkpoints import Checkpoints, Saves
+from piper.launchers.failures import Failure, JobSnapshot, blame
+from piper.launchers.messages import PATIENCE, Assignment, BatchSlicer, Call, Heartbeat, pack_setup
+from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
+from piper.launchers.transport.channel import Channel, ClosedError
+from piper.launchers.transport.shared_memory import TensorEntry, layout
+from piper.plan.divided import Share
+from piper.plan.plan import Bucket, Plans
+from piper.runtime.assemble import whole_buffers, whole_parameters
+from piper.runtime.batch import check_batch, wanted_batch
+from piper.runtime.record import Clock, Recording, compare
+from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Options, Sums
+
+POLL = 0.2  # seconds between two looks at whether anything moves
+LOSS = 5.0  # seconds by which the end of a process may follow the first error that it causes
+SETTLE = 2.0  # seconds that workers may take to reach the instruction that needs the failed worker
+STILL = 0.05  # seconds between two snapshots of the job
+LOOKS = 3  # snapshots that must agree
+
+
+class WorkerGroup(ABC):
+    """The workers of a job, one for each device."""
+
+    @abstractmethod
+    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        """Call workers, each with its argument, and return their answers. One error ends all workers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+
+
+class Readable(Protocol):
+    """An object that can be waited for."""
+
+    def fileno(self) -> int: ...
+
+
+class SocketWorkerGroup(WorkerGroup):
+    """Workers that answer over channels. A launcher adds how they are started and watched."""
+
+    grace = 0.5  # seconds by which the cause of a failure may follow its first victim
+
+    def __init__(self, program: ProgramLike, options: Options) -> None:
+        self.program, self.options = program, options
+        self.devices = devices_of(program.plans)
+        self.channels: dict[int, Channel] = {}
+        self.processes: dict[int, int] = {}  # process ids by device
+        self.marks: dict[int, memoryview] = {}  # progress of the devices on this machine
+        self.failures: list[Failure] = []
+        self.silent: set[int] = set()  # devices whose channel is closed or stuck
+        self.asked = monotonic()
+        self.waiting: set[int] = set()  # devices that work on a call, and send heartbeats while they do
+        self.heard: dict[int, float] = {}  # time of the last message of each device
+        self.seen: list[bytes] = []  # marks at the last look
+        self.stops = StopWatch()
+
+    @abstractmethod
+    def connect(
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+    ) -> None:
+        """Start a worker for every device and open its channel.
+
+        weights: the initial values, laid out as `index` says. width: the most streams of any device.
+        held: closes, once all workers are ready, what is needed only until then.
+        """
+
+    @abstractmethod
+    def assignment(
+        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
+    ) -> Assignment:
+        """Return the first message to a worker."""
+
+    def start(self) -> "RemoteRun":
+        """Start all workers, send each its assignment, and wait until all have met."""
+        program = self.program
+        weights = {} if self.options.blank else initial_tensors(program.job)
+        index, setup = layout(weights), pack_setup(setup_of(program))
+        with ExitStack() as held:
+            self.connect(weights, index, streams_of(program.plans), held)
+            for device in self.devices:
+                self.send(device, self.assignment(device, setup, weights, index))
+            self.gather(set(self.devices), max(PATIENCE, self.options.timeout))
+        return self.run(unread_values(program, weights))
+
+    def run(self, unread: dict[str, Tensor]) -> "RemoteRun":
+        """Return the run of the started workers."""
+        return RemoteRun(self.program, self, unread)
+
+    @abstractmethod
+    def ended(self) -> Mapping[int, str]:
+        """Return the devices whose process has ended, and how it ended."""
+
+    def stopped(self) -> set[int]:
+        """Return the devices whose process has been stopped by a signal for several seconds."""
+        pids = {device: self.processes[device] for device in self.marks if device in self.processes}
+        return {device for device, pid in pids.items() if self.stops.lasting(pid, stopped(pid))}
+
+    def statuses(self) -> dict[int, ProcessStatus]:
+        """Return what is known of every device's process."""
+        ended = self.ended()
+        return {
+            device: ProcessStatus(
+                process=self.processes[device],
+                running=running(self.marks.get(device, ())),
+                ended=ended.get(device),
+                stopped=device in self.marks and device not in ended and stopped(self.processes[device]),
+            )
+            for device in self.devices
+        }
+
+    def moving(self) -> bool:
+        """Return whether any device has moved on in its plan since the last call."""
+        before, self.seen = self.seen, [bytes(marks) for marks in self.marks.values()]
+        return before != self.seen
+
+    def bells(self) -> Sequence[Readable]:
+        """Return objects that become readable when a process ends."""
+        return ()
+
+    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        self.asked = monotonic()
+        for device, argument in arguments.items():
+            self.send(device, (call, argument))
+            self.heard[device] = monotonic()
+        self.waiting = set(arguments)
+        try:
+            return self.gather(self.waiting, self.options.timeout)
+        finally:
+            self.waiting = set()
+
+    def send(self, device: int, value: object) -> None:
+        """Send one message to a worker."""
+        channel = self.channels[device]
+        channel.lost = lambda: device in self.stopped()
+        try:
+            channel.send(value)
+        except (ClosedError, TimeoutError):  # it is dead or stopped, and the snapshot will show it
+            self.silent.add(device)
+            raise self.blamed() from None
+
+    def gather(self, waiting: set[int], timeout: float) -> dict[int, object]:
+        """Return the answers of these devices. Give up when none has moved for `timeout` seconds."""
+        answers: dict[int, object] = {}
+        moved = monotonic()
+        while waiting:
+            ready, before = self._ready(waiting), len(answers)
+            for device in ready:
+                answer = self._hear(device)
+                if not isinstance(answer, Heartbeat):
+                    answers[device] = answer
+                    waiting.discard(device)
+            if self.failures or self.silent or (not ready and (self.ended() or self.stopped())):
+                raise self.blamed()
+            if len(answers) > before or self.moving():
+                moved = monotonic()
+            elif monotonic() - moved > timeout + POLL:
+                raise self.blamed()
+        return answers
+
+    def _ready(self, devices: set[int], timeout: float = POLL) -> list[int]:
+        """Return the devices whose message has come. The wait ends early when a process ends."""
+        ends: dict[object, int] = {self.channels[device]: device for device in devices}
+        return [ends[end] for end in wait([*ends, *self.bells()], timeout) if end in ends]  # type: ignore[list-item]
+
+    def _hear(self, device: int) -> object:
+        try:
+            answer = self.channels[device].recv()
+        except (ClosedError, TimeoutError):
+            self.silent.add(device)
+            return None
+        self.heard[device] = monotonic()
+        if isinstance(answer, Failure):
+            self.failures.append(answer)
+        return answer
+
+    def blamed(self) -> WorkerError:
+        """Return the error that names the cause, after a moment in which the cause may show."""
+        early = monotonic() - self.asked < self.options.timeout  # then no worker was late, but one is gone
+        until = monotonic() + (max(self.grace, LOSS) if early else self.grace)
+        while monotonic() < until and not self.ended() and not self.stopped():
+            if any(failure.kind == "error" for failure in self.failures):
+                break
+            self._listen(POLL)
+        return blame(self.settled())
+
+    def _listen(self, timeout: float) -> None:
+        """Read the messages of workers that have not yet reported a failure."""
+        done = self.silent | {failure.device for failure in self.failures}
+        for device in self._ready(set(self.devices) - done, timeout):
+            self._hear(device)
+
+    def settled(self) -> JobSnapshot:
+        """Return a snapshot in which the remaining workers have reached what they need of the failed one.
+
+        Before that, which worker waits for which depends on the moment of the snapshot.
+        """
+        snapshot, alike, until = self.snapshot(), 1, monotonic() + SETTLE
+        while alike < LOOKS and snapshot.broken and monotonic() < until:
+            sleep(STILL)
+            before, snapshot = snapshot, self.snapshot()
+            alike = alike + 1 if snapshot.statuses == before.statuses and not snapshot.at_work else 1
+        return snapshot
+
+    def snapshot(self) -> JobSnapshot:
+        """Return the state of the job now. What an ended process has sent is read after its end is seen."""
+        statuses = self.statuses()
+        self._listen(0)
+        return JobSnapshot(
+            plans=self.program.plans,
+            origins=self.program.origins,
+            timeout=self.options.timeout,
+            statuses=statuses,
+            failures=self.failures,
+        )
+
+
+def devices_of(plans: Plans) -> list[int]:
+    """Return every device of a job, in order."""
+    return sorted(device for plan in plans for device in plan.devices)
+
+
+def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
+    """Return which devices to ask for which buckets, so that their answers hold every element once."""
+    asked: dict[int, list[str]] = {}
+    for bucket in buckets:
+        for group in bucket.distinct:
+            for device in group if bucket.zero else group[:1]:
+                asked.setdefault(device, []).append(bucket.name)
+    return asked
+
+
+def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the initial values of parameters and buffers that no device holds. They never change."""
+    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    residents = (slot for plan in program.plans for slot in plan.residents)
+    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    return {name: value.clone() for name, value in values.items() if name not in held}
+
+
+class RemoteRun(Saves, Trains):
+    """A job whose devices are processes."""
+
+    def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
+        """`unread`: the initial values of parameters and buffers that no device holds."""
+        self.program, self.plans, self.group, self.unread = program, program.plans, group, unread
+        self.devices = devices_of(program.plans)
+        self.wanted = wanted_batch(setup_of(program))
+        self.slicer = BatchSlicer(program.plans)
+        self.open = True
+        self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
+
+    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        if not self.open:
+            raise ended()
+        try:
+            return self.group.ask(call, arguments)
+        except BaseException as error:
+            self.checkpoints.abandon()  # what workers still answer is not the answer to the next call
+            if isinstance(error, WorkerError):
+                self.close()
+            raise
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch."""
+        check_batch(batch, self.wanted)
+        cut = {device: self.slicer.cut(batch, device) for device in self.devices}
+        answers = self._ask("step", cut)
+        self.checkpoints.poll()
+        return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer in full, by fully qualified name."""
+        outline, buckets = self.program.outline, list(self.plans.buckets.values())
+        owned = self._owned("owned", buckets)
+        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
+        names = [buffer.name for buffer in outline.buffers if buffer.persistent]
+        buffers: dict[str, Tensor] = {}
+        if names:
+            answers = self._ask("buffers", dict.fromkeys(self.devices, names))
+            held = [cast("dict[str, tuple[Share, Tensor]]", answers[device]) for device in self.devices]
+            buffers = whole_buffers(held)
+        whole = state_by_name(outline, self.unread | parameters | buffers)
+        return {name: value.clone() for name, value in whole.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        buckets = list(self.plans.buckets.values())
+        owned = self._owned("gradients", buckets)
+        given = [bucket for bucket in buckets if owned[bucket.name, bucket.groups[0][0]] is not None]
+        first = self.devices[0]
+        reached = cast("set[str]", self._ask("reached", {first: None})[first])
+        whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
+        return {name: value for name, value in whole.items() if name in reached}
+
+    def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
+        answers = self._ask(call, holders(buckets))
+        return {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, Tensor]", found).items()
+        }
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        answers = self._ask("trail", dict.fromkeys(self.devices))
+        return cast("dict[int, dict[Mark, Tensor]]", answers)
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
+        found: dict[int, tuple[Recording, Clock]] = {}
+        for device, answer in self._ask("record", dict.fromkeys(self.devices)).items():
+            if isinstance(answer, Recording):
+                found[device] = (answer, compare(lambda asked=device: self._time(asked)))  # type: ignore[misc]
+        return found
+
+    def _time(self, device: int) -> float:
+        return cast(float, self._ask("clock", {device: None})[device])
+
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+        try:
+            if self.open:
+                self.checkpoints.settle()
+        finally:
+            self.open = False
+            self.group.close()

@@ -1,0 +1,256 @@
+"""The messages between a driver and its workers: what a worker is given, asked for, and answers."""
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from piper.errors import LaunchError
+from piper.ir.chunk import Chunk, Outline, Phase
+from piper.launchers.base import Resumed, StepResult
+from piper.launchers.failures import Failure
+from piper.launchers.persist import Done
+from piper.launchers.processes import SharedFile
+from piper.launchers.transport.serialize import Codec, pack, pickled_by_value, unpack
+from piper.launchers.transport.shared_memory import TensorEntry
+from piper.plan.divided import Share
+from piper.plan.plan import Plans
+from piper.runtime.compute import slices
+from piper.runtime.record import Clock, Recording
+from piper.runtime.setup import Code, Setup
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Options, Sums
+
+PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
+Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
+Call = Literal["step", "save", "load", "adopt", "poll"] | Asked
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """The store at which the workers of a job meet."""
+
+    host: str
+    port: int
+    own: str  # the address that this worker listens on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The first message to a worker: its device, its plan, and where it finds the initial values."""
+
+    device: int
+    local: int  # which of its machine's accelerators it uses, where the job uses any
+    store: StoreAddress
+    options: Options
+    setup: bytes
+    shares: bool = False  # its accelerator serves other workers too
+    values: Mapping[str, TensorEntry]  # where each initial value lies in shared memory
+    memory: SharedFile | Tensor | None = None  # that memory, or its contents. None: the worker has it already
+    path: tuple[str, ...] = ()  # where modules are imported from. Empty: as the process has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """The first message of a rank that torchrun has started."""
+
+    process: int
+    address: str
+    local: int
+    marks: SharedFile
+    listens: bool  # its script wants the results of the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankZeroResult:
+    """What a method of the run returned or raised on rank 0, so that it does the same on the other ranks."""
+
+    method: str
+    value: object = None
+    error: str | None = None  # the class of what it raised instead, its text and its notes
+    text: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A sign that a worker lives while it works on a call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSlice:
+    """The rows of one batch field that a device needs, under their numbers in the whole batch."""
+
+    samples: int  # of the whole field
+    dtype: torch.dtype
+    parts: tuple[tuple[int, Tensor], ...]  # where each run of rows begins, and the rows
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        for first, part in self.parts:
+            if first <= rows.start and rows.stop <= first + len(part):
+                return part[rows.start - first : rows.stop - first]
+        raise IndexError(f"rows {rows.start}:{rows.stop} were not sent to this device")
+
+
+def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
+    """Return the rows that a device's plan loads, by field, in ranges that do not touch."""
+    found: dict[str, list[Span]] = {}
+    for ins in plans.of(device).instrs:
+        if ins.op == "load":
+            field = ins.loads
+            place, count = field.devices.index(device) // field.degree, len(field.devices) // field.degree
+            found.setdefault(field.name, []).extend(slices(plans, samples, place, count, field.part))
+    return {field: joined(spans) for field, spans in found.items()}
+
+
+def joined(spans: list[Span]) -> list[Span]:
+    """Return spans in order, with those that touch or overlap merged."""
+    found: list[Span] = []
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
+class BatchSlicer:
+    """Slices batches for devices. The rows are computed once for each batch size."""
+
+    def __init__(self, plans: Plans) -> None:
+        self.plans = plans
+        self.known: dict[tuple[int, int], dict[str, list[Span]]] = {}
+
+    def cut(self, batch: Mapping[str, Tensor], device: int) -> dict[str, BatchSlice]:
+        """Return the slices of a batch that one device needs."""
+        samples = len(next(iter(batch.values())))
+        if (device, samples) not in self.known:
+            self.known[device, samples] = spans_of(self.plans, device, samples)
+        return {
+            field: BatchSlice(
+                samples=samples,
+                dtype=batch[field].dtype,
+                parts=tuple((low, batch[field][low:high]) for low, high in spans),
+            )
+            for field, spans in self.known[device, samples].items()
+        }
+
+
+CODEC = Codec(
+    (
+        Assignment,
+        BatchSlice,
+        Clock,
+        Done,
+        Failure,
+        Heartbeat,
+        Mark,
+        RankInfo,
+        RankZeroResult,
+        Recording,
+        Resumed,
+        Share,
+        StepResult,
+        Sums,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledCode:
+    """The code that plans call, and nothing else of the capture it comes from."""
+
+    built: Mapping[tuple[str, Phase], Code]
+
+    def __call__(self, chunk: Chunk, phase: Phase) -> Code:
+        return self.built[chunk.key, phase]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """The functions of a setup. They travel as a pickle, from a driver to its own workers only."""
+
+    code: CalledCode
+    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """A setup as a message: its data in typed form, and its functions as a pickle."""
+
+    plans: Plans
+    outline: Outline
+    constants: Mapping[str, Tensor]
+    precision: str
+    clip_norm: float | None
+    seed: int
+    device: str
+    functions: bytes
+
+
+SHIPMENT = Codec((Shipment,))
+
+
+def called_code(setup: Setup) -> CalledCode:
+    """Return the code that the plans of a setup call."""
+    chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
+    runs = (ins.computes for plan in setup.plans for ins in plan.instrs if ins.op == "compute")
+    built: dict[tuple[str, Phase], Code] = {}
+    for phase, name in sorted({(run.phase, run.chunk) for run in runs}):
+        built[chunks[name].key, phase] = setup.code(chunks[name], phase)
+    return CalledCode(built=built)
+
+
+def pack_setup(setup: Setup) -> bytes:
+    """Return a setup as bytes that a worker can read, wherever the job's functions come from."""
+    functions = Functions(code=called_code(setup), optimizer=setup.optimizer, scheduler=setup.scheduler)
+    try:
+        with pickled_by_value(setup.optimizer, setup.scheduler):
+            code = pack(functions)
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise LaunchError(
+            "the job cannot be sent to its workers",
+            by="launch",
+            facts={"why": f"{type(error).__name__}: {error}"},
+            hint="define operators in a module, keep locks and files out of optimizers, or use on='inline'",
+        ) from error
+    return SHIPMENT.encode(
+        Shipment(
+            plans=setup.plans,
+            outline=setup.outline,
+            constants=setup.constants,
+            precision=setup.precision,
+            clip_norm=setup.clip_norm,
+            seed=setup.seed,
+            device=str(setup.device),
+            functions=code,
+        )
+    )
+
+
+def unpack_setup(data: bytes) -> Setup:
+    """Return the setup that bytes hold. They come from the driver, after both sides have proved their key."""
+    sent = cast(Shipment, SHIPMENT.decode(data))
+    functions = cast(Functions, unpack(sent.functions))
+    return Setup(
+        plans=sent.plans,
+        outline=sent.outline,
+        code=functions.code,
+        constants=sent.constants,
+        optimizer=functions.optimizer,
+        scheduler=functions.scheduler,
+        precision=sent.precision,
+        clip_norm=sent.clip_norm,
+        seed=sent.seed,
+        device=torch.device(sent.device),
+    )

@@ -1,0 +1,322 @@
+"""The ranks of a torchrun job other than 0: each is a worker, and gives its script the results of rank 0."""
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from piper import errors
+from piper.errors import LaunchError, PiperError, WorkerError
+from piper.launchers.base import Trains
+from piper.launchers.driver import RemoteRun, devices_of
+from piper.launchers.failures import failure_of
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
+from piper.launchers.processes import RankEnvironment, SharedFile, check_size
+from piper.launchers.rendezvous import (
+    HOW,
+    DriverAddress,
+    addresses,
+    check_key,
+    fetched_key,
+    find_address,
+    given_key,
+    key_missing,
+    next_launch,
+    own_address,
+)
+from piper.launchers.transport.channel import Channel, ClosedError, connect
+from piper.launchers.transport.shared_memory import HeldValues, SharedValues, map_marks, new_marks
+from piper.launchers.worker_server import WorkerServer
+from piper.runtime.setup import Initial, ProgramLike
+
+P = ParamSpec("P")
+T = TypeVar("T")
+DESCRIPTORS = Path("/proc/self/fd")
+CHANGES = ("step", "load")  # methods that every rank has to call when rank 0 does
+BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
+LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
+Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
+
+
+@contextmanager
+def beating(channel: Channel) -> Iterator[None]:
+    """Send heartbeats inside the block, so that the driver knows that this process runs."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(ClosedError, OSError):  # the driver is gone, which the worker is about to see
+            while not done.wait(BEAT):
+                channel.send(Heartbeat())
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class BackgroundWorker:
+    """A worker in a process that runs a script: one thread reads messages, another answers calls."""
+
+    def __init__(
+        self, channel: Channel, build: Callable[[Assignment], WorkerServer], hear: Hear | None = None
+    ) -> None:
+        """`build`: makes the worker from the first message. `hear`: is called with the results of rank 0."""
+        self.channel, self.build, self.hear = channel, build, hear or (lambda result: None)
+        self.calls: SimpleQueue[Assignment | tuple[Call, object] | None] = SimpleQueue()
+        self.sockets = OpenSockets()
+        self.threads = [
+            threading.Thread(target=act, name="worker", daemon=True) for act in (self._read, self._work)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self) -> None:
+        """Read messages until the driver is gone. Then end every wait of this process for another one."""
+        with suppress(ClosedError, OSError):
+            while True:
+                message = self.channel.recv()
+                if isinstance(message, RankZeroResult):
+                    self.hear(message)
+                else:
+                    self.calls.put(cast("Assignment | tuple[Call, object]", message))
+        try:
+            self.sockets.shut()
+        finally:
+            self.calls.put(None)
+            self.hear(None)
+
+    def _work(self) -> None:
+        given = self.calls.get()
+        if given is None:
+            return
+        assert isinstance(given, Assignment), "an assignment comes before any call"
+        with suppress(ClosedError, OSError):
+            try:
+                with self.sockets.recording():
+                    server = self.build(given)
+            except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+                self.channel.send(failure_of(given.device, error))
+                return
+            try:
+                self.channel.send(None)
+                while (asked := cast("tuple[Call, object] | None", self.calls.get())) is not None:
+                    with beating(self.channel):
+                        answer = server.answer(*asked)
+                    self.channel.send(answer)
+            finally:
+                server.close()
+
+    def wait(self) -> None:
+        """Wait until the driver is gone."""
+        for thread in self.threads:
+            thread.join()
+
+    def leave(self) -> None:
+        """End, whatever the driver does."""
+        with suppress(OSError):
+            self.channel.end.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(LEAVE)
+        self.channel.close()
+
+
+class OpenSockets:
+    """Records which sockets are opened, to shut them: gloo ends a wait only when it loses its peer."""
+
+    def __init__(self) -> None:
+        self.opened: dict[int, int] = {}  # descriptors, and which file each was
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the sockets that are opened inside the block."""
+        before = sockets()
+        yield
+        self.opened = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+
+    def shut(self) -> None:
+        """Shut the recorded sockets. Every wait on them, on either side, then ends with an error."""
+        now = sockets()
+        for fd, inode in self.opened.items():
+            if now.get(fd) == inode:
+                with suppress(OSError):  # the other side was faster, or gloo's own thread closes it too
+                    shut(fd)
+        self.opened = {}
+
+
+def shut(fd: int) -> None:
+    """Shut a socket, and leave its descriptor to its owner."""
+    with socket.socket(fileno=os.dup(fd)) as end:
+        # One that listens must stay: gloo ends the process when it cannot accept.
+        if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def sockets() -> dict[int, int]:
+    """Return the inodes of this process's sockets, by descriptor."""
+    found: dict[int, int] = {}
+    if not DESCRIPTORS.exists():
+        return found  # then a wait ends with its timeout
+    for name in os.listdir(DESCRIPTORS):
+        try:
+            about = os.fstat(int(name))
+        except OSError:
+            continue  # the one that listed them
+        if stat.S_ISSOCK(about.st_mode):
+            found[int(name)] = about.st_ino
+    return found
+
+
+def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
+    """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
+    key = given_key()
+    if key is not None and not address.launch:
+        return key
+    if not world.one_machine:
+        raise key_missing(world.rank)
+    return fetched_key(address.launch, world.rank)
+
+
+def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> BackgroundWorker:
+    """Become a worker of a launch."""
+    key = key_for(world, address)
+    try:
+        channel = connect((address.host, address.port), key, world.rank, PATIENCE, CODEC)
+    except ClosedError as error:
+        raise LaunchError(
+            "this rank and rank 0 do not know the same key",
+            by=f"rank {world.rank}",
+            facts={"at": f"{address.host}:{address.port}", "why": str(error)},
+            hint=HOW,
+        ) from error
+    descriptor = new_marks(address.width)
+    marks = map_marks(descriptor)
+    channel.send(
+        RankInfo(
+            process=os.getpid(),
+            address=own_address(world),
+            local=world.local,
+            marks=SharedFile.of(descriptor),
+            listens=hear is not None,
+        )
+    )
+
+    def build(given: Assignment) -> WorkerServer:
+        os.close(descriptor)  # rank 0 has opened it by now, if it can
+        return WorkerServer(given, values_of(given), marks)
+
+    return BackgroundWorker(channel, build, hear)
+
+
+def values_of(given: Assignment) -> Initial:
+    """Return the initial values that an assignment holds or names."""
+    if isinstance(given.memory, Tensor):
+        return HeldValues(given.memory.numpy(), given.values)
+    assert given.memory is not None
+    descriptor = given.memory.open()
+    assert descriptor is not None, "rank 0 found this process on its machine"
+    try:
+        return SharedValues(descriptor, given.values)
+    finally:
+        os.close(descriptor)
+
+
+def attend(world: RankEnvironment) -> None:
+    """Be a worker of everything that rank 0 launches, until it is done."""
+    check_key(world)
+    workers: list[BackgroundWorker] = []
+    for address in addresses(world):
+        with suppress(OSError):  # rank 0 no longer listens
+            workers.append(join(world, address, None))
+    for worker in workers:
+        worker.wait()
+
+
+def received(
+    method: Callable[Concatenate[RemoteRun, P], T],
+) -> Callable[Concatenate["TorchrunWorkerRun", P], T]:
+    """Return a method of the same form that gives what the method returned or raised on rank 0."""
+
+    def act(self: "TorchrunWorkerRun", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return cast(T, self._next(method.__name__))
+
+    return act
+
+
+class TorchrunWorkerRun(Trains):
+    """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
+
+    def __init__(self, program: ProgramLike, results: SimpleQueue[RankZeroResult | None]) -> None:
+        self.program, self.results = program, results
+        self.over = False
+
+    def _next(self, method: str) -> object:
+        """Return what a method returned on rank 0. Calls in between that only rank 0 makes are skipped."""
+        while not self.over:
+            result = self.results.get()
+            if result is None:
+                break
+            if result.error is not None:
+                raise error_of(result)
+            if result.method == method:
+                return result.value
+            if result.method in CHANGES:
+                raise LaunchError(
+                    "the ranks do not do the same",
+                    by="run",
+                    facts={"rank 0": result.method, "here": method},
+                    hint="call step, load, save and the like on every rank, in one order",
+                )
+        self.over = True
+        raise WorkerError(
+            "the run has ended on rank 0", by="run", hint="look at what rank 0 says; it may have failed"
+        )
+
+    step = received(RemoteRun.step)
+    state_dict = received(RemoteRun.state_dict)
+    gradients = received(RemoteRun.gradients)
+    trails = received(RemoteRun.trails)
+    recordings = received(RemoteRun.recordings)
+    save = received(RemoteRun.save)
+    load = received(RemoteRun.load)
+    settle = received(RemoteRun.settle)
+
+    def close(self) -> None:
+        """Stop asking for results. The worker continues until rank 0 ends the run."""
+        self.over = True
+
+
+def error_of(result: RankZeroResult) -> PiperError:
+    """Return the error that rank 0 has raised."""
+    kind = cast("type[PiperError]", getattr(errors, result.error or ""))
+    error = kind.__new__(kind)
+    error.args = (result.text,)
+    for note in result.notes:
+        error.add_note(note)
+    return error
+
+
+@contextmanager
+def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iterator[TorchrunWorkerRun]:
+    """Join what rank 0 launches. The end of the block waits for the end of the run on rank 0."""
+    check_size(world, len(devices_of(program.plans)))
+    check_key(world)
+    threads = torch.get_num_threads()
+    results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
+    worker = join(world, find_address(world, next_launch(world)), results.put)
+    try:
+        yield TorchrunWorkerRun(program, results)
+        worker.wait()
+    finally:
+        worker.leave()
+        torch.set_num_threads(threads)

@@ -1,0 +1,286 @@
+"""A process that has imported torch and does nothing but fork workers.
+
+Workers start in milliseconds instead of seconds each. The fork server is their parent: it reports how they
+end, and when the driver is gone it kills its workers and ends. On Linux the system itself kills it with the
+driver, and workers with it, so that a stopped one cannot stay behind.
+
+The standard library's fork server is not used: it imports the user's main module again in every worker, sends
+objects as pickles, sets no death signal, and a stopped one hangs its driver.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from queue import SimpleQueue
+from time import monotonic
+from typing import NoReturn
+
+from piper.errors import LaunchError
+from piper.launchers.processes import StopWatch, gone, stopped
+
+PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
+PROGRAM = (
+    "import sys; from piper.launchers.transport.fork_server import die_with, serve; "
+    "die_with(int(sys.argv[2])); serve(int(sys.argv[1]), *sys.argv[3:])"
+)
+WORKER = "piper.launchers.worker_server"  # the module whose `main` a worker runs
+NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
+READY, FORKED, ENDED = range(3)
+Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
+MOST = 8  # descriptors that a worker may be given
+START = 120.0  # seconds that importing torch may take
+STOPPED = (
+    5.0  # seconds for which a process must be stopped to count as lost: a debugger stops one for a moment
+)
+END = 2.0  # seconds that the fork server may take to end by itself
+LOOK = 0.1  # seconds between two looks at processes
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class ForkServer:
+    """The driver's handle of the fork server: starts workers and learns how they end."""
+
+    def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
+        """`module`: holds the `main` that a worker runs. `preload`: a module to import once for all."""
+        here, there = socket.socketpair()
+        words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
+        with there:
+            self.process = start_with_thread(words, there.fileno())
+        self.end = here
+        self.ready = False
+        self.exits: dict[int, int] = {}
+
+    def fork(self, descriptors: Sequence[int]) -> int:
+        """Start a worker that owns these descriptors. Return its process id."""
+        if not self.ready:
+            self._notice(READY)
+        socket.send_fds(self.end, [b"f"], descriptors)
+        return self._notice(FORKED)[0]
+
+    def _notice(self, wanted: int) -> tuple[int, int]:
+        """Return the next notice of a kind. The ends of processes that come before it are remembered."""
+        self.end.settimeout(START)
+        until, stop = monotonic() + START, StopWatch()
+        try:
+            while True:
+                while not wait([self.end], LOOK):
+                    if monotonic() > until:
+                        raise TimeoutError(f"it does not answer within {START:g} s")
+                    if stop.lasting(self.process.pid, stopped(self.process.pid)):
+                        raise TimeoutError(f"process {self.process.pid} is stopped by a signal")
+                kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
+                if kind == ENDED:
+                    self.exits[pid] = status
+                if kind == READY:
+                    self.ready = True
+                if kind == wanted:
+                    return pid, status
+        except (EOFError, TimeoutError) as error:
+            raise LaunchError(
+                "no process can be started",
+                by="launch",
+                facts={"why": f"{type(error).__name__}: {error}"},
+                hint="look at what the process printed; is the machine out of memory or processes?",
+            ) from error
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when a process ends."""
+        return self.end.fileno()
+
+    def ended(self) -> Mapping[int, int]:
+        """Return the exit codes of ended processes by process id. A signal is negative."""
+        while wait([self.end], 0):
+            try:
+                kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
+            except EOFError:
+                break
+            if kind == ENDED:
+                self.exits[pid] = status
+        return self.exits
+
+    def wait(self, pids: Sequence[int], timeout: float) -> None:
+        """Wait until these processes have ended, but not for longer, even if the fork server is stopped."""
+        until = monotonic() + timeout
+        while not all(pid in self.ended() for pid in pids):
+            silent = stopped(self.process.pid) or self.process.poll() is not None
+            if monotonic() > until or (silent and all(map(gone, pids))):
+                return
+            wait([self.end], LOOK)
+
+    def close(self) -> None:
+        """End the fork server and every process it started, whatever state it is in."""
+        self.end.close()
+        try:
+            self.process.wait(0 if stopped(self.process.pid) else END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # its workers end with it
+            self.process.wait(START)
+
+
+def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process from a thread that lives as long as it.
+
+    The system sends a process the signal of its parent's death when the thread ends that started it.
+    """
+    started: SimpleQueue[subprocess.Popen[bytes] | BaseException] = SimpleQueue()
+
+    def start() -> None:
+        try:
+            process = subprocess.Popen(
+                words,
+                pass_fds=[descriptor],
+                env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
+            )
+        except BaseException as error:  # noqa: BLE001  it is raised in the thread that asked
+            started.put(error)
+            return
+        started.put(process)
+        process.wait()
+
+    threading.Thread(target=start, name="fork server", daemon=True).start()
+    result = started.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def die_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends, where it can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)  # it ended before it was asked for
+
+
+def import_path() -> dict[str, str]:
+    """Return the environment in which this package and the driver's modules are found."""
+    package = str(Path(__file__).parents[2])
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))}
+
+
+@contextmanager
+def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
+    """Start a fork server that ends with the block."""
+    made = ForkServer(module)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def read_exactly(end: socket.socket, size: int) -> bytes:
+    """Read this many bytes. Raise EOFError if the other end is closed."""
+    data = b""
+    while len(data) < size:
+        got = end.recv(size - len(data))
+        if not got:
+            raise EOFError("the fork server is gone")
+        data += got
+    return data
+
+
+def serve(descriptor: int, module: str, preload: str) -> None:
+    """Fork workers for the driver until it is gone. Runs in the process of the fork server."""
+    end = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    importlib.import_module(preload)
+    main: Main = importlib.import_module(module).main
+    awake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: set[int] = set()
+    notify(end, READY, os.getpid(), 0)
+    try:
+        while True:
+            ready = wait([end, awake])  # any number of descriptors, unlike `select`
+            if awake in ready:
+                os.read(awake, 4096)
+                for pid, status in reap():
+                    children.discard(pid)
+                    notify(end, ENDED, pid, status)
+            if end in ready:
+                descriptors = asked(end)
+                if descriptors is None:
+                    return
+                pid = fork(main, [end.fileno(), awake, waker], descriptors)
+                children.add(pid)
+                notify(end, FORKED, pid, 0)
+    finally:  # whatever happens, no worker outlives the fork server
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        end_all(children)
+
+
+def asked(end: socket.socket) -> list[int] | None:
+    """Return the descriptors of the next worker to fork. None: the driver is gone."""
+    try:
+        request, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
+    except ConnectionResetError:  # the driver went without reading every notice
+        return None
+    return descriptors if request else None
+
+
+def notify(end: socket.socket, what: int, pid: int, status: int) -> None:
+    """Send a notice to the driver, if it is still there."""
+    try:
+        end.sendall(NOTICE.pack(what, pid, status))
+    except OSError:
+        return  # the driver is gone, which the loop is about to see
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    """Yield the children that have ended, and their exit codes."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def end_all(children: set[int]) -> NoReturn:
+    """Kill the children, stopped or not, and end this process."""
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    for pid in children:
+        os.waitpid(pid, 0)
+    os._exit(0)
+
+
+def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
+    """Start a worker on its descriptors."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return pid
+    die_with(parent)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in ours:
+        os.close(descriptor)
+    code = 1
+    try:
+        code = main(descriptors)
+    finally:  # whatever happens, a worker never returns into the loop of the fork server
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

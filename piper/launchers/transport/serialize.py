@@ -1,0 +1,365 @@
+"""Typed messages as bytes: a JSON header that describes the value, then the raw bytes of its tensors.
+
+Reading a message builds numbers, text, containers, tensors and instances of the classes that the codec was
+made for, and nothing else. It never imports a module or calls a function that the message names.
+
+Functions cannot travel as data. `pack` and `unpack` pickle those of a job, for a channel between a driver and
+its own workers; see docs/security.md.
+"""
+
+import dataclasses
+import importlib
+import io
+import json
+import pickle
+import struct
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import cloudpickle
+import torch
+from torch import Tensor, fx, nn
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
+
+from piper.ids import SlotId
+
+HEADER = struct.Struct("!Q")  # length of the JSON header
+ALIGNMENT = 64  # of a tensor's bytes within the message, so that any element type can be read in place
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+PLAIN = (bool, int, float, str)
+CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
+TAGS: Mapping[type, str] = {tuple: "t", set: "s", frozenset: "z"}
+Buffer = bytes | memoryview
+Reduced = tuple[Callable[..., object], tuple[object, ...]]
+
+
+class MessageError(ValueError):
+    """Bytes that are not a message of this codec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Encode and decode values of plain types, tensors, and a closed set of classes.
+
+    roots: the classes that messages may hold, or type hints that name them. Those that their fields name are
+    added.
+    """
+
+    roots: tuple[object, ...] = ()
+    known: Mapping[str, "_Class"] = field(init=False)
+    names: Mapping[type, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = reachable(named for root in self.roots for named in classes_in(root))
+        object.__setattr__(self, "names", {cls: name_of(cls) for cls in found})
+        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls) or ()) for cls in found})
+
+    def encode(self, value: object) -> bytes:
+        """Return the message that holds `value`."""
+        blobs = _Blobs()
+        header = json.dumps(self._tree(value, blobs), separators=(",", ":")).encode()
+        parts: list[Buffer] = [HEADER.pack(len(header)), header]
+        at = HEADER.size + len(header)
+        for blob in blobs:
+            gap = -at % ALIGNMENT
+            parts += [b"\0" * gap, blob]
+            at += gap + len(blob)
+        return b"".join(parts)
+
+    def _tree(self, value: object, blobs: "_Blobs") -> object:
+        """Return `value` as what JSON can hold. Bytes go to `blobs`."""
+        kind = type(value)
+        if value is None or kind in PLAIN:
+            return value
+        if kind is SlotId:
+            return self._slot(cast(SlotId, value), blobs)
+        if (name := self.names.get(kind)) is not None:
+            return {"c": [name, [self._tree(item, blobs) for item in self.known[name].contents(value)]]}
+        if kind is Tensor or kind is nn.Parameter:
+            return {"T": self._tensor(cast(Tensor, value), blobs)}
+        if kind is list:
+            return [self._tree(item, blobs) for item in cast("list[object]", value)]
+        if (tag := TAGS.get(kind)) is not None:
+            return {tag: [self._tree(item, blobs) for item in cast("Iterable[object]", value)]}
+        if isinstance(value, Mapping):
+            pairs = [[self._tree(key, blobs), self._tree(item, blobs)] for key, item in value.items()]
+            return {"d": pairs}
+        if isinstance(value, bytes | bytearray):
+            blobs.append(memoryview(value))
+            return {"b": len(value)}
+        if isinstance(value, torch.dtype):
+            return {"y": str(value)}
+        raise TypeError(f"{name_of(kind)} cannot be sent in a message")
+
+    def _slot(self, slot: SlotId, blobs: "_Blobs") -> object:
+        """Return the id of a slot: its fields at first, later its number. A plan names each slot often."""
+        if slot in blobs.slots:
+            return {"i": blobs.slots[slot]}
+        fields = [self._tree(item, blobs) for item in slot.fields]
+        blobs.slots[slot] = len(blobs.slots)
+        return {"I": fields}
+
+    def _tensor(self, tensor: Tensor, blobs: "_Blobs") -> list[object]:
+        here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        raw = here.view(-1).view(torch.uint8).numpy().data if here.numel() else memoryview(b"")
+        blobs.append(raw)
+        return [len(raw), str(here.dtype), list(here.shape), tensor.requires_grad]
+
+    def decode(self, message: bytes | bytearray) -> object:
+        """Return the value that `message` holds. Its tensors share one block of memory."""
+        view = memoryview(message if isinstance(message, bytearray) else bytearray(message))
+        if len(view) < HEADER.size:
+            raise MessageError("a message is cut short")
+        (length,) = HEADER.unpack(view[: HEADER.size])
+        end = HEADER.size + length
+        if end > len(view):
+            raise MessageError("a message is cut short")
+        try:
+            tree = json.loads(bytes(view[HEADER.size : end]))
+            return _Reader(self.known, view, end).value(tree)
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as error:
+            raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Blobs(list[Buffer]):
+    """The bytes that follow the header of one message, and the slots that it has described so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: dict[SlotId, int] = {}
+
+
+class _Reader:
+    """Builds the value of one message, in the order in which its bytes were written."""
+
+    def __init__(self, known: Mapping[str, "_Class"], view: memoryview, at: int) -> None:
+        self.known, self.view, self.at = known, view, at
+        self.slots: list[SlotId] = []
+
+    def value(self, tree: object) -> object:
+        if tree is None or type(tree) in PLAIN:
+            return tree
+        if isinstance(tree, list):
+            return [self.value(item) for item in tree]
+        ((tag, inner),) = cast("dict[str, Any]", tree).items()
+        match tag:
+            case "d":
+                return {self.value(key): self.value(item) for key, item in inner}
+            case "T":
+                return self._tensor(*inner)
+            case "b":
+                return bytes(self._blob(inner))
+            case "y":
+                return DTYPES[inner]
+            case "I":
+                self.slots.append(SlotId(*[self.value(item) for item in inner]))  # type: ignore[arg-type]
+                return self.slots[-1]
+            case "i":
+                return self.slots[inner]
+            case "c":
+                name, items = inner
+                return self.known[name].build([self.value(item) for item in items])
+        return CONTAINERS[tag](self.value(item) for item in inner)
+
+    def _blob(self, length: int) -> memoryview:
+        start = self.at + -self.at % ALIGNMENT
+        self.at = start + length
+        if length < 0 or self.at > len(self.view):
+            raise MessageError("a message is cut short")
+        return self.view[start : self.at]
+
+    def _tensor(self, length: int, dtype: str, shape: list[int], grad: bool) -> Tensor:
+        raw, kind = self._blob(length), DTYPES[dtype]
+        flat = torch.frombuffer(raw, dtype=kind) if length else torch.empty(0, dtype=kind)
+        return flat.view(shape).requires_grad_(grad)
+
+
+def name_of(cls: type) -> str:
+    """Return the full name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """A class that messages may hold, and how its instances are taken apart and built."""
+
+    cls: type
+    names: tuple[str, ...]  # fields of a dataclass; else the one attribute that holds all arguments
+
+    def contents(self, value: object) -> Iterable[object]:
+        if dataclasses.is_dataclass(self.cls):
+            return [getattr(value, name) for name in self.names]
+        return cast("Iterable[object]", getattr(value, self.names[0]))
+
+    def build(self, items: list[object]) -> object:
+        if dataclasses.is_dataclass(self.cls):
+            return self.cls(**dict(zip(self.names, items, strict=True)))
+        return self.cls(*items)
+
+
+def fields_of(cls: type) -> tuple[str, ...] | None:
+    """Return the attributes from which an instance can be built again. None: messages cannot hold the class.
+
+    They are the fields of a dataclass, the `args` of an exception, or a property `fields` that gives the
+    constructor's arguments.
+    """
+    if dataclasses.is_dataclass(cls):
+        return tuple(item.name for item in dataclasses.fields(cls) if item.init)
+    if issubclass(cls, BaseException):
+        return ("args",)
+    return ("fields",) if isinstance(getattr(cls, "fields", None), property) else None
+
+
+def reachable(roots: Iterable[type]) -> list[type]:
+    """Return these classes and every class of messages that their fields can hold."""
+    found: dict[type, None] = {}
+    left = list(roots)
+    while left:
+        cls = left.pop()
+        if cls not in found and fields_of(cls) is not None:
+            found[cls] = None
+            if not issubclass(cls, BaseException):
+                left += [named for hint in typing.get_type_hints(cls).values() for named in classes_in(hint)]
+    return list(found)
+
+
+def classes_in(hint: object) -> list[type]:
+    """Return the classes that a type hint names."""
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
+        return [hint]
+    return [named for inner in typing.get_args(hint) for named in classes_in(inner)]
+
+
+@contextmanager
+def pickled_by_value(*functions: object) -> Iterator[None]:
+    """Let the modules of these functions be pickled whole, where a worker could not import them by name."""
+    names = {getattr(function, "__module__", None) for function in functions}
+    loaded = [(name, sys.modules.get(name)) for name in sorted(filter(None, names)) if name != "__main__"]
+    stray = [module for name, module in loaded if module is not None and not importable(name)]
+    new = [module for module in stray if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def pack(value: object) -> bytes:
+    """Return a value as a pickle."""
+    target = io.BytesIO()
+    FunctionPickler(target, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return target.getvalue()
+
+
+def unpack(data: bytes) -> object:
+    """Return the value that a pickle holds. The only place that unpickles: see docs/security.md."""
+    return pickle.loads(data)
+
+
+class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
+    """Pickles tensors as their own elements and captured code as its source."""
+
+    def reducer_override(self, obj: object) -> object:
+        if type(obj) is Tensor:
+            return reduce_tensor(obj)
+        if isinstance(obj, fx.GraphModule):
+            return reduce_module(obj)
+        return super().reducer_override(obj)
+
+
+def reduce_tensor(tensor: Tensor) -> Reduced:
+    """Return how to restore a plain tensor: its own elements, not its whole storage."""
+    here = tensor.detach().cpu().contiguous()
+    raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
+    return restore_tensor, (bytearray(raw), here.dtype, tuple(here.shape), tensor.requires_grad)
+
+
+def restore_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> Tensor:
+    """Return a tensor over received bytes."""
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(shape).requires_grad_(grad)
+
+
+def reduce_module(module: fx.GraphModule) -> Reduced:
+    """Return how to restore captured code: its source, the names it uses, and its attributes.
+
+    A graph module's own pickle traces the code again when it is read, which is slow and may change it.
+    """
+    code = module.graph.python_code("self")
+    held = {
+        str(node.target): attribute(module, str(node.target))
+        for node in module.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    return CapturedSource, (code.src, dict(code.globals), held, modules_of(module.graph))
+
+
+def modules_of(graph: fx.Graph) -> list[str]:
+    """Return the modules that define the user's operators of a graph. Callers must import them first."""
+    called = {
+        node.target.name().partition(".")[0] for node in graph.nodes if isinstance(node.target, OpOverload)
+    }
+    found = {name: OPDEFS[name]._init_fn.__module__ for name in called if name in OPDEFS}
+    for name, module in found.items():
+        if not importable(module):
+            raise pickle.PicklingError(f"{name} is defined in {module}, which a worker cannot import")
+    return sorted(set(found.values()))
+
+
+def importable(module: str) -> bool:
+    """Return whether another process can import a module by its name."""
+    top = module.partition(".")[0]
+    # not importlib.util.find_spec: it answers for what is loaded here, such as a recipe, however it was found
+    return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
+
+
+def attribute(module: nn.Module, path: str) -> object:
+    """Return the attribute at a dotted path."""
+    found: object = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class AttributePath:
+    """An object on a dotted path of attributes."""
+
+
+class CapturedSource:
+    """Captured code, restored from its source."""
+
+    def __init__(
+        self, source: str, names: Mapping[str, object], held: Mapping[str, object], modules: Sequence[str]
+    ) -> None:
+        for name in modules:
+            importlib.import_module(name)
+        space: dict[str, object] = dict(names)
+        exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
+        root = AttributePath()
+        for path, value in held.items():
+            *way, last = path.split(".")
+            place = root
+            for name in way:
+                place = place.__dict__.setdefault(name, AttributePath())
+            setattr(place, last, value)
+        self.forward = cast(Callable[..., tuple[Tensor, ...]], space["forward"])
+        self.root = root
+
+    def __call__(self, *arguments: object) -> tuple[Tensor, ...]:
+        return self.forward(self.root, *arguments)

@@ -1,0 +1,184 @@
+"""A worker's side of a launch: one device that runs its plan, answers calls and reports failures."""
+
+import os
+import queue
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from time import monotonic
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+import piper.experts  # noqa: F401  captured code calls its operators
+from piper.launchers.failures import Failure, Watcher, failure_of
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, unpack_setup
+from piper.launchers.persist import Done, Keeper
+from piper.launchers.restoring import blank_values
+from piper.launchers.transport.channel import Channel, ClosedError
+from piper.launchers.transport.shared_memory import SharedValues, map_marks
+from piper.plan.divided import Share
+from piper.runtime.comm.base import Comms
+from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.comm.nccl import NcclComms
+from piper.runtime.comm.staged import StagedComms
+from piper.runtime.env import Rows
+from piper.runtime.record import Recording
+from piper.runtime.setup import Initial, Setup
+from piper.runtime.trail import Mark
+from piper.runtime.worker import Sums, Worker
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class WorkerServer:
+    """A worker that answers calls. Its first failure is its answer, even while other streams still wait."""
+
+    def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
+        """`marks`: the progress of each stream, for the driver to read."""
+        self.device = given.device
+        torch.set_num_threads(given.options.threads)
+        setup = unpack_setup(given.setup)
+        if setup.device.type == "cuda":
+            take_one(given.local)
+        self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
+        self.watcher = Watcher(self.device, marks, self.answers.put)
+        comms = self._comms(given, setup)
+        self.worker = Worker(
+            setup,
+            self.device,
+            comms,
+            blank_values(setup.outline) if given.options.blank else initial,
+            given.options,
+            on_failure=comms.abort if isinstance(comms, NcclComms) else lambda: None,
+            watch=self.watcher.watch,
+        )
+        self.keeper = Keeper(self.worker)
+        self.thread = ThreadPoolExecutor(1, "step")
+
+    def _comms(self, given: Assignment, setup: Setup) -> Comms:
+        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared."""
+        at, patience = given.store, timedelta(seconds=max(given.options.timeout, PATIENCE))
+        store = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        timeout = given.options.timeout
+        if setup.device.type == "cuda" and not given.shares:
+            return NcclComms(setup.plans, self.device, store, setup.device, timeout)
+        gloo = GlooComms(setup.plans, self.device, store, at.own, timeout, patience=patience)
+        return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
+
+    def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
+        """Train on this device's rows of a batch."""
+        self.thread.submit(self._step, batch)
+        return self.answers.get()
+
+    def _step(self, batch: Mapping[str, Rows]) -> None:
+        try:
+            self.answers.put(self.worker.step(batch))
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+            self.watcher.fail(error)
+
+    def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
+        """Return this device's part of some buckets."""
+        return {name: self.worker.owned(name) for name in buckets}
+
+    def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
+        """Return the last step's gradients of this device's part of some buckets."""
+        return {name: self.worker.gradient(name) for name in buckets}
+
+    def reached(self, _: object) -> set[str]:
+        """Return the parameters that have gradients."""
+        return self.worker.env.state.reached
+
+    def buffers(self, names: Sequence[str]) -> dict[str, tuple[Share, Tensor]]:
+        """Return the named buffers that this device uses, with its share of each."""
+        return self.worker.buffers(names)
+
+    def trail(self, _: object) -> dict[Mark, Tensor]:
+        """Return what every chunk returned in the last step."""
+        return {} if self.worker.trail is None else self.worker.trail.kept
+
+    def record(self, _: object) -> Recording | None:
+        """Return when the instructions of the recorded steps ran, on this worker's clock."""
+        return None if self.worker.recorder is None else self.worker.recorder.take()
+
+    def clock(self, _: object) -> float:
+        """Return the time of this worker's clock."""
+        return monotonic()
+
+    def save(self, folder: str) -> None:
+        """Begin to write this device's part of a checkpoint."""
+        self.keeper.save(folder)
+
+    def load(self, folder: str) -> None:
+        """Begin to read this device's part of a checkpoint."""
+        self.keeper.load(folder)
+
+    def adopt(self, wanted: bool) -> None:
+        """Go on with the state that was read, if it is wanted."""
+        self.keeper.adopt(wanted)
+
+    def poll(self, wait: float) -> Done | None:
+        """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
+        return self.keeper.poll(wait)
+
+    def answer(self, call: Call, argument: object) -> object:
+        """Answer a call. A failure is an answer too."""
+        try:
+            return getattr(self, call)(argument)
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+            return failure_of(self.device, error)
+
+    def close(self) -> None:
+        """End this worker's threads, where its process continues."""
+        self.thread.shutdown()
+        self.worker.close()
+
+
+def main(descriptors: Sequence[int]) -> int:
+    """Be a worker of this machine: receive an assignment, then answer calls until the driver is gone."""
+    end, marks, values = descriptors
+    channel = Channel(socket.socket(fileno=end), codec=CODEC)
+    try:
+        given = cast(Assignment, channel.recv())
+        sys.path[:] = given.path
+        serve(
+            channel, given, lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks))
+        )
+    except ClosedError:
+        pass
+    return 0
+
+
+def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]) -> None:
+    """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
+    try:
+        server = build()
+    except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+        channel.send(failure_of(given.device, error))
+        return
+    channel.send(None)
+    try:
+        while True:
+            call, argument = cast("tuple[Call, object]", channel.recv())
+            channel.send(server.answer(call, argument))
+    except ClosedError:
+        return
+
+
+def crowded(workers: int) -> bool:
+    """Return whether workers of this machine have to share its accelerators."""
+    return workers > torch.cuda.device_count()
+
+
+def take_one(local: int) -> None:
+    """Let this process see one accelerator only, as the first: the one that captured code names.
+
+    It must not have looked for accelerators yet. Only those that are visible to it are counted.
+    """
+    given = os.environ.get(VISIBLE)
+    there = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    os.environ[VISIBLE] = there[local % len(there)]

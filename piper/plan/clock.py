@@ -1,0 +1,36 @@
+"""What each stream knows of how far the others have come, by the events that it has waited for."""
+
+from collections.abc import Iterable
+
+
+class StreamClock:
+    """Follows a plan in the order of issue: streams learn of each other, and nothing else of what they do.
+
+    The proof in `plan/slots.py` keeps a clock of its own: it must not trust the one that plans are made with.
+    """
+
+    def __init__(self, streams: Iterable[str]) -> None:
+        """`streams`: that of each instruction, in the order of issue."""
+        order = list(streams)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(order))}
+        self.lane = [numbers[name] for name in order]  # by place: the number of its stream
+        self.count = len(numbers)
+        self._known = [[-1] * self.count for _ in numbers]  # by stream: the last place of each that is over
+        self._after: list[tuple[int, ...]] = []  # by place: what its stream knows when it is over
+
+    def knows(self, lane: int, place: int) -> bool:
+        """Return whether a stream knows that an instruction is over."""
+        return self._known[lane][self.lane[place]] >= place
+
+    def learn(self, lane: int, place: int) -> None:
+        """Let a stream wait for an instruction, and so for all that the instruction's stream knew of then."""
+        mine = self._known[lane]
+        for other, reached in enumerate(self._after[place]):
+            if reached > mine[other]:
+                mine[other] = reached
+
+    def issue(self, place: int) -> None:
+        """Issue the next instruction."""
+        mine = self._known[self.lane[place]]
+        mine[self.lane[place]] = place
+        self._after.append(tuple(mine))

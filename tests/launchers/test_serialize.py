@@ -1,0 +1,232 @@
+"""Typed messages: what is sent arrives as it was, and bytes from elsewhere build nothing but data."""
+
+import json
+import math
+import pickle
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.api import compile
+from piper.launchers.copying import RefusedError
+from piper.launchers.failures import Failure
+from piper.launchers.messages import (
+    CODEC,
+    SHIPMENT,
+    BatchSlice,
+    RankZeroResult,
+    Shipment,
+    pack_setup,
+    unpack_setup,
+)
+from piper.launchers.persist import Done
+from piper.launchers.transport.serialize import HEADER, Codec, MessageError
+from piper.plan.plan import Plans
+from piper.runtime.setup import setup_of
+from tests.runtime.grid import Cell, job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    """A class that another one names."""
+
+    number: int
+
+
+class Label(str):
+    """A text with a part that its text does not show."""
+
+    inner: "Inner | None"
+
+    def __new__(cls, text: str, inner: "Inner | None" = None) -> "Label":
+        made = str.__new__(cls, text)
+        made.inner = inner
+        return made
+
+    @property
+    def fields(self) -> tuple[object, ...]:
+        return str(self), self.inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    """A class of the codec."""
+
+    inner: Inner | None = None
+    labels: tuple[Label, ...] = ()
+    many: dict[str, tuple[Inner, ...]] = field(default_factory=dict)
+
+
+class Evil:
+    """What a pickle can do when it is read."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (pytest.fail, ("a pickle was read",))
+
+
+PLAIN = Codec()
+SMALL = Codec((dict[Label, tuple[Outer, ...]],))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(2**70),
+        0.1 + 0.2,
+        math.inf,
+        "text\n\u00e4\0",
+        b"\x00\xff",
+        [1, [2, ()]],
+        (1, (2, [])),
+        {("F[PP=0]", "PP=0.out0"): 1, 3: {"d": [[1, 2]], "T": None}},
+        {1, 2},
+        frozenset({"a"}),
+        torch.float64,
+        Outer(inner=Inner(number=1), many={"a": (Inner(number=2), Inner(number=3))}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values(value: object) -> None:
+    got = SMALL.decode(SMALL.encode(value))
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_a_class_that_gives_its_constructors_arguments() -> None:
+    got = SMALL.decode(SMALL.encode({Label("a", Inner(number=4)): Outer(labels=(Label("b"),))}))
+    assert isinstance(got, dict)
+    ((key, value),) = got.items()
+    assert type(key) is Label and key == "a" and key.inner == Inner(number=4)
+    assert type(value.labels[0]) is Label and value.labels == ("b",)
+
+
+def test_nan_and_negative_zero() -> None:
+    got = PLAIN.decode(PLAIN.encode([math.nan, -0.0]))
+    assert isinstance(got, list)
+    assert math.isnan(got[0])
+    assert math.copysign(1, got[1]) == -1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.ones(shape).to(dtype)
+    got = PLAIN.decode(bytearray(PLAIN.encode({"a": [value, torch.arange(3), value]})))
+    assert isinstance(got, dict)
+    assert got["a"][0].dtype == dtype
+    assert got["a"][0].shape == shape
+    assert torch.equal(got["a"][2].to(torch.complex128), value.to(torch.complex128))
+    assert got["a"][1].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_travels_without_its_storage_and_can_be_written() -> None:
+    message = PLAIN.encode(torch.arange(100_000.0)[5:8])
+    assert len(message) < 200
+    got = PLAIN.decode(message)
+    assert isinstance(got, Tensor)
+    assert got.mul_(2).tolist() == [10, 12, 14]
+
+
+def test_views_conjugates_and_parameters() -> None:
+    value = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    sent = [value.T, torch.tensor([1 + 2j]).conj(), nn.Parameter(value)]
+    got = PLAIN.decode(PLAIN.encode(sent))
+    assert isinstance(got, list)
+    assert got[0].tolist() == [[1, 3], [2, 4]]
+    assert got[1].tolist() == [1 - 2j]
+    assert got[2].requires_grad and not got[0].requires_grad
+
+
+def test_messages_of_a_run() -> None:
+    rows = BatchSlice(samples=8, dtype=torch.int64, parts=((2, torch.tensor([5, 6])),))
+    got = CODEC.decode(CODEC.encode(("step", {"x": rows})))
+    assert isinstance(got, tuple)
+    assert got[1]["x"][2:4].tolist() == [5, 6]
+    failure = Failure(device=1, kind="late", what="CommError: ...", trace="...", place=3)
+    assert CODEC.decode(CODEC.encode(failure)) == failure
+    told = RankZeroResult(method="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
+    assert CODEC.decode(CODEC.encode(told)) == told
+    refused = CODEC.decode(CODEC.encode(Done(refused=RefusedError("what", {"a": "b"}, "hint"))))
+    assert isinstance(refused, Done) and refused.refused is not None
+    assert (refused.refused.what, refused.refused.facts, refused.refused.hint) == ("what", {"a": "b"}, "hint")
+
+
+def test_plans_travel_in_typed_form() -> None:
+    setup = setup_of(compile(job(Cell(case="mlp", schedule="1f1b", dp=2, zero=2))))
+    sent = pack_setup(setup)
+    shipment = SHIPMENT.decode(sent)
+    assert isinstance(shipment, Shipment)
+    assert isinstance(shipment.plans, Plans)
+    assert shipment.plans == setup.plans
+    assert shipment.outline == setup.outline
+    got = unpack_setup(sent)
+    assert got.plans == setup.plans and got.seed == setup.seed and got.device == setup.device
+
+
+@pytest.mark.parametrize("value", [Inner(number=1), object(), lambda: 1, Evil(), range(3), {"a": Evil()}])
+def test_what_a_codec_does_not_know_is_not_sent(value: object) -> None:
+    with pytest.raises(TypeError, match="cannot be sent in a message"):
+        PLAIN.encode(value)
+
+
+def message(tree: object, rest: bytes = b"") -> bytes:
+    header = json.dumps(tree).encode()
+    return HEADER.pack(len(header)) + header + rest
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\0" * 7,
+        b"\xff" * 8,
+        HEADER.pack(3) + b"{{{",
+        pickle.dumps(Evil()),
+        message({"c": ["os.system", ["true"]]}),
+        message({"c": ["builtins.eval", ["1"]]}),
+        message({"c": ["subprocess.Popen", [["true"]]]}),
+        message({"c": [f"{__name__}.Evil", []]}),
+        message({"c": [f"{__name__}.Inner", []]}),
+        message({"c": [f"{__name__}.Inner", [1, 2]]}),
+        message({"exec": ["1"]}),
+        message({"t": [], "s": []}),
+        message({}),
+        message({"T": [8, "torch.float64", [2], False]}, b"\0" * 100),
+        message({"T": [-8, "torch.float64", [1], False]}, b"\0" * 100),
+        message({"T": [8, "torch.nn", [1], False]}, b"\0" * 100),
+        message({"T": [10**12, "torch.float64", [1], False]}),
+        message({"T": [8, "torch.int64", [1], True]}, b"\0" * 100),
+        message({"b": 10}),
+        message({"b": "x"}),
+        message({"y": "torch.nn"}),
+        message({"d": [[[1], 2]]}),
+        HEADER.pack(200_000) + b"[" * 200_000,
+    ],
+)
+def test_bytes_that_are_no_message(sent: bytes) -> None:
+    with pytest.raises(MessageError):
+        SMALL.decode(sent)
+
+
+def test_damaged_messages_build_data_or_nothing() -> None:
+    rng = random.Random(0)
+    sent = CODEC.encode(
+        ("step", {"x": BatchSlice(samples=4, dtype=torch.float32, parts=((0, torch.ones(4)),))})
+    )
+    refused = 0
+    for _ in range(2000):
+        damaged = bytearray(sent)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        try:
+            CODEC.decode(damaged)
+        except MessageError:
+            refused += 1
+    assert refused > 1000

@@ -1,0 +1,104 @@
+"""Where piper reads what can run code: nowhere but where docs/security.md says."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "piper"
+READERS = {"pickle", "cloudpickle", "_pickle", "dill", "joblib", "marshal", "shelve", "yaml", "pandas"}
+LOADS = {"load", "loads", "Unpickler", "open", "read_pickle", "unsafe_load"}
+EXACT = {
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "CompiledArtifact.load",
+    "torch.compiler.load_cache_artifacts",
+}
+ALLOWED = {
+    (
+        "launchers/transport/serialize.py",
+        "unpack",
+        "pickle.loads",
+    ),  # functions of the job, from the worker's own driver
+    (
+        "capture/inductor.py",
+        "_load",
+        "CompiledArtifact.load",
+    ),  # what the cache has verified, or this process made
+}
+RUN = {
+    ("launchers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read
+}
+
+
+@cache
+def calls(path: Path) -> tuple[tuple[str, str], ...]:
+    """Every call in a file: the function that it stands in, and the dotted name of what it calls."""
+
+    def visit(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            name = child.name if isinstance(child, ast.FunctionDef) else inside
+            if isinstance(child, ast.Call):
+                yield inside, ast.unparse(child.func)
+            yield from visit(child, name)
+
+    return tuple(visit(ast.parse(path.read_text(encoding="utf-8")), ""))
+
+
+def found(wanted: set[str]) -> set[tuple[str, str, str]]:
+    return {
+        (path.relative_to(PACKAGE).as_posix(), inside, called)
+        for path in PACKAGE.rglob("*.py")
+        for inside, called in calls(path)
+        if called in wanted
+    }
+
+
+def loads(called: str) -> bool:
+    module, _, name = called.rpartition(".")
+    return called in EXACT or (module.split(".")[0] in READERS and name in LOADS)
+
+
+def test_nothing_else_unpickles() -> None:
+    unpickling = {
+        (path.relative_to(PACKAGE).as_posix(), inside, called)
+        for path in PACKAGE.rglob("*.py")
+        for inside, called in calls(path)
+        if loads(called)
+    }
+    assert unpickling == ALLOWED
+
+
+def test_no_name_of_a_reader_is_imported_by_itself() -> None:
+    """`from pickle import loads` would hide from the test above."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert node.module.split(".")[0] not in READERS, path
+            if isinstance(node, ast.Import):
+                assert all(alias.asname is None for alias in node.names if alias.name in READERS), path
+
+
+def test_unpickled_functions_come_from_a_setup_alone() -> None:
+    """A setup is what a worker is given by its driver, over a channel that both have proved their key on."""
+    users = {(where, inside) for where, inside, _ in found({"unpack"})}
+    assert users == {("launchers/messages.py", "unpack_setup")}
+    builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
+    assert builders == {("launchers/worker_server.py", "__init__")}
+
+
+def test_code_is_run_from_text_nowhere_else() -> None:
+    assert found({"exec", "eval"}) == RUN
+
+
+def test_no_object_goes_through_a_store_or_a_pickled_collective() -> None:
+    pickled = {
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+        "send_object_list",
+    }
+    assert not found(pickled | {f"dist.{name}" for name in pickled})
+    assert not found({"multiprocessing.connection.Listener", "multiprocessing.connection.Client", "Pipe"})
