@@ -298,7 +298,8 @@ class TorchrunWorkerRun(Trains):
 
 def error_of(result: RankZeroResult) -> PiperError:
     """Return the error that rank 0 has raised."""
-    kind = cast("type[PiperError]", getattr(errors, result.error or ""))
+    kind = getattr(errors, result.error or "", None)
+    assert isinstance(kind, type) and issubclass(kind, PiperError), result.error
     error = kind.__new__(kind)
     error.args = (result.text,)
     for note in result.notes:
