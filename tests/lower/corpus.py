@@ -72,7 +72,7 @@ def slow() -> Iterator[tuple[str, str]]:
 
     for cell in every()[::29]:
         yield f"chain {cell}", show_plans(cell.plans()[0])
-    for model in cells()[::31]:
+    for model in cells()[::61]:
         yield f"zoo {model}", show_plans(compiled(model).plans)
     for path in sorted(RECIPES.glob("*.py")):
         for name in jobs_in(path):
