@@ -55,17 +55,17 @@ class Cache:
             return None
         digest, manifest = found[:_DIGEST], found[_DIGEST:]
         if not hmac.compare_digest(digest, self._sign(name, manifest)):
-            self._warn(name)
+            self._warn_damaged(name)
             return None
         listed: dict[str, str] = json.loads(manifest)
         files = {path: self._blob(folder, blob) for path, blob in listed.items()}
         if any(content is None for content in files.values()):
-            self._warn(name)
+            self._warn_damaged(name)
             return None
         whole = {path: content for path, content in files.items() if content is not None}
         return Entry(artifact=whole.pop(""), files=whole)
 
-    def _warn(self, name: str) -> None:
+    def _warn_damaged(self, name: str) -> None:
         """Warn of an entry that is not as it was written. It counts as missing."""
         path = self.folder / "chunks" / name[:2] / name
         warnings.warn(f"{path} is damaged: the code is compiled again", stacklevel=3)

@@ -4,7 +4,7 @@ import pytest
 
 from piper.errors import ConfigError
 from piper.launchers.local import how
-from piper.launchers.processes import World, check_size
+from piper.launchers.processes import RankEnvironment, check_size
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_how_a_process_ended(status: int, said: str) -> None:
 
 
 def test_a_world_has_one_process_for_each_device() -> None:
-    world = World(rank=0, size=3, local=0, nearby=3, address="127.0.0.1", port=1)
+    world = RankEnvironment(rank=0, size=3, local=0, nearby=3, address="127.0.0.1", port=1)
     check_size(world, 3)
     for devices in (2, 4):
         with pytest.raises(ConfigError, match="there is not one process for each device"):

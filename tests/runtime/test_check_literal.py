@@ -13,6 +13,7 @@ from piper.api import Program
 from piper.launchers.inline import launch_inline
 from piper.runtime.check import check
 from piper.runtime.distance import differences, distance, relative
+from piper.runtime.localise import Checked, Result
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
@@ -70,24 +71,22 @@ def test_a_gradient_far_below_the_others_is_compared_with_those() -> None:
 class Wrong:
     """A run whose numbers are wrong in one way."""
 
-    run: object
+    run: Checked
     scale: float = 1.0  # of the gradients
     without: str = ""  # a gradient that is left out
 
-    def step(self, batch: Mapping[str, Tensor]) -> object:
-        return self.run.step(batch)  # type: ignore[attr-defined]
+    def step(self, batch: Mapping[str, Tensor]) -> Result:
+        return self.run.step(batch)
 
     def gradients(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.run.gradients()  # type: ignore[attr-defined]
+        found = self.run.gradients()
         return {name: value * self.scale for name, value in found.items() if name != self.without}
 
     def state_dict(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.run.state_dict()  # type: ignore[attr-defined]
-        return found
+        return self.run.state_dict()
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
-        found: dict[int, dict[Mark, Tensor]] = self.run.trails()  # type: ignore[attr-defined]
-        return found
+        return self.run.trails()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from piper.plan.instr import Instr
 from piper.runtime.compute import draw_place, ends_with
 from piper.runtime.env import Dice, Env, draw_seed
 from piper.runtime.setup import JobLike, initial_tensors
+from tests.slots import slots
 
 
 def test_every_chunk_part_replica_step_and_seed_draws_its_own() -> None:
@@ -26,9 +27,10 @@ def test_every_chunk_part_replica_step_and_seed_draws_its_own() -> None:
 
 def test_a_phase_takes_back_only_what_its_own_stream_made() -> None:
     """What another stream made goes back to that stream, when it may."""
-    makers = {"a": "compute", "b": "load", "c": "compute"}
-    env = cast(Env, SimpleNamespace(makers=makers, at="abc".index))
-    ins = Instr(op="compute", node="B[PP=0]", stream="compute", frees=("a", "b", "c"))
+    names = slots("a", "b", "c")
+    makers = dict(zip(names, ("compute", "load", "compute"), strict=True))
+    env = cast(Env, SimpleNamespace(makers=makers, at=names.index))
+    ins = Instr(op="compute", node="B[PP=0]", stream="compute", frees=names)
     assert ends_with(env, ins) == [0, 2]
 
 

@@ -12,6 +12,7 @@ from piper.view.facts import Clock, data_edges, memory_facts
 from piper.view.subject import Subject
 from piper.view.svg import pair_spans
 from piper.view.trace import process
+from tests.slots import slots
 
 
 def cell(start: float, cost: float = 1, pair: int = -1) -> Cell:
@@ -40,9 +41,9 @@ def test_a_pair_is_outlined_as_one_only_where_nothing_lies_between() -> None:
 
 
 def test_an_edge_begins_where_a_slot_was_written_last() -> None:
-    write = Instr(op="compute", node="w", stream="compute", writes=("a",))
-    again = Instr(op="accumulate", node="s", stream="compute", reads=("a",), writes=("a",))
-    read = Instr(op="send", node="r", stream="send", reads=("a",))
+    write = Instr(op="compute", node="w", stream="compute", writes=slots("a"))
+    again = Instr(op="accumulate", node="s", stream="compute", reads=slots("a"), writes=slots("a"))
+    read = Instr(op="send", node="r", stream="send", reads=slots("a"))
     assert [*data_edges(plan_of(write, again, read))] == [(0, 1), (1, 2)]
 
 
