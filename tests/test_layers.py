@@ -41,7 +41,7 @@ ROOMS = {
     "words",
 }
 MAY_IMPORT: dict[str, set[str]] = {
-    "proof": {"collector", "devices", "ids", "ir", "plan"},
+    "proof": {"collector", "devices", "ids", "ir", "plan", "sharding"},
     "losses": {"errors", "torch"},
     "usercode": {"errors"},
     "files": {"errors"},
