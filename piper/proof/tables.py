@@ -166,21 +166,16 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
             users.setdefault(name, []).append(chunk.name)
     for plan in plans:
         for slot, held in plan.residents.items():
-            if slot.kind != "buffer":
-                continue
-            for chunk in users.get(slot.owner, ()):
-                if plan.devices[0] not in spec.placement[chunk]:
+            for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
+                grid = spec.grids[user]
+                experts = spec.sharding(user, slot.owner)
+                wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=grid.degree)
+                placed = grid.devices if experts.ways > 1 else ()
+                if plan.devices[0] not in grid.devices or held.sharding.ways == experts.ways == 1:
                     continue
-                experts = spec.sharding(chunk, slot.owner)
-                if experts.ways > 1:
-                    wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=spec.grids[chunk].degree)
-                    right = (held.sharding, held.placed) == (wanted, spec.placement[chunk])
-                else:
-                    wanted, right = experts, held.sharding.ways == 1
-                if not right:
-                    placed = spec.placement[chunk] if experts.ways > 1 else ()
+                if (held.sharding, held.placed) != (wanted, placed):
                     found, should = divided([held.sharding], held.placed), divided([wanted], placed)
-                    yield f"{chunk} finds {slot} {found}; it should be {should}"
+                    yield f"{user} finds {slot} {found}; it should be {should}"
 
 
 def piece_problems(
