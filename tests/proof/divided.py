@@ -15,7 +15,7 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.losses import cross_entropy as weighted_cross_entropy
 from piper.plan.plan import Plans
-from tests.proof import programs
+from tests.proof import models, programs
 
 WIDTH, VOCABULARY, LENGTH = 4, 8, 4
 WEIGHTS = {"embedding|*.heads|*.up|head": 0, "*.out|*.down": 1}
@@ -82,7 +82,7 @@ def program(
     *,
     tied: bool = False,
     clip: float | None = None,
-    loss: programs.models.Loss = mean_loss,
+    loss: models.Loss = mean_loss,
 ) -> Program:
     """Compile the model under a strategy, in fp64."""
     return compile(

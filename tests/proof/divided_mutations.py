@@ -3,16 +3,16 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from piper.devices import Devices
 from piper.ids import SlotId
 from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.sharding import Collective, Sharding, Slicing
+from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
 from tests.proof.mutations import Edit, mended, pick, with_instrs
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "max", "slice", "none")
+OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 ATTEMPTS = 20
 Choice = TypeVar("Choice")
 
