@@ -45,7 +45,7 @@ ROOMS = {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "private_files": {"errors"},
-    "proof": {"collector", "devices", "ids", "ir", "plan"},
+    "proof": {"sharding", "collector", "devices", "ids", "ir", "plan"},
     "losses": {"errors", "torch"},
     "usercode": {"errors"},
     "files": {"errors"},

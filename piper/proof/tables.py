@@ -166,19 +166,14 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
             users.setdefault(name, []).append(chunk.name)
     for plan in plans:
         for slot, held in plan.residents.items():
-            if slot.kind != "buffer":
-                continue
-            for user in users.get(slot.owner, ()):
-                if plan.devices[0] not in spec.placement[user]:
-                    continue
+            for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
+                grid = spec.grids[user]
                 experts = spec.sharding(user, slot.owner)
-                if experts.ways > 1:
-                    wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=spec.grids[user].degree)
-                    right = (held.sharding, held.placed) == (wanted, spec.placement[user])
-                else:
-                    wanted, right = experts, held.sharding.ways == 1
-                if not right:
-                    placed = spec.placement[user] if experts.ways > 1 else ()
+                wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=grid.degree)
+                placed = grid.devices if experts.ways > 1 else ()
+                if plan.devices[0] not in grid.devices or held.sharding.ways == experts.ways == 1:
+                    continue
+                if (held.sharding, held.placed) != (wanted, placed):
                     found, should = divided([held.sharding], held.placed), divided([wanted], placed)
                     yield f"{user} finds {slot} {found}; it should be {should}"
 
