@@ -102,14 +102,14 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         for slot, held in plan.residents.items():
             if slot.kind != "buffer":
                 continue
-            for chunk in users.get(slot.owner, ()):
-                if plan.devices[0] not in spec.placement[chunk]:
+            for user in users.get(slot.owner, ()):
+                if plan.devices[0] not in spec.placement[user]:
                     continue
-                wanted = spec.sharding(chunk, slot.owner)
-                placed = spec.placement[chunk] if wanted.ways > 1 else ()
+                wanted = spec.sharding(user, slot.owner)
+                placed = spec.placement[user] if wanted.ways > 1 else ()
                 if (held.sharding, held.placed) != (wanted, placed):
                     found, should = divided(held.sharding, held.placed), divided(wanted, placed)
-                    yield f"{chunk} finds {slot} {found}; it should be {should}"
+                    yield f"{user} finds {slot} {found}; it should be {should}"
 
 
 def piece_problems(spec: Specification, bucket: Bucket, parameters: Mapping[str, Parameter]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 from piper.directives import Directive, apply, order, place, remat, replicate, split
 from piper.errors import ScheduleError
 from piper.explain import explain
+from piper.ids import SlotId
 from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Outline, Phase, PhaseSpec, TensorSpec, bundles
 from piper.ir.graph import start
@@ -156,7 +157,7 @@ def test_an_input_that_a_backward_still_uses_lives_until_then(
     made = replace(outline, chunks=(first, replace(last, phases=phases, kept_inputs=kept)))
     plans, _ = lowered(made)
     freed = {slot: ins.node for ins in plans.of(0).instrs for slot in ins.frees}
-    assert freed["PP=0.out0"] == wanted
+    assert freed[SlotId("output", "PP=0")] == wanted
 
 
 def test_what_the_weight_gradients_need_is_kept_apart() -> None:

@@ -8,6 +8,7 @@ from piper.plan.check import problems_of
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.plan.slots import SlotProof
+from tests.slots import slot, slots
 
 BYTES = Slot(nbytes=8)
 
@@ -21,17 +22,18 @@ def instr(
     op: str, node: str, stream: str, reads: str = "", writes: str = "", frees: str = "", **fields: object
 ) -> Instr:
     """An instruction; slots as words."""
-    slots = {"reads": tuple(reads.split()), "writes": tuple(writes.split()), "frees": tuple(frees.split())}
-    return Instr(op=op, node=node, stream=stream, **slots, **fields)  # type: ignore[arg-type]
+    used = {"reads": reads, "writes": writes, "frees": frees}
+    ids = {key: slots(*words.split()) for key, words in used.items()}
+    return Instr(op=op, node=node, stream=stream, **ids, **fields)  # type: ignore[arg-type]
 
 
-def complaints(*instrs: Instr, slots: str = "a b", residents: str = "p") -> list[str]:
+def complaints(*instrs: Instr, made: str = "a b", residents: str = "p") -> list[str]:
     """What the proof says of a plan, without the neighbours of each place."""
     plan = Plan(
         devices=(0,),
         instrs=instrs,
-        slots=dict.fromkeys(slots.split(), BYTES),
-        residents=dict.fromkeys(residents.split(), BYTES),
+        slots=dict.fromkeys(slots(*made.split()), BYTES),
+        residents=dict.fromkeys(slots(*residents.split()), BYTES),
     )
     return [problem.partition("\n")[0] for problem in SlotProof(plan).run()]
 
@@ -47,22 +49,22 @@ def test_a_plan_without_problems() -> None:
 @pytest.mark.parametrize(
     ("instrs", "wanted"),
     [
-        ((compute("use", "a"),), ["use reads a, which nothing has written"]),
-        ((MAKE, compute("use", "a", frees="a"), compute("late", "a")), ["late reads a, freed at 1"]),
+        ((compute("use", "a"),), ["use reads a.out0, which nothing has written"]),
+        ((MAKE, compute("use", "a", frees="a"), compute("late", "a")), ["late reads a.out0, freed at 1"]),
         (
             (MAKE, compute("use", "a", frees="a"), compute("late", writes="a")),
-            ["late writes a, freed at 1"],
+            ["late writes a.out0, freed at 1"],
         ),
         (
             (MAKE, compute("use", "a", frees="a"), compute("late", frees="a")),
-            ["late frees a, freed at 1"],
+            ["late frees a.out0, freed at 1"],
         ),
-        ((compute("use", frees="a"),), ["use frees a, which nothing has written"]),
-        ((compute("use", frees="p"),), ["use frees p, which outlives the step"]),
-        ((MAKE,), ["make writes a, which is never freed"]),
+        ((compute("use", frees="a"),), ["use frees a.out0, which nothing has written"]),
+        ((compute("use", frees="p"),), ["use frees p.out0, which outlives the step"]),
+        ((MAKE,), ["make writes a.out0, which is never freed"]),
         (
             (compute("make", writes="c"), compute("use", "c", frees="c")),
-            ["make writes c, which has no size"],
+            ["make writes c.out0, which has no size"],
         ),
         ((compute("use", waits=(3,)),), ["use waits for event 3, which nothing before it signals"]),
         (
@@ -72,8 +74,8 @@ def test_a_plan_without_problems() -> None:
         (
             (MAKE, instr("send", "give", OTHER, "a", frees="a")),
             [
-                "give reads a without waiting for who writes it, at 0",
-                "give frees a while make may still use it",
+                "give reads a.out0 without waiting for who writes it, at 0",
+                "give frees a.out0 while make may still use it",
             ],
         ),
         (
@@ -82,7 +84,7 @@ def test_a_plan_without_problems() -> None:
                 instr("send", "give", OTHER, "a", waits=(0,)),
                 compute("end", frees="a"),
             ),
-            ["end frees a while give may still use it"],
+            ["end frees a.out0 while give may still use it"],
         ),
         (
             (
@@ -92,9 +94,9 @@ def test_a_plan_without_problems() -> None:
                 instr("send", "give again", OTHER, "a", frees="a"),
             ),
             [
-                "again writes a while give may still use it",
-                "give again reads a without waiting for who writes it, at 2",
-                "give again frees a while again may still use it",
+                "again writes a.out0 while give may still use it",
+                "give again reads a.out0 without waiting for who writes it, at 2",
+                "give again frees a.out0 while again may still use it",
             ],
         ),
     ],
@@ -110,15 +112,18 @@ def test_events_carry_what_their_stream_knew() -> None:
     assert complaints(first, second, instr("recv", "use", "third", "a", frees="a", waits=(1,))) == []
     late = instr("send", "relay", OTHER, signals=1)
     assert complaints(first, late, instr("recv", "use", "third", "a", frees="a", waits=(1,))) == [
-        "use reads a without waiting for who writes it, at 0",
-        "use frees a while make may still use it",
+        "use reads a.out0 without waiting for who writes it, at 0",
+        "use frees a.out0 while make may still use it",
     ]
 
 
 def test_an_event_says_nothing_of_what_its_stream_does_later() -> None:
     assert complaints(
         compute("early", signals=0), MAKE, instr("send", "give", OTHER, "a", frees="a", waits=(0,))
-    ) == ["give reads a without waiting for who writes it, at 1", "give frees a while make may still use it"]
+    ) == [
+        "give reads a.out0 without waiting for who writes it, at 1",
+        "give frees a.out0 while make may still use it",
+    ]
 
 
 def test_a_gather_may_not_run_ahead_of_computes_issued_before_it() -> None:
@@ -145,15 +150,17 @@ def test_a_backward_may_not_run_ahead_of_scatters_issued_before_it() -> None:
 
 
 def test_a_problem_shows_where_it_is() -> None:
-    plan = Plan(devices=(0,), instrs=(MAKE,), slots={"a": BYTES}, residents={})
-    assert SlotProof(plan).run() == ["make writes a, which is never freed\n-->     0  compute        make"]
+    plan = Plan(devices=(0,), instrs=(MAKE,), slots={slot("a"): BYTES}, residents={})
+    assert SlotProof(plan).run() == [
+        "make writes a.out0, which is never freed\n-->     0  compute        make"
+    ]
 
 
 def between(left: Instr, right: Instr) -> list[str]:
     """What the whole proof says of two devices that do one thing each, over one communicator."""
     comm = Comm(name="c", kind="pairs", groups=((0, 1),))
     plans = tuple(
-        Plan(devices=(i,), instrs=(ins,), slots={}, residents={"p": BYTES})
+        Plan(devices=(i,), instrs=(ins,), slots={}, residents={slot("p"): BYTES})
         for i, ins in enumerate((left, right))
     )
     return list(problems_of(Plans(plans=plans, comms={"c": comm}, buckets={}, seed=1.0, weighted=False)))

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
-from piper.plan.instr import Adding, Instr, Op
+from piper.plan.instr import Adding, Instr
+from piper.plan.ops import Op
 from piper.plan.plan import Plan, Plans, Slot
 from piper.simulate.account import account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
@@ -22,6 +23,7 @@ from piper.simulate.profile import Profile, Times, Track, Work
 from piper.simulate.timeline import Span, Timeline
 from piper.simulate.web import touched
 from piper.verbs.profiles import print_rows, rows_of
+from tests.slots import slots
 
 CLUSTER = Cluster(
     name="small",
@@ -186,7 +188,8 @@ def test_the_longest_part_that_only_rises(places: list[int], kept: set[int]) -> 
 
 
 def test_an_instruction_touches_what_it_reads_and_writes() -> None:
-    ins = Instr(op="add", node="a", stream="compute", reads=("a", "w"), writes=("b",))
-    slots = {"a": Slot(nbytes=1, shares=(("s", 4),)), "b": Slot(nbytes=16)}
-    plan = Plan(devices=(0,), instrs=(ins,), slots=slots, residents={"w": Slot(nbytes=64)})
+    ins = Instr(op="add", node="a", stream="compute", reads=slots("a", "w"), writes=slots("b"))
+    a, b, w = slots("a", "b", "w")
+    made = {a: Slot(nbytes=1, shares=((SlotId("storage", "s"), 4),)), b: Slot(nbytes=16)}
+    plan = Plan(devices=(0,), instrs=(ins,), slots=made, residents={w: Slot(nbytes=64)})
     assert touched(plan, ins) == 1 + 4 + 16 + 64
