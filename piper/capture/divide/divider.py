@@ -125,7 +125,7 @@ class Divider:
         """Say what became of an operation, and check the shape that its layout promises."""
         self.local[node], self.layouts[node] = local, layout
         made = local.meta["example_value"]
-        if isinstance(made, Tensor) and not isinstance(layout, list):
+        if isinstance(made, Tensor) and isinstance(layout, Divided):
             want = local_shape(self.shape(node), layout, self.degree)
             assert tuple(made.shape) == want, (
                 f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
@@ -134,16 +134,21 @@ class Divider:
     def plain(self, node: fx.Node) -> None:
         """Write an operation as it stands, over whole operands."""
         varies = self._varies(node.all_input_nodes)
-        local = {source: self.to(source, WHOLE, varies=varies) for source in node.all_input_nodes}
+        local = {
+            source: self.local[source]
+            if isinstance(self.layouts[source], list)
+            else self.to(source, WHOLE, varies=varies)
+            for source in node.all_input_nodes
+        }
         made = self.emit(
             node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
         )
         value = made.meta["example_value"]
-        self.done(node, made, WHOLE if isinstance(value, Tensor) else [WHOLE for _ in value])
+        self.done(node, made, [WHOLE for _ in value] if isinstance(value, tuple | list) else WHOLE)
 
     def _varies(self, sources: list[fx.Node]) -> bool:
         """Return whether work on whole values is part of divided work: one of them varies."""
-        return any(self.local[source] in self.varying for source in sources if self.layouts[source] == WHOLE)
+        return any(self.local[source] in self.varying for source in sources if self._is_whole(source))
 
     def settle(self, node: fx.Node, like: Divided | None = None) -> Layout:
         """Take a pending sum: into slices of `like` or of the activations between regions, else whole."""
@@ -193,7 +198,7 @@ class Divider:
         if isinstance(want, Divided):
             if not divides(shape[want.dim], want, self.degree):
                 raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
-            if isinstance(have, Whole) and (not self.trains(local) or local in self.varying):
+            if isinstance(have, Whole) and not self._must_vary(node, local):
                 return self.take(local, want)
         if isinstance(have, Divided) and isinstance(want, Whole) and (base := self._base(node)) is not None:
             given = self.to(base, want, varies=varies)
@@ -222,6 +227,8 @@ class Divider:
 
     def _collect(self, local: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
         how = change(self.division.axis, self.degree, have, want, varies)
+        if local.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
+            local = self.emit(aten.clone.default, (local,))
         made = self.emit(collective, (local, how))  # type: ignore[arg-type]
         self.varying.discard(made)
         if varies and isinstance(want, Whole):
@@ -321,7 +328,7 @@ class Divider:
         tags = self.home(node)
         sources = node.all_input_nodes
         outside = tags is not None and not self.inside(tags)
-        if outside or all(self.layouts[source] == WHOLE for source in sources):
+        if outside or all(self._is_whole(source) for source in sources):
             for source in sources:
                 if isinstance(self.layouts[source], Sum):
                     self.settle(source)
@@ -340,6 +347,10 @@ class Divider:
             rule(self, node)
         except NoRuleError as error:
             raise self.error(f"{node.target} cannot be divided: {error}", HINT) from None
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        found = self.layouts[node]
+        return all(layout == WHOLE for layout in found) if isinstance(found, list) else found == WHOLE
 
     def _count_uses(self, node: fx.Node) -> None:
         """Note the parameters that work which every device does alike reads."""
