@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from piper.capture.divide.compute import by_family
-from piper.capture.divide.divider import RESHAPES, Divider, Division, aten, value_of
+from piper.capture.divide.divider import RESHAPES, Divider, aten, value_of
+from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.rules import rules
 from piper.capture.recording import FromParameter, Origin, Recording

@@ -8,7 +8,6 @@ sums its gradient. A parameter goes without one, because its bucket takes the su
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -16,31 +15,14 @@ from torch.fx.node import Argument, map_arg
 
 from piper.capture.blame import node_line
 from piper.capture.divide.collective import change, collective
-from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, local_shape
+from piper.capture.divide.division import Division, NoRuleError, UnevenError
+from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
 from piper.capture.effects import draws
 from piper.capture.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Tags
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """What one `shard` directive over an axis asks of the regions it selects."""
-
-    by: str  # the directive, as messages name it
-    axis: str
-    degree: int
-    weights: Mapping[str, Divided] = field(default_factory=dict)  # by parameter name
-    batch: Mapping[str, Divided] = field(default_factory=dict)  # by field
-    between: int | None = None  # the dimension along which activations between divided work are divided
-    attention: str = "gather"
-    zigzag: bool = False
-
-
-class NoRuleError(Exception):
-    """A rule that does not cover the layouts it is given; the text says what it cannot do."""
 
 
 Rule = Callable[["Divider", fx.Node], None]
@@ -335,16 +317,20 @@ class Divider:
             self._count_uses(node)
             self.plain(node)
             return
-        if draws(node):
+        if draws(node) and node.target is not aten.dropout.default:
             raise self.error(
-                f"{node.target} draws random numbers in a divided region",
-                "leave dropout out of the regions that are divided",
+                f"{node.target} draws random numbers for a divided value",
+                "leave it out of the regions that are divided; dropout outside of attention divides",
             )
         rule = self.rules.get(node.target) or self.fallback(node)
         if rule is None:
             raise self.error(f"{node.target} has no rule for how it divides", HINT)
         try:
             rule(self, node)
+        except UnevenError as error:
+            ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
+            hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
+            raise self.error(str(error), hint) from None
         except NoRuleError as error:
             raise self.error(f"{node.target} cannot be divided: {error}", HINT) from None
 
@@ -364,7 +350,10 @@ class Divider:
         assert self.node is not None
         facts = {"operation": f"{self.node.target}{node_line(self.node)}"}
         held = [
-            f"{source.name} {list(self.shape(source))} {self.layouts[source]}" for source in self._operands()
+            f"{source.name} {list(value.shape)} {in_words(layout)}"
+            for source in self._operands()
+            if isinstance(value := value_of(source), Tensor)
+            and not isinstance(layout := self.layouts[source], list)
         ]
         facts["operands"] = ", ".join(held)
         return CaptureError(what, by=self.division.by, facts=facts, hint=hint)
