@@ -65,12 +65,12 @@ def capture(work: Work) -> Work:
 
 
 def every_node_has_a_phase(work: Work) -> Iterator[str]:
-    """Each node is a phase that its chunk has; of a route's backward, half is all of it."""
+    """Each node is a phase that its chunk has; of a route's or a collective's backward, half is all of it."""
     chunks = work.graph.chunks
     for node in work.graph.nodes.values():
         chunk = chunks[node.chunk]
-        routes = chunk.kind in ("route", "unroute") and node.phase == "BI"
-        if is_idle(chunk, node) or (node.phase not in chunk.phases and not routes):
+        moves = chunk.kind in ("route", "unroute", "collective") and node.phase == "BI"
+        if is_idle(chunk, node) or (node.phase not in chunk.phases and not moves):
             yield f"{node.name} has nothing to do"
 
 

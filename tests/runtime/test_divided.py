@@ -7,7 +7,7 @@ from tests.runtime.divided import MODELS, STRATEGIES, checked
 FEW = [
     ("decoder", "tp2dp2z3"),
     ("decoder", "cp2heads"),
-    ("decoder4", "tp4"),
+    ("decoder", "tp2zbv"),
     ("moe", "tp2ep2"),
     ("llama", "sp2"),
     ("qwen3", "tp2pp2"),
