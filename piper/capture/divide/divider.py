@@ -146,9 +146,11 @@ class Divider:
             if divides(shape[wish.dim], wish, self.degree):
                 want = wish
             elif like is None:
-                raise self.error(
+                raise CaptureError(
                     f"dimension {wish.dim} of size {shape[wish.dim]} does not divide by {self.degree}",
-                    f"choose another `between` or a size that divides: {list(shape)}",
+                    by=self.division.by,
+                    facts=self.facts(),
+                    hint=f"choose another `between` or a size that divides: {list(shape)}",
                 )
         local = self.to(node, want, varies=False)
         self.local[node], self.layouts[node] = local, want
@@ -318,21 +320,33 @@ class Divider:
             self.plain(node)
             return
         if draws(node) and node.target is not aten.dropout.default:
-            raise self.error(
+            raise CaptureError(
                 f"{node.target} draws random numbers for a divided value",
-                "leave it out of the regions that are divided; dropout outside of attention divides",
+                by=self.division.by,
+                facts=self.facts(),
+                hint="leave it out of the regions that are divided; dropout outside of attention divides",
             )
         rule = self.rules.get(node.target) or self.fallback(node)
         if rule is None:
-            raise self.error(f"{node.target} has no rule for how it divides", HINT)
+            raise CaptureError(
+                f"{node.target} has no rule for how it divides",
+                by=self.division.by,
+                facts=self.facts(),
+                hint=HINT,
+            )
         try:
             rule(self, node)
         except UnevenError as error:
             ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
             hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
-            raise self.error(str(error), hint) from None
+            raise CaptureError(str(error), by=self.division.by, facts=self.facts(), hint=hint) from None
         except NoRuleError as error:
-            raise self.error(f"{node.target} cannot be divided: {error}", HINT) from None
+            raise CaptureError(
+                f"{node.target} cannot be divided: {error}",
+                by=self.division.by,
+                facts=self.facts(),
+                hint=HINT,
+            ) from None
 
     def _is_whole(self, node: fx.Node) -> bool:
         found = self.layouts[node]
@@ -345,26 +359,16 @@ class Divider:
         for source in node.all_input_nodes:
             self.used_alike(source)
 
-    def error(self, what: str, hint: str) -> CaptureError:
-        """Return the error of an operation that cannot be divided, with its layouts and its source line."""
+    def facts(self) -> dict[str, str]:
+        """Return what an error says about the operation: its source line, and how its operands are held."""
         assert self.node is not None
-        facts = {"operation": f"{self.node.target}{node_line(self.node)}"}
         held = [
             f"{source.name} {list(value.shape)} {in_words(layout)}"
-            for source in self._operands()
-            if isinstance(value := value_of(source), Tensor)
-            and not isinstance(layout := self.layouts[source], list)
-        ]
-        facts["operands"] = ", ".join(held)
-        return CaptureError(what, by=self.division.by, facts=facts, hint=hint)
-
-    def _operands(self) -> list[fx.Node]:
-        assert self.node is not None
-        return [
-            source
             for source in self.node.all_input_nodes
-            if source in self.layouts and isinstance(value_of(source), Tensor)
+            if isinstance(value := value_of(source), Tensor)
+            and not isinstance(layout := self.layouts.get(source, WHOLE), list)
         ]
+        return {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(held)}
 
 
 def value_of(node: fx.Node) -> object:
