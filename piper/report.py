@@ -111,7 +111,7 @@ def bytes_by_kind(program: Program) -> dict[str, int]:
     for plan in program.plans:
         for ins in plan.instrs:
             if ins.comm is not None and ins.op != "recv":
-                total[ins.op] = total.get(ins.op, 0) + ins.nbytes * len(plan.devices)
+                total[ins.does] = total.get(ins.does, 0) + ins.nbytes * len(plan.devices)
     return total
 
 
@@ -141,7 +141,9 @@ def instruction_line(place: int, ins: Instr, live: int) -> str:
     signals = f"  signals {ins.signals}" if ins.signals is not None else ""
     comm = f"  over {ins.comm}" if ins.comm else ""
     moving = f"  {size(ins.nbytes)}" if ins.comm else ""
-    return f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.op:14} {ins.node}{comm}{moving}{waits}{signals}"
+    return (
+        f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.does:14} {ins.node}{comm}{moving}{waits}{signals}"
+    )
 
 
 def write_text(program: Program, path: Path) -> None:

@@ -58,13 +58,20 @@ def verb_of(kind: type[Directive]) -> str:
 
 
 _KNOWN: dict[type[Directive], int] = {}  # filled where directives are defined, and never changed after
+_FORMS: dict[tuple[int, str], type[Directive]] = {}  # other forms of the one at a rank, by the key they need
 
 
-def registered(rank: int) -> Callable[[type[D]], type[D]]:
-    """Make a directive known to the JSON form, to hints and to `piper` itself; lists have it at `rank`."""
+def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
+    """Make a directive known to the JSON form, to hints and to `piper` itself; lists have it at `rank`.
+
+    key: it is another form of the directive at that rank, for entries that have this key.
+    """
 
     def register(kind: type[D]) -> type[D]:
-        _KNOWN[kind] = rank
+        if key:
+            _FORMS[rank, key] = kind
+        else:
+            _KNOWN[kind] = rank
         return kind
 
     return register
@@ -73,6 +80,13 @@ def registered(rank: int) -> Callable[[type[D]], type[D]]:
 def known_directives() -> dict[str, type[Directive]]:
     """Return every kind of directive, by what users call it, in the order that lists have them."""
     return {verb_of(kind): kind for kind in sorted(_KNOWN, key=_KNOWN.__getitem__)}
+
+
+def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
+    """Return the kind of directive that an entry with some keys is."""
+    kind = known_directives()[verb]
+    found = [_FORMS[_KNOWN[kind], key] for key in keys if (_KNOWN[kind], key) in _FORMS]
+    return found[0] if found else kind
 
 
 def spelt(

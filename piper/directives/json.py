@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, cast
 
-from piper.directives.base import STREAM, Directive, is_whole, known_directives
+from piper.directives.base import STREAM, Directive, form_of, is_whole, known_directives
 from piper.errors import ConfigError
 from piper.ir.select import PASSES, At, Index, at
 
@@ -67,7 +67,8 @@ def read_entry(entry: object, where: str) -> Directive:
             facts={"known": ", ".join(kinds)},
             hint=f"did you mean {close[0]!r}?" if close else 'give it an "op"',
         )
-    keys = keys_of(kinds[op])
+    form = form_of(op, entry)
+    keys = keys_of(form)
     for key in entry:
         if key != "op" and key not in keys:
             close = get_close_matches(key, keys, n=1)
@@ -89,7 +90,7 @@ def read_entry(entry: object, where: str) -> Directive:
             if spelling.level:
                 value = max(spelling.level if value else 0, cast(int, values.get(spelling.field, 0)))
             values[spelling.field] = value
-    return kinds[op](**values, source=where)
+    return form(**values, source=where)
 
 
 class Read(Protocol):
@@ -175,6 +176,13 @@ def read_devices(value: object, where: str, key: str, wanted: str) -> tuple[int,
     return tuple(value)
 
 
+def read_dims(value: object, where: str, key: str, wanted: str) -> tuple[tuple[str, int], ...]:
+    """Read names with a dimension each."""
+    if not isinstance(value, dict) or not all(is_whole(dim) and dim >= 0 for dim in value.values()):
+        raise wrong(where, key, value, wanted)
+    return tuple(value.items())
+
+
 def read_word(value: object, where: str, key: str, wanted: str) -> str:
     """Read a name."""
     if not (isinstance(value, str) and STREAM.fullmatch(value)):
@@ -210,6 +218,7 @@ FORMS: Mapping[object, tuple[Read, str, str]] = {  # by a field's type: its read
     tuple[tuple[At, ...], ...]: (
         read_groups, "filters", "a list of groups, each a filter or a list of filters"
     ),
+    tuple[tuple[str, int], ...]: (read_dims, "", "an object of names, each with a dimension from 0"),
     tuple[int, ...]: (read_devices, "", "a list of whole numbers"),
     str: (read_word, "", WORD),
     str | None: (read_word, "", WORD),

@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, checked_devices, is_whole, refused, selected, touched
+from piper.directives.base import Directive, checked_devices, is_whole, refused, registered, selected, touched
 from piper.errors import ScheduleError
 from piper.ir.graph import AxisPolicy, Graph
 from piper.ir.select import At
 
-ATTENTION = ("gather", "heads", "ring")
+ATTENTION = ("gather", "heads")
 BALANCE = (None, "zigzag")
 
 
+@registered(2, key="axis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardAxis(Directive):
     """Divide the work of the selected regions over each group of `ways` neighbouring devices.
@@ -38,6 +39,7 @@ class ShardAxis(Directive):
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
+        self._check_words(by)
         devices = checked_devices(self.devices, by)
         nodes = selected(graph, self.at, by)
         if any(self.axis in dict(chunk.tags) for chunk in graph.outline.chunks if chunk.kind != "collective"):
@@ -66,15 +68,45 @@ class ShardAxis(Directive):
         graph = replace(graph, policies=policies)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
+    def _check_words(self, by: str) -> None:
+        """Refuse what no model can be divided by."""
+        if not self.axis.isidentifier() or self.axis == "PASS":
+            raise ScheduleError(
+                f"axis={self.axis!r} is not a name", by=by, hint='name the axis in one word: axis="TP"'
+            )
+        if not self.weights and not self.batch:
+            raise ScheduleError(
+                f"axis={self.axis!r} divides nothing",
+                by=by,
+                hint="tensor parallelism needs weights={...}, context parallelism batch={...}",
+            )
+        if self.between is not None and self.between < 1:
+            raise ScheduleError(
+                f"between={self.between!r} is not a dimension that can be divided",
+                by=by,
+                hint="between=1 divides the sequence; 0 is the samples",
+            )
+        if self.attention == "ring":
+            raise ScheduleError(
+                'attention="ring" is not implemented yet',
+                by=by,
+                hint='use attention="gather", or "heads" where the heads divide',
+            )
+        if self.attention not in ATTENTION:
+            raise ScheduleError(
+                f"attention={self.attention!r} is not known",
+                by=by,
+                hint=f"choose one of {', '.join(ATTENTION)}",
+            )
+        if self.balance not in BALANCE:
+            raise ScheduleError(
+                f"balance={self.balance!r} is not known",
+                by=by,
+                hint='leave it out or write balance="zigzag"',
+            )
 
-def checked_axis(axis: object) -> str:
-    """Return the name of an axis, a word that `at()` can take."""
-    if not isinstance(axis, str) or not axis.isidentifier() or axis == "PASS":
-        raise refused("shard", f"axis={axis!r} is not a name", 'name the axis in one word: axis="TP"')
-    return axis
 
-
-def checked_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
+def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
     """Return names with a dimension each, from a dict."""
     if not isinstance(given, Mapping):
         raise refused("shard", f"{key}={given!r} is not a dict", f'write {key}={{"name": dimension}}')
@@ -82,6 +114,13 @@ def checked_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
         if not isinstance(name, str) or not is_whole(dim) or dim < 0:
             raise refused("shard", f"{key} has {name!r}: {dim!r}", "give each name a dimension from 0")
     return tuple(given.items())
+
+
+def given_word(key: str, word: object) -> str:
+    """Return an argument that is a string."""
+    if not isinstance(word, str):
+        raise refused("shard", f"{key}={word!r} is not a string", f"write {key} in quotes")
+    return word
 
 
 def shard_axis(
@@ -97,34 +136,18 @@ def shard_axis(
     attention: object,
     balance: object,
 ) -> ShardAxis:
-    """Return the directive, its arguments checked."""
-    if between is not None and (not is_whole(between) or between < 1):  # type: ignore[operator]
-        raise refused(
-            "shard",
-            f"between={between!r} is not a dimension",
-            "between=1 divides the sequence; 0 is the samples",
-        )
-    if attention not in ATTENTION:
-        raise refused(
-            "shard", f"attention={attention!r} is not known", f"choose one of {', '.join(ATTENTION)}"
-        )
-    if balance not in BALANCE:
-        raise refused("shard", f"balance={balance!r} is not known", 'leave it out or write balance="zigzag"')
-    if not weights and not batch:
-        raise refused(
-            "shard",
-            f"axis={axis!r} divides nothing",
-            "tensor parallelism needs weights={...}, context parallelism batch={...}",
-        )
+    """Return the directive. Types are checked here, meanings where it is applied."""
+    if between is not None and not (isinstance(between, int) and is_whole(between)):
+        raise refused("shard", f"between={between!r} is not a dimension", "between=1 divides the sequence")
     return ShardAxis(
         at=at,
         devices=devices,
-        axis=checked_axis(axis),
+        axis=given_word("axis", axis),
         ways=ways,
-        weights=checked_dims("weights", weights or {}),
-        batch=checked_dims("batch", batch or {}),
-        between=between,  # type: ignore[arg-type]
-        attention=str(attention),
-        balance=balance,
+        weights=given_dims("weights", weights or {}),
+        batch=given_dims("batch", batch or {}),
+        between=between,
+        attention=given_word("attention", attention),
+        balance=None if balance is None else given_word("balance", balance),
         stream=stream,
     )

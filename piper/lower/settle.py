@@ -69,8 +69,8 @@ def every_node_has_a_phase(work: Work) -> Iterator[str]:
     chunks = work.graph.chunks
     for node in work.graph.nodes.values():
         chunk = chunks[node.chunk]
-        routes = chunk.kind in ("route", "unroute", "collective") and node.phase == "BI"
-        if is_idle(chunk, node) or (node.phase not in chunk.phases and not routes):
+        moves = chunk.kind in ("route", "unroute", "collective") and node.phase == "BI"
+        if is_idle(chunk, node) or (node.phase not in chunk.phases and not moves):
             yield f"{node.name} has nothing to do"
 
 

@@ -1,12 +1,13 @@
 """One instruction of a plan: what to run, on which stream, from which slots into which."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
 from piper.devices import Devices
 from piper.ids import Pass, SlotId, Tags
 from piper.plan.ops import Op
-from piper.sharding import Collective, Sharding
+from piper.sharding import Collective, CollectiveOp, Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,13 @@ class OfChunk:
     chunk: str
 
 
+TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective travels
+    "all_gather": "gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "max": "all_reduce",
+    "all_to_all": "exchange",
+}
 Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
 
 
@@ -119,6 +127,18 @@ class Instr:
     def again(self) -> bool:
         """Whether a forward runs a second time, for what its region's backwards read."""
         return isinstance(self.payload, Pass) and self.payload.again
+
+    @property
+    def travels_as(self) -> Op:
+        """Return the operation as which its bytes travel: its own, but for a collective."""
+        if self.op != "collect":
+            return self.op
+        return TRAVELS[self.collects.how.op]
+
+    @property
+    def does(self) -> str:
+        """Return what it does in one word: of a collective, which one it is."""
+        return self.collects.how.op if self.op == "collect" else self.op
 
     @property
     def computes(self) -> Pass:

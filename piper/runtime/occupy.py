@@ -98,7 +98,8 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
             return run
         groups = env.setup.plans.comms[ins.comm].groups
         members = next(group for group in groups if env.device in group)
-        takes, outward = seconds(ins.op, ins.nbytes, members), OPS[ins.op].outward
+        takes = seconds(ins.travels_as, ins.nbytes, members)
+        outward = OPS[ins.travels_as].outward
         if ins.op == "gather":  # what the network would write is written here by a copy, in part of its time
             takes -= occupy.filling(ins.nbytes * len(members) // max(1, len(members) - 1))
         if ins.op == "exchange":

@@ -59,6 +59,7 @@ class Replay:
     ) -> None:
         self.program, self.slicing, self.params, self.buffers = program, slicing, params, buffers
         self.chunks = {chunk.name: chunk for chunk in program.outline.chunks}
+        self.local = {held.name: held.local_shape for held in program.outline.parameters}
         self.generator = torch.default_generator
         if program.device == "cuda":
             self.generator = torch.cuda.default_generators[0]
@@ -123,7 +124,13 @@ class Replay:
             for value in given:
                 if not value.is_floating_point() and value.dim() == 1:
                     value[0] = rows
-        params = [share(self.params[name]).detach().requires_grad_() for name in spec.params]
+        params = [
+            self.params[name].new_zeros(self.local[name])
+            if self.program.outline.degree(chunk) > 1
+            else share(self.params[name]).detach()
+            for name in spec.params
+        ]
+        params = [value.requires_grad_(value.is_floating_point()) for value in params]
         buffers = [share(self.buffers[name]).clone() for name in spec.buffers]
         count = _Count()
         with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled

@@ -85,7 +85,7 @@ def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float
         took = max(span.end - span.start, LEAST)
         if ins.op in COMMUNICATION:
             if ins.comm is not None:
-                samples.talks.setdefault(ins.op, []).append((ins.nbytes, took))
+                samples.talks.setdefault(ins.travels_as, []).append((ins.nbytes, took))
             continue
         if host is not None:
             took = max(host[place], LEAST)

@@ -119,21 +119,21 @@ class Prices:
         """What a communication takes, in the slowest of its groups."""
         ins = self.web.instrs[number]
         assert ins.comm is not None
-        key = (ins.op, ins.comm, ins.nbytes)
+        key = (ins.travels_as, ins.comm, ins.nbytes)
         if key not in self.talks:
-            self.talks[key] = self.costs.talk(ins.op, ins.nbytes, self._slowest(ins, ins.comm))
+            self.talks[key] = self.costs.talk(ins.travels_as, ins.nbytes, self._slowest(ins, ins.comm))
         return self.talks[key]
 
     def _slowest(self, ins: Instr, comm: str) -> Devices:
         """The group that takes longest over a communication: the others wait for it sooner or later."""
-        if (ins.op, comm) not in self.slowest:
+        if (ins.travels_as, comm) not in self.slowest:
 
             def cost(group: Devices) -> float:
-                talk = self.costs.talk(ins.op, ins.nbytes, group)
+                talk = self.costs.talk(ins.travels_as, ins.nbytes, group)
                 return talk.latency + talk.seconds
 
-            self.slowest[ins.op, comm] = max(self.web.plans.comms[comm].groups, key=cost)
-        return self.slowest[ins.op, comm]
+            self.slowest[ins.travels_as, comm] = max(self.web.plans.comms[comm].groups, key=cost)
+        return self.slowest[ins.travels_as, comm]
 
 
 def touched(plan: Plan, ins: Instr) -> int:

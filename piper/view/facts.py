@@ -215,8 +215,8 @@ def comm_facts(subject: Subject) -> Iterator[Columns]:
     for plan in subject.plans:
         for ins in plan.instrs:
             if ins.comm is not None and OPS[ins.op].sends:
-                nbytes, times = carried.get((ins.comm, ins.op), (0, 0))
-                carried[ins.comm, ins.op] = (nbytes + ins.nbytes * len(plan.devices), times + 1)
+                nbytes, times = carried.get((ins.comm, ins.does), (0, 0))
+                carried[ins.comm, ins.does] = (nbytes + ins.nbytes * len(plan.devices), times + 1)
     for (name, op), (nbytes, times) in sorted(carried.items(), key=lambda item: (-item[1][0], item[0])):
         groups = subject.plans.comms[name].groups
         shown = [show(group) for group in groups[:MOST_GROUPS]]

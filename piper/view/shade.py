@@ -44,7 +44,7 @@ def caption(ins: Instr) -> str:
     if ins.op == "compute":
         run = ins.computes
         return f"{AGAIN if run.again else run.phase} {run.chunk}"
-    return OPS[ins.op].caption
+    return OPS[ins.travels_as].caption
 
 
 def draw_phases(legend: Legend, shades: Sequence[Shade]) -> None:

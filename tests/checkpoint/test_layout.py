@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from piper.checkpoint.layout import buffers_of, held_buckets, owned_range, saved_buckets, saved_buffers, spans
-from piper.devices import WHOLE, Sharding
 from piper.ids import SlotId
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
+from piper.sharding import WHOLE, Sharding
 
 
 def bucket(
@@ -16,7 +16,11 @@ def bucket(
 ) -> Bucket:
     pieces, offset = [], 0
     for piece, size in sizes.items():
-        pieces.append(Piece(name=piece, shape=(size,), offset=offset, sharding=sharding))
+        pieces.append(
+            Piece(
+                name=piece, shape=(size,), offset=offset, shardings=() if sharding.ways == 1 else (sharding,)
+            )
+        )
         offset += size
     made = Bucket(
         name=name,
@@ -81,7 +85,7 @@ def test_where_a_device_finds_what_it_owns(
 
 def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> None:
     """Of 2 x 6 in three parts of 2 x 2, the second one: elements 2, 3 and 8, 9."""
-    piece = Piece(name="w", shape=(2, 2), offset=5, sharding=Sharding(axis=1, ways=3))
+    piece = Piece(name="w", shape=(2, 2), offset=5, shardings=(Sharding(dim=1, ways=3),))
     made = replace(bucket("c", {"v": 5}, (0, 1, 2)), groups=((0,), (1,), (2,)))
     made = replace(made, pieces=(piece,))
     assert [(s.start, s.at, s.length) for s in spans(made, 1, 0, 9)] == [(2, 5, 2), (8, 7, 2)]

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from piper.devices import Sharding
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chain import chain
 from piper.ir.graph import Graph, Policy, Step, start
 from piper.ir.select import at
+from piper.sharding import Sharding
 
 
 def after(*strategy: Directive, experts: int = 0) -> Graph:
@@ -48,7 +48,7 @@ def test_shard_divides_experts_and_keeps_the_rest_of_the_policy() -> None:
     )
     policy = Policy(zero=2, ways=2, exchange_stream="ep", origin=1)
     assert graph.policy("PP=0 EP=0 route") == graph.policy("PP=0 EP=0 unroute") == policy
-    by_expert = {"experts.0.0": Sharding(axis=0, ways=2)}
+    by_expert = {"experts.0.0": Sharding(dim=0, ways=2)}
     assert graph.policy("PP=0 EP=0") == replace(policy, shardings=by_expert)
     assert graph.policy("PP=0").ways == 1
 

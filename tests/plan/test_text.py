@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from piper import ConfigError, at, place, replicate, schedules, shard, split
-from piper.devices import Sharding
 from piper.directives import Directive, apply
 from piper.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.chain import chain
@@ -19,6 +18,7 @@ from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, R
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm, Piece, Placed, Plan, Plans, Slot
 from piper.plan.text import PAYLOADS, read_plans, show_instr, show_plans
+from piper.sharding import Sharding
 from tests.slots import slots
 
 COMPOSED: list[Directive] = [
@@ -115,11 +115,11 @@ def test_any_name_survives(name: str) -> None:
         devices=(0, 2, 4),
         instrs=instrs,
         slots=held,
-        residents={SlotId("buffer", name): Slot(nbytes=4, sharding=Sharding(axis=1, ways=2), placed=(2, 0))},
+        residents={SlotId("buffer", name): Slot(nbytes=4, sharding=Sharding(dim=1, ways=2), placed=(2, 0))},
     )
     bucket = Bucket(
         name=name, pieces=(
-            Piece(name=name, shape=(2, 3), offset=0, sharding=Sharding(axis=1, ways=4)),
+            Piece(name=name, shape=(2, 3), offset=0, shardings=(Sharding(dim=1, ways=4),)),
             Piece(name="b", shape=(), offset=6),
         ),
         devices=(0, 2), groups=((0, 2),), chunks=(name, "PP=0"), dtype="float32", itemsize=4, siblings=(name,),

@@ -32,6 +32,7 @@ class Model:
 
     build: Callable[[int], nn.Module]  # of the number of stages
     weights: Mapping[str, int]
+    between: int | None = 1  # the dimension along which sequence parallelism divides its activations
     loss: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
@@ -122,6 +123,7 @@ MODELS: Mapping[str, Callable[[], Model]] = {
         build=sparse,
         weights={"*attention.q|*attention.k|*attention.v|embedding|head": 0, "*attention.out": 1},
         loss=moe.token_loss,
+        between=None,  # a router sorts all rows of a group
     ),
     "llama": lambda: Model(build=llama, weights=hf_weights(), loss=huggingface.token_loss),
     "mistral": lambda: Model(build=mistral, weights=hf_weights(), loss=huggingface.token_loss),
@@ -132,61 +134,73 @@ MODELS: Mapping[str, Callable[[], Model]] = {
     ),
     "gpt2": lambda: Model(build=gpt2, weights=GPT2, loss=huggingface.token_loss),
 }
-Weights = Mapping[str, int]
 
 
-def tensor(weights: Weights, ways: int = 2, *, between: int | None = None, dp: int = 1) -> list[Directive]:
+def tensor(model: Model, ways: int = 2, *, between: int | None = None, dp: int = 1) -> list[Directive]:
     """Divide all regions over groups of `ways` devices, `dp` groups."""
     devices = list(range(ways * dp))
-    return [shard(at(), devices, ways, axis="TP", weights=weights, between=between)]
+    return [shard(at(), devices, ways, axis="TP", weights=model.weights, between=between)]
 
 
 def context(ways: int = 2, attention: str = "gather", balance: str | None = None) -> list[Directive]:
     """Divide the sequence over `ways` devices."""
-    return [shard(at(), list(range(ways)), axis="CP", batch=FIELDS, attention=attention, balance=balance)]
+    devices = list(range(ways))
+    return [shard(at(), devices, axis="CP", batch=FIELDS, attention=attention, balance=balance)]
 
 
-def zero(weights: Weights, level: int) -> list[Directive]:
+def zero(model: Model, level: int) -> list[Directive]:
     """Divide over pairs of devices, and shard what is left over the two pairs."""
-    return [replicate(at(), [0, 1, 2, 3], zero=level), *tensor(weights, dp=2, between=1)]
+    return [replicate(at(), [0, 1, 2, 3], zero=level), *tensor(model, dp=2, between=model.between)]
 
 
-def pipeline(weights: Weights, homes: Sequence[int], schedule: Sequence[Directive]) -> list[Directive]:
+def pipeline(model: Model, homes: Sequence[int], schedule: Sequence[Directive]) -> list[Directive]:
     """Put each stage on a pair of devices that divides it. homes: the pair of each stage."""
     pairs = [
-        shard(at(PP=stage), [2 * pair, 2 * pair + 1], axis="TP", weights=weights, between=1)
+        shard(
+            at(PP=stage),
+            [2 * pair, 2 * pair + 1],
+            axis="TP",
+            weights=model.weights,
+            between=model.between,
+        )
         for stage, pair in enumerate(homes)
     ]
     return [*pairs, split(at(), axis="MB", parts=4), *schedule]
 
 
-def cube(weights: Weights) -> list[Directive]:
+def cube(model: Model) -> list[Directive]:
     """Divide weights, then the sequence, and replicate what is left: eight devices."""
     devices = list(range(8))
     return [
         replicate(at(), devices, zero=3),
-        shard(at(), devices, 2, axis="TP", weights=weights, between=1),
+        shard(at(), devices, 2, axis="TP", weights=model.weights, between=1),
         shard(at(), devices, 2, axis="CP", batch=FIELDS, balance="zigzag"),
     ]
 
 
-STRATEGIES: Mapping[str, tuple[int, Callable[[Weights], list[Directive]]]] = {  # stages, and the directives
-    "tp2": (1, lambda w: tensor(w)),
-    "tp4": (1, lambda w: tensor(w, 4)),
-    "sp2": (1, lambda w: tensor(w, between=1)),
-    "cp2": (1, lambda w: context()),
-    "cp2zigzag": (1, lambda w: context(balance="zigzag")),
-    "cp2heads": (1, lambda w: context(attention="heads")),
-    "cp4": (1, lambda w: context(4)),
-    "tp2dp2": (1, lambda w: zero(w, 0)),
-    "tp2dp2z1": (1, lambda w: zero(w, 1)),
-    "tp2dp2z2": (1, lambda w: zero(w, 2)),
-    "tp2dp2z3": (1, lambda w: zero(w, 3)),
-    "tp2pp2": (2, lambda w: pipeline(w, [0, 1], one_f_one_b(2, 4))),
-    "tp2zb": (2, lambda w: pipeline(w, [0, 1], zero_bubble(2, 4))),
-    "tp2zbv": (4, lambda w: pipeline(w, [0, 1, 1, 0], zbv(2, 4))),
-    "tp2dualpipev": (4, lambda w: pipeline(w, [0, 1, 1, 0], dualpipe_v(2, 4))),
-    "tp2cp2dp2": (1, lambda w: cube(w)),
+def experts(model: Model) -> list[Directive]:
+    """Divide attention over pairs of devices, and experts over the two pairs."""
+    return [*tensor(model, dp=2), shard(at(EP="*"), [0, 1, 2, 3], ways=2)]
+
+
+STRATEGIES: Mapping[str, tuple[int, Callable[[Model], list[Directive]]]] = {  # stages, and the directives
+    "tp2": (1, lambda m: tensor(m)),
+    "tp4": (1, lambda m: tensor(m, 4)),
+    "sp2": (1, lambda m: tensor(m, between=m.between)),
+    "cp2": (1, lambda m: context()),
+    "cp2zigzag": (1, lambda m: context(balance="zigzag")),
+    "cp2heads": (1, lambda m: context(attention="heads")),
+    "cp4": (1, lambda m: context(4)),
+    "tp2dp2": (1, lambda m: zero(m, 0)),
+    "tp2dp2z1": (1, lambda m: zero(m, 1)),
+    "tp2dp2z2": (1, lambda m: zero(m, 2)),
+    "tp2dp2z3": (1, lambda m: zero(m, 3)),
+    "tp2pp2": (2, lambda m: pipeline(m, [0, 1], one_f_one_b(2, 4))),
+    "tp2zb": (2, lambda m: pipeline(m, [0, 1], zero_bubble(2, 4))),
+    "tp2zbv": (4, lambda m: pipeline(m, [0, 1, 1, 0], zbv(2, 4))),
+    "tp2dualpipev": (4, lambda m: pipeline(m, [0, 1, 1, 0], dualpipe_v(2, 4))),
+    "tp2ep2": (1, lambda m: experts(m)),
+    "tp2cp2dp2": (1, lambda m: cube(m)),
 }
 
 
@@ -210,7 +224,7 @@ def job(model: str, strategy: str) -> Job:
         model=lambda: made.build(stages),
         loss=made.loss,
         data=batches,
-        strategy=directives(made.weights),
+        strategy=directives(made),
         precision="fp64",
         clip_norm=1.0,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

@@ -5,7 +5,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from piper.capture.divide.compute import aligned
-from piper.capture.divide.divider import Divider, NoRuleError, Rule, aten
+from piper.capture.divide.divider import Divider, Rule, aten
+from piper.capture.divide.division import NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, divides
 from piper.capture.divide.shapes import argument
 
@@ -33,8 +34,8 @@ def _alike(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.No
     if have.dim > HEADS:
         raise NoRuleError("it is divided along the size of a head")
     for x in (query, key, value):
-        if not divides(d.shape(x)[have.dim], have, d.degree):
-            raise NoRuleError(f"{d.shape(x)[have.dim]} heads do not divide by {d.degree}")
+        if not divides(size := d.shape(x)[have.dim], have, d.degree):
+            raise UnevenError(f"{size} heads", size, d.degree)
     local = [d.to(x, have, varies=True) for x in (query, key, value)]
     d.done(node, _attend(d, node, local, have), have)
 
@@ -56,8 +57,8 @@ def _by_heads_for_a_while(
     """Exchange the sequence for the heads, attend, and exchange back."""
     heads = Divided(HEADS)
     for x in (query, key, value):
-        if not divides(d.shape(x)[HEADS], heads, d.degree):
-            raise NoRuleError(f"{d.shape(x)[HEADS]} heads do not divide by {d.degree}")
+        if not divides(size := d.shape(x)[HEADS], heads, d.degree):
+            raise UnevenError(f"{size} heads", size, d.degree)
     local = [d.to(x, heads, varies=True) for x in (query, key, value)]
     d.done(node, _attend(d, node, local, heads), heads)
     back = d.to(node, have, varies=True)

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, map_arg
 
-from piper.capture.divide.divider import Divider, NoRuleError, Rule, aten
+from piper.capture.divide.divider import Divider, Rule, aten
+from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum
 from piper.capture.divide.shapes import argument, getitem, number, operand
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from piper.capture.divide.compute import by_family
-from piper.capture.divide.divider import RESHAPES, Divider, Division, aten, value_of
+from piper.capture.divide.divider import RESHAPES, Divider, aten, value_of
+from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.rules import rules
 from piper.capture.recording import FromParameter, Origin, Recording
@@ -34,7 +35,7 @@ def divide(
 
     inside: whether a region is divided. peers: whether two regions' devices hold the same slices.
     """
-    division = replace(division, weights=_with_blocks(recording, division.weights))
+    division = replace(division, weights=_with_biases(recording, division.weights))
     regions = find_regions(recording, simplify(recording))
     homes: Mapping[fx.Node, Tags] = regions.homes
     marked: frozenset[str] = frozenset()
@@ -68,8 +69,11 @@ PRODUCTS = {
 SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
 
 
-def _with_blocks(recording: Recording, weights: Mapping[str, Divided]) -> dict[str, Divided]:
-    """Divide a weight whose outputs are split right away by blocks: query, key and value each by itself."""
+def _with_biases(recording: Recording, weights: Mapping[str, Divided]) -> dict[str, Divided]:
+    """Divide a bias as the outputs of its weight.
+
+    A weight whose outputs are split right away is divided by blocks: query, key and value each by itself.
+    """
     names = {
         node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
     }
@@ -80,11 +84,12 @@ def _with_blocks(recording: Recording, weights: Mapping[str, Divided]) -> dict[s
         weight, outputs, bias = PRODUCTS[node.target]
         given = names.get(node.args[weight])
         held = weights.get(given) if given is not None else None
-        if given and held and held.dim == outputs and (blocks := _blocks(node)) > 1:
-            found[given] = Divided(outputs, blocks)
-            added = names.get(node.args[bias]) if len(node.args) > bias else None
-            if added is not None and added in weights:
-                found[added] = Divided(0, blocks)
+        if given is None or held is None or held.dim != outputs:
+            continue
+        found[given] = Divided(outputs, _blocks(node))
+        added = names.get(node.args[bias]) if len(node.args) > bias else None
+        if added is not None:
+            found[added] = Divided(0, _blocks(node))
     return found
 
 

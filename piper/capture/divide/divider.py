@@ -8,7 +8,6 @@ sums its gradient. A parameter goes without one, because its bucket takes the su
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -16,31 +15,14 @@ from torch.fx.node import Argument, map_arg
 
 from piper.capture.blame import node_line
 from piper.capture.divide.collective import change, collective
-from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, local_shape
+from piper.capture.divide.division import Division, NoRuleError, UnevenError
+from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
 from piper.capture.effects import draws
 from piper.capture.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Tags
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """What one `shard` directive over an axis asks of the regions it selects."""
-
-    by: str  # the directive, as messages name it
-    axis: str
-    degree: int
-    weights: Mapping[str, Divided] = field(default_factory=dict)  # by parameter name
-    batch: Mapping[str, Divided] = field(default_factory=dict)  # by field
-    between: int | None = None  # the dimension along which activations between divided work are divided
-    attention: str = "gather"
-    zigzag: bool = False
-
-
-class NoRuleError(Exception):
-    """A rule that does not cover the layouts it is given; the text says what it cannot do."""
 
 
 Rule = Callable[["Divider", fx.Node], None]
@@ -125,7 +107,7 @@ class Divider:
         """Say what became of an operation, and check the shape that its layout promises."""
         self.local[node], self.layouts[node] = local, layout
         made = local.meta["example_value"]
-        if isinstance(made, Tensor) and not isinstance(layout, list):
+        if isinstance(made, Tensor) and isinstance(layout, Divided):
             want = local_shape(self.shape(node), layout, self.degree)
             assert tuple(made.shape) == want, (
                 f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
@@ -134,16 +116,21 @@ class Divider:
     def plain(self, node: fx.Node) -> None:
         """Write an operation as it stands, over whole operands."""
         varies = self._varies(node.all_input_nodes)
-        local = {source: self.to(source, WHOLE, varies=varies) for source in node.all_input_nodes}
+        local = {
+            source: self.local[source]
+            if isinstance(self.layouts[source], list)
+            else self.to(source, WHOLE, varies=varies)
+            for source in node.all_input_nodes
+        }
         made = self.emit(
             node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
         )
         value = made.meta["example_value"]
-        self.done(node, made, WHOLE if isinstance(value, Tensor) else [WHOLE for _ in value])
+        self.done(node, made, [WHOLE for _ in value] if isinstance(value, tuple | list) else WHOLE)
 
     def _varies(self, sources: list[fx.Node]) -> bool:
         """Return whether work on whole values is part of divided work: one of them varies."""
-        return any(self.local[source] in self.varying for source in sources if self.layouts[source] == WHOLE)
+        return any(self.local[source] in self.varying for source in sources if self._is_whole(source))
 
     def settle(self, node: fx.Node, like: Divided | None = None) -> Layout:
         """Take a pending sum: into slices of `like` or of the activations between regions, else whole."""
@@ -159,9 +146,11 @@ class Divider:
             if divides(shape[wish.dim], wish, self.degree):
                 want = wish
             elif like is None:
-                raise self.error(
+                raise CaptureError(
                     f"dimension {wish.dim} of size {shape[wish.dim]} does not divide by {self.degree}",
-                    f"choose another `between` or a size that divides: {list(shape)}",
+                    by=self.division.by,
+                    facts=self.facts(),
+                    hint=f"choose another `between` or a size that divides: {list(shape)}",
                 )
         local = self.to(node, want, varies=False)
         self.local[node], self.layouts[node] = local, want
@@ -193,7 +182,7 @@ class Divider:
         if isinstance(want, Divided):
             if not divides(shape[want.dim], want, self.degree):
                 raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
-            if isinstance(have, Whole) and (not self.trains(local) or local in self.varying):
+            if isinstance(have, Whole) and not self._must_vary(node, local):
                 return self.take(local, want)
         if isinstance(have, Divided) and isinstance(want, Whole) and (base := self._base(node)) is not None:
             given = self.to(base, want, varies=varies)
@@ -222,6 +211,8 @@ class Divider:
 
     def _collect(self, local: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
         how = change(self.division.axis, self.degree, have, want, varies)
+        if local.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
+            local = self.emit(aten.clone.default, (local,))
         made = self.emit(collective, (local, how))  # type: ignore[arg-type]
         self.varying.discard(made)
         if varies and isinstance(want, Whole):
@@ -321,25 +312,45 @@ class Divider:
         tags = self.home(node)
         sources = node.all_input_nodes
         outside = tags is not None and not self.inside(tags)
-        if outside or all(self.layouts[source] == WHOLE for source in sources):
+        if outside or all(self._is_whole(source) for source in sources):
             for source in sources:
                 if isinstance(self.layouts[source], Sum):
                     self.settle(source)
             self._count_uses(node)
             self.plain(node)
             return
-        if draws(node):
-            raise self.error(
-                f"{node.target} draws random numbers in a divided region",
-                "leave dropout out of the regions that are divided",
+        if draws(node) and node.target is not aten.dropout.default:
+            raise CaptureError(
+                f"{node.target} draws random numbers for a divided value",
+                by=self.division.by,
+                facts=self.facts(),
+                hint="leave it out of the regions that are divided; dropout outside of attention divides",
             )
         rule = self.rules.get(node.target) or self.fallback(node)
         if rule is None:
-            raise self.error(f"{node.target} has no rule for how it divides", HINT)
+            raise CaptureError(
+                f"{node.target} has no rule for how it divides",
+                by=self.division.by,
+                facts=self.facts(),
+                hint=HINT,
+            )
         try:
             rule(self, node)
+        except UnevenError as error:
+            ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
+            hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
+            raise CaptureError(str(error), by=self.division.by, facts=self.facts(), hint=hint) from None
         except NoRuleError as error:
-            raise self.error(f"{node.target} cannot be divided: {error}", HINT) from None
+            raise CaptureError(
+                f"{node.target} cannot be divided: {error}",
+                by=self.division.by,
+                facts=self.facts(),
+                hint=HINT,
+            ) from None
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        found = self.layouts[node]
+        return all(layout == WHOLE for layout in found) if isinstance(found, list) else found == WHOLE
 
     def _count_uses(self, node: fx.Node) -> None:
         """Note the parameters that work which every device does alike reads."""
@@ -348,23 +359,16 @@ class Divider:
         for source in node.all_input_nodes:
             self.used_alike(source)
 
-    def error(self, what: str, hint: str) -> CaptureError:
-        """Return the error of an operation that cannot be divided, with its layouts and its source line."""
+    def facts(self) -> dict[str, str]:
+        """Return what an error says about the operation: its source line, and how its operands are held."""
         assert self.node is not None
-        facts = {"operation": f"{self.node.target}{node_line(self.node)}"}
         held = [
-            f"{source.name} {list(self.shape(source))} {self.layouts[source]}" for source in self._operands()
-        ]
-        facts["operands"] = ", ".join(held)
-        return CaptureError(what, by=self.division.by, facts=facts, hint=hint)
-
-    def _operands(self) -> list[fx.Node]:
-        assert self.node is not None
-        return [
-            source
+            f"{source.name} {list(value.shape)} {in_words(layout)}"
             for source in self.node.all_input_nodes
-            if source in self.layouts and isinstance(value_of(source), Tensor)
+            if isinstance(value := value_of(source), Tensor)
+            and not isinstance(layout := self.layouts.get(source, WHOLE), list)
         ]
+        return {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(held)}
 
 
 def value_of(node: fx.Node) -> object:

@@ -38,6 +38,17 @@ Layout = Whole | Divided | Sum
 WHOLE = Whole()
 
 
+def in_words(layout: Layout) -> str:
+    """Return a layout as messages write it."""
+    match layout:
+        case Whole():
+            return "whole"
+        case Divided(dim=dim):
+            return f"divided along {dim}"
+        case Sum(op=op):
+            return f"a {op} to be taken"
+
+
 def divides(size: int, layout: Divided, degree: int) -> bool:
     """Return whether a dimension of `size` divides evenly."""
     return size % (layout.blocks * degree * (2 if layout.zigzag else 1)) == 0 and size > 0

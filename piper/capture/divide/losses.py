@@ -3,7 +3,8 @@
 from torch import fx
 
 from piper.capture.divide.compute import masked, own_rows
-from piper.capture.divide.divider import Divider, NoRuleError, Rule, aten
+from piper.capture.divide.divider import Divider, Rule, aten
+from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Sum
 from piper.capture.divide.shapes import argument, number, operand
 

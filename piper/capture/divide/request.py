@@ -9,7 +9,7 @@ from torch import fx
 
 from piper.capture.divide.aten import as_aten
 from piper.capture.divide.divide import divide
-from piper.capture.divide.divider import Division
+from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided, divides
 from piper.capture.recording import FromParameter, Recording
 from piper.capture.regions import find_regions

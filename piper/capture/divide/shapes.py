@@ -5,7 +5,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from piper.capture.divide.collective import collective, how_of
-from piper.capture.divide.divider import RESHAPES, Divider, NoRuleError, Rule, aten, value_of
+from piper.capture.divide.divider import RESHAPES, Divider, Rule, aten, value_of
+from piper.capture.divide.division import NoRuleError, UnevenError
 from piper.capture.divide.layout import Divided, Sum, local_shape, reshaped
 
 
@@ -41,6 +42,12 @@ def linear_map(d: Divider, node: fx.Node) -> bool:
     return True
 
 
+def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Divided) -> int:
+    """Return into how many heads a reshape takes the last dimension, which is divided; 0: into none."""
+    apart = len(new) == len(old) + 1 and have.dim == len(old) - 1 and old[-1] == new[-2] * new[-1]
+    return new[-2] if apart and new[:-2] == old[:-1] else 0
+
+
 def reshape(d: Divider, node: fx.Node) -> None:
     """Divide the dimension of the result that holds the divided one."""
     if linear_map(d, node):
@@ -51,6 +58,8 @@ def reshape(d: Divider, node: fx.Node) -> None:
     new = d.shape(node)
     found = reshaped(d.shape(source), new, have, d.degree)
     if found is None:
+        if uneven := heads_of(d.shape(source), new, have):
+            raise UnevenError(f"{uneven} heads", uneven, d.degree)
         raise NoRuleError(
             f"{list(d.shape(source))} divided along {have.dim} has no even division as {list(new)}"
         )

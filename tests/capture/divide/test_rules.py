@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.divide.aten import as_aten
 from piper.capture.divide.collective import slicing_of
 from piper.capture.divide.divide import DividedForward, divide
-from piper.capture.divide.divider import Division
+from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided, reshaped
 from piper.capture.record import record
 from piper.capture.trace import build_fake
@@ -321,5 +321,5 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     def call(net: Net, batch: Batch) -> Tensor:
         return cast(Tensor, F.linear(batch["x"], net.w).unflatten(-1, (3, 4)).sum())
 
-    with pytest.raises(CaptureError, match="no even division"):
+    with pytest.raises(CaptureError, match="3 heads do not divide by 2"):
         divided(call, {"w": (12, 8)}, X, {"w": Divided(0)})

@@ -1,0 +1,32 @@
+"""What is asked of the regions that one directive divides, and the ways in which a rule can refuse."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from piper.capture.divide.layout import Divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What one `shard` directive over an axis asks of the regions it selects."""
+
+    by: str  # the directive, as messages name it
+    axis: str
+    degree: int
+    weights: Mapping[str, Divided] = field(default_factory=dict)  # by parameter name
+    batch: Mapping[str, Divided] = field(default_factory=dict)  # by field
+    between: int | None = None  # the dimension along which activations between divided work are divided
+    attention: str = "gather"
+    zigzag: bool = False
+
+
+class UnevenError(Exception):
+    """A size that does not divide by the devices of a group."""
+
+    def __init__(self, what: str, size: int, degree: int) -> None:
+        super().__init__(f"{what} do not divide by {degree}")
+        self.size = size
+
+
+class NoRuleError(Exception):
+    """A rule that does not cover the layouts it is given; the text says what it cannot do."""
