@@ -37,6 +37,8 @@ ROOMS = {
     "runtime",
     "schedules",
     "simulate",
+    "strategies",
+    "version",
     "view",
     "words",
 }
@@ -56,6 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"ids", "errors", "devices", "fields"},
     "directives": {"ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
+    "strategies": {"errors", "ir", "directives", "schedules"},
+    "version": set(),
     "lower": {"proof", "ids", "collector", "errors", "devices", "ir", "plan"},
     "simulate": {"files", "ids", "collector", "errors", "devices", "ir", "plan"},
     "view": {
@@ -118,6 +122,7 @@ PURE = (
     "schedules",
     "lower",
     "simulate",
+    "strategies",
     "view",
 )  # readable anywhere, in milliseconds
 WATCHED = {"torch", "ray"}  # third parties that only some rooms may import

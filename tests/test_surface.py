@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "ScheduleError",
         "WorkerError",
         "annotate",
+        "annotate_layers",
         "annotate_modules",
         "at",
         "compile",
@@ -37,6 +38,7 @@ def test_public_names() -> None:
         "schedules",
         "shard",
         "split",
+        "strategies",
         "unroute",
     ]
     assert all(getattr(piper, name) is not None for name in piper.__all__)
@@ -112,6 +114,7 @@ def test_verbs_and_flags() -> None:
         "simulate": ["--cluster", "--costs", "--json", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
+        "init": ["name"],
         "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "--svg", "name"],
         "view": [
             "--cluster",
