@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from piper import schedules as schedules
+from piper import strategies as strategies
 from piper.directives import Directive as Directive
 from piper.directives import order as order
 from piper.directives import place as place
@@ -24,6 +25,7 @@ from piper.errors import WorkerError as WorkerError
 from piper.ir.select import at as at
 from piper.job import Checkpoint as Checkpoint
 from piper.job import Job as Job
+from piper.version import VERSION as __version__  # noqa: N811, F401  as packages spell it
 
 if TYPE_CHECKING:
     from piper import losses as losses
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from piper.capture.annotate import annotate as annotate
     from piper.capture.annotate import annotate_modules as annotate_modules
     from piper.capture.divide.rules import sharding_rule as sharding_rule
+    from piper.capture.layers import annotate_layers as annotate_layers
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.annotate",
+    "annotate_layers": "piper.capture.layers",
     "annotate_modules": "piper.capture.annotate",
     "compile": "piper.api",
     "Run": "piper.launchers.base",
@@ -52,7 +56,7 @@ NEEDS_TORCH = {
 }
 
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
-_OTHERS = ("Checkpoint", "Directive", "Job", "at", "losses", "schedules")
+_OTHERS = ("Checkpoint", "Directive", "Job", "at", "losses", "schedules", "strategies")
 __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 

@@ -17,10 +17,12 @@ from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.schedules.torch_csv import to_csv
 from piper.verbs.diff import diff
+from piper.verbs.init import init
 from piper.verbs.options import AsJson, Compile, Device, Recipe
 from piper.verbs.profile import profile
 from piper.verbs.simulate import simulate
 from piper.verbs.view import view, write_schedule
+from piper.version import VERSION
 
 SUCCESS, NO, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -37,6 +39,7 @@ app.command()(simulate)
 app.command()(profile)
 app.command()(diff)
 app.command()(view)
+app.command()(init)
 
 
 def main() -> None:
@@ -73,8 +76,19 @@ def interrupted(message: str) -> NoReturn:
     sys.exit(INTERRUPTED)
 
 
+def show_version(asked: bool) -> None:
+    """Print the version and end, where it is asked for."""
+    if asked:
+        sys.stdout.write(f"piper {VERSION}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Plan, check and run distributed training strategies for PyTorch."""
 
 

@@ -20,6 +20,7 @@ from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.check import Report
 from piper.view.grid import grid
+from piper.view.stages import stage_tags
 from piper.words import count, size
 
 MOST_PROGRAMS = 16  # shown in a table
@@ -56,7 +57,8 @@ def plan_report(program: Program) -> dict[str, object]:
 def print_plan(program: Program, console: Console, *, device: int | None, why: bool) -> None:
     """Print the grid, what each device does, moves and holds, and that the plans are proven."""
     plans = program.plans
-    tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
+    outermost = {chunk.name: chunk.tags for chunk in program.outline.chunks}
+    tags = stage_tags(outermost, program.graph.orderings)
     again = any(ins.again for plan in plans for ins in plan.instrs)
     forwards = f"F forward, {AGAIN} forward again" if again else "F forward"
     console.print(f"Pipeline (stage, pass, part; {forwards}, B backward, I and W its halves)", style="bold")

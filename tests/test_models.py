@@ -220,7 +220,7 @@ def test_a_missing_registry_is_explained(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(error.value) == (
         "register_experts: transformers has no registry of experts\n"
         "  cause: import of transformers.integrations.moe halted; None in sys.modules\n"
-        "  hint:  install transformers 5 or later: pip install 'piper[hf]'"
+        "  hint:  install transformers 5 or later: pip install 'transformers>=5'"
     )
 
 

@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "ScheduleError",
         "WorkerError",
         "annotate",
+        "annotate_layers",
         "annotate_modules",
         "at",
         "compile",
@@ -38,6 +39,7 @@ def test_public_names() -> None:
         "shard",
         "sharding_rule",
         "split",
+        "strategies",
         "tensor_plan",
         "unroute",
     ]
@@ -114,6 +116,7 @@ def test_verbs_and_flags() -> None:
         "simulate": ["--cluster", "--costs", "--json", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
+        "init": ["name"],
         "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "--svg", "name"],
         "view": [
             "--cluster",

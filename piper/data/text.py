@@ -53,7 +53,7 @@ class FileTokenizer:
                 "the tokenizers library is not installed",
                 by=str(path),
                 facts={"why": str(error)},
-                hint="pip install 'piper[hf]', or use ByteTokenizer",
+                hint="pip install tokenizers, or use ByteTokenizer",
             ) from None
         if not Path(path).is_file():
             raise ConfigError("there is no such file", by=str(path), hint="give the path of a tokenizer.json")

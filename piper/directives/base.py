@@ -4,7 +4,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -12,7 +12,7 @@ from piper.devices import Devices
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.select import At
+from piper.ir.select import At, show_index
 
 PACKAGE = str(Path(__file__).parents[1])
 STREAM = re.compile(r"[\w.-]+")  # plans write streams down as words
@@ -30,7 +30,7 @@ def source_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Directive:
     """One rewrite of the graph that the user asked for."""
 
@@ -42,6 +42,16 @@ class Directive:
     def verb(self) -> str:
         """What the user calls it: `place`."""
         return verb_of(type(self))
+
+    def __repr__(self) -> str:
+        """Return the call that makes this directive, without arguments that have their default value."""
+        selects, *others = (one for one in fields(self) if one.name != "source")
+        given = [show_argument(getattr(self, selects.name))]
+        for one in others:
+            value = getattr(self, one.name)
+            if value != one.default:
+                given.append(f"{one.name}={show_argument(value)}")
+        return f"{self.verb}({', '.join(given)})"
 
     def title(self, number: int) -> str:
         """How messages name it: its number in the strategy, from 0, and where it was written."""
@@ -55,6 +65,18 @@ class Directive:
 def verb_of(kind: type[Directive]) -> str:
     """Return what users call a kind of directive."""
     return kind.__name__.lower()
+
+
+def show_argument(value: object) -> str:
+    """Write an argument of a directive as Python. A group of one filter is written without its list."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if not isinstance(value, tuple):
+        return repr(value)
+    if len(value) > 1 and all(map(is_whole, value)):
+        return show_index(value)
+    members = (one[0] if isinstance(one, tuple) and len(one) == 1 else one for one in value)
+    return "[" + ", ".join(map(show_argument, members)) + "]"
 
 
 _KNOWN: dict[type[Directive], int] = {}  # filled where directives are defined, and never changed after
@@ -164,15 +186,17 @@ def empty_regions(graph: Graph, at: At) -> dict[str, str]:
     """Return, as a fact for errors, the regions that `at` names and that hold no operation."""
     named = [
         f"{tag}={index} ({graph.outline.empty[tag, index]}) holds no operation"
-        for tag, index in at.tags
-        if isinstance(index, int) and (tag, index) in graph.outline.empty
+        for tag, asked in at.tags
+        if asked is not None and asked != "*"
+        for index in (asked if isinstance(asked, tuple) else (asked,))
+        if (tag, index) in graph.outline.empty
     ]
     return {"empty": "; ".join(named)} if named else {}
 
 
 def check_tags(graph: Graph, at: At, by: str) -> None:
-    """Refuse a filter by a tag that nothing has."""
-    for tag, _ in at.tags:
+    """Refuse a filter by a tag that nothing has, and several indices of which one does not exist."""
+    for tag, asked in at.tags:
         if tag not in graph.index.tags:
             known = sorted(graph.index.tags)
             spelt = {name.lower(): name for name in known}
@@ -184,13 +208,21 @@ def check_tags(graph: Graph, at: At, by: str) -> None:
                 facts={"asked": str(at), "tags": ", ".join(known) or "none: the model has no annotations"},
                 hint=f"did you mean {spelt[close[0]]!r}?" if close else way_out,
             )
+        for index in asked if isinstance(asked, tuple) else ():
+            if index not in graph.index.indices[tag] and (tag, index) not in graph.outline.empty:
+                raise ScheduleError(
+                    f"there is no {tag}={index}",
+                    by=by,
+                    facts={"asked": str(at), "known": extent(graph)},
+                    hint="select only indices that exist",
+                )
 
 
 def extent(graph: Graph) -> str:
     """The tags of a graph with their ranges: `MB=0..7, PP=0..3`."""
     ranges = []
     for tag in sorted(graph.index.tags):
-        indices = {cell.tags[tag] for cell in graph.index.cells if tag in cell.tags}
+        indices = graph.index.indices[tag]
         low, high = min(indices), max(indices)
         ranges.append(f"{tag}={low}" if low == high else f"{tag}={low}..{high}")
     return ", ".join(ranges) or "no tags"

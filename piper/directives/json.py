@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from piper.directives.base import STREAM, Directive, form_of, is_whole, known_directives
 from piper.errors import ConfigError
-from piper.ir.select import PASSES, At, Index, at
+from piper.ir.select import PASSES, Asked, At, at
 
 
 def load_strategy(path: Path) -> list[Directive]:
@@ -137,10 +137,10 @@ def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
 
 
 def read_filter(value: object, where: str, key: str, wanted: str) -> At:
-    """Read a filter: tags with an index, "*" for any, "-" for without; PASS by its letters."""
+    """Read a filter: tags with an index or several, "*" for any, "-" for without; PASS by its letters."""
     if not isinstance(value, dict):
         raise wrong(where, key, value, wanted)
-    tags: dict[str, Index] = {}
+    tags: dict[str, Asked] = {}
     phase: str | None = None
     for tag, index in value.items():
         if tag == "PASS":
@@ -151,11 +151,25 @@ def read_filter(value: object, where: str, key: str, wanted: str) -> At:
             tags[tag] = None
         elif index == "*":
             tags[tag] = "*"
-        elif isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+        elif is_index(index) or (isinstance(index, list) and index and all(map(is_index, index))):
             tags[tag] = index
+        elif (several := read_range(index)) is not None:
+            tags[tag] = several
         else:
-            raise wrong(where, tag, index, 'a whole number from 0, "*" for any or "-" for without')
+            raise wrong(where, tag, index, INDICES)
     return at(phase, **tags)
+
+
+def is_index(value: object) -> bool:
+    """Return whether a value is one index of a tag."""
+    return is_whole(value) and cast(int, value) >= 0
+
+
+def read_range(value: object) -> range | None:
+    """Read {"from": 0, "to": 4}, the indices 0 to 3. None: it is no range, or an empty one."""
+    if not isinstance(value, dict) or set(value) != {"from", "to"} or not all(map(is_index, value.values())):
+        return None
+    return range(value["from"], value["to"]) or None
 
 
 def read_groups(value: object, where: str, key: str, wanted: str) -> tuple[tuple[At, ...], ...]:
@@ -211,6 +225,10 @@ def read_flag(value: object, where: str, key: str, wanted: str) -> bool:
     return value
 
 
+INDICES = (
+    'a whole number from 0, several as [0, 2] or {"from": 0, "to": 4} (without 4), "*" for any '
+    'or "-" for without'
+)
 FILTER = 'an object such as {"PP": 0, "EP": "*", "PASS": "F"}'
 WORD, WHOLE = "a name in one word", "a whole number"
 FORMS: Mapping[object, tuple[Read, str, str]] = {  # by a field's type: its reader, its key, what it must be

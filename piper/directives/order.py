@@ -23,7 +23,7 @@ USAGE = "order([[at(...)], [at(...), at(...)]])"
 
 
 @registered(4)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Order(Directive):
     """Run the groups one after another on each device; members of one group may interleave.
 

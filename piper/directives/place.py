@@ -18,7 +18,7 @@ from piper.ir.select import At
 
 
 @registered(0)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Place(Directive):
     """Run the selected nodes on `devices`.
 

@@ -12,7 +12,7 @@ from piper.ir.select import At
 
 
 @registered(5)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Remat(Directive):
     """Keep at most a part of what the selected chunks' forwards save; their backwards make the rest again.
 

@@ -24,7 +24,7 @@ FLAGS = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # what JSON
 
 
 @registered(1)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Replicate(Directive):
     """Keep the selected chunks' parameters on every device of a set, whole or sharded.
 

@@ -25,7 +25,7 @@ ROUTED = ("route", "expert", "unroute")
 
 
 @registered(2)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Shard(Directive):
     """Divide the experts of the selected regions over each group of `ways` devices.
 

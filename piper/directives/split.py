@@ -11,7 +11,7 @@ from piper.ir.select import At
 
 
 @registered(3)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Split(Directive):
     """Copy the selected sub-graph once per part of the samples.
 

@@ -88,7 +88,11 @@ class Index:
 
     def __init__(self, cells: Iterable[Cell]) -> None:
         self.cells = tuple(cells)
-        self.tags = {tag for cell in self.cells for tag in cell.tags}
+        self.indices: dict[str, set[int]] = {}  # of each tag
+        for cell in self.cells:
+            for tag, index in cell.tags.items():
+                self.indices.setdefault(tag, set()).add(index)
+        self.tags = set(self.indices)
         self._tables: dict[tuple[str, ...], dict[tuple[int | None, ...], list[Cell]]] = {}
 
     def find(self, at: At) -> list[Cell]:
@@ -99,7 +103,10 @@ class Index:
             for cell in self.cells:
                 table.setdefault(tuple(map(cell.tags.get, exact)), []).append(cell)
         found = self._tables[exact].get(tuple(index for _, index in at.tags if isinstance(index, int)), [])
-        loose = [(tag, index == "*") for tag, index in at.tags if not isinstance(index, int)]
+        loose = [(tag, index == "*") for tag, index in at.tags if index is None or index == "*"]
+        several = [(tag, frozenset(index)) for tag, index in at.tags if isinstance(index, tuple)]
+        if several:
+            found = [cell for cell in found if all(cell.tags.get(tag) in wanted for tag, wanted in several)]
         if not loose:
             return found
         return [cell for cell in found if all((tag in cell.tags) == present for tag, present in loose)]

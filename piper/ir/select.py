@@ -1,16 +1,23 @@
 """`at`: which nodes a directive speaks of."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
 
-Index = int | Literal["*"] | None  # one index; any index of the tag; without the tag
+One = int | Literal["*"] | None  # one index; any index of the tag; without the tag
+Index = One | tuple[int, ...]  # several indices: at least two, each once, in ascending order
+Asked = One | Sequence[int]  # as users write it: a range or a list selects several indices
 PASSES = (*get_args(Phase), "*")
+WAY_OUT = (
+    'an index is a whole number from 0, several as a range or a list, "*" for any, '
+    "or None for nodes without the tag"
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class At:
     """Selects nodes by tag and phase. A tag that is not named does not matter."""
 
@@ -18,25 +25,60 @@ class At:
     phase: Phase | None = None  # None: any
 
     def __str__(self) -> str:
-        shown = [f"{tag}={'-' if index is None else index}" for tag, index in self.tags]
+        shown = [f"{tag}={show_index(index)}" for tag, index in self.tags]
         return "at(" + ", ".join([*shown, *([f"PASS={self.phase}"] if self.phase else [])]) + ")"
 
+    def __repr__(self) -> str:
+        """Return the call of `at` that makes this filter."""
+        words = {None: "None", "*": '"*"'}
+        shown = [
+            f"{tag}={show_index(index) if isinstance(index, int | tuple) else words[index]}"
+            for tag, index in self.tags
+        ]
+        return "at(" + ", ".join([*shown, *([f'PASS="{self.phase}"'] if self.phase else [])]) + ")"
 
-def at(PASS: str | None = None, **tags: Index) -> At:  # noqa: N803  the contract spells it so
-    """Select nodes: `at(PP=0, EP="*", MB=1, PASS="F")`. "*": any index, None: without that tag."""
+    def narrowed(self, phase: Phase, **tags: Index) -> "At":
+        """Return a filter that also asks for a phase and for tags that this one does not name."""
+        return At(tuple(sorted((*self.tags, *tags.items()), key=lambda pair: pair[0])), phase)
+
+
+def show_index(index: Index) -> str:
+    """Write what a filter asks of a tag: `0`, `*`, `-` for without, `[0, 2]`, `range(0, 4)`."""
+    if index is None:
+        return "-"
+    if not isinstance(index, tuple):
+        return str(index)
+    whole = range(index[0], index[-1] + 1)
+    return f"range({whole.start}, {whole.stop})" if len(index) > 2 and index == (*whole,) else f"{[*index]}"
+
+
+def at(PASS: str | None = None, **tags: Asked) -> At:  # noqa: N803  the contract spells it so
+    """Select nodes: `at(PP=0, EP="*", LAYER=range(0, 4), PASS="F")`. "*": any index, None: without that tag.
+
+    A range or a list selects several indices.
+    """
     if PASS is not None and PASS not in PASSES:
         raise ScheduleError(
             f"there is no pass {PASS!r}",
             by="at",
             hint="PASS is F, B, BI (input gradients), BW (weight gradients) or *",
         )
-    for tag, index in tags.items():
-        whole = isinstance(index, int) and not isinstance(index, bool) and index >= 0
-        if not (whole or index is None or index == "*"):
-            raise ScheduleError(
-                f"{tag}={index!r} selects nothing",
-                by="at",
-                hint='an index is a whole number from 0, "*" for any, or None for nodes without the tag',
-            )
     phase = None if PASS in (None, "*") else cast(Phase, PASS)
-    return At(tuple(sorted(tags.items())), phase)
+    return At(tuple((tag, _given_index(tag, tags[tag])) for tag in sorted(tags)), phase)
+
+
+def _given_index(tag: str, asked: Asked) -> Index:
+    """Return what a user asks of a tag, checked: several indices as a tuple, one of them as itself."""
+    if isinstance(asked, range | list | tuple):
+        if asked and all(map(_is_index, asked)):
+            several = tuple(sorted(set(asked)))
+            return several if len(several) > 1 else several[0]
+    elif asked is None or asked == "*":
+        return asked
+    elif _is_index(asked):
+        return cast(int, asked)
+    raise ScheduleError(f"{tag}={asked!r} selects nothing", by="at", hint=WAY_OUT)
+
+
+def _is_index(index: object) -> bool:
+    return isinstance(index, int) and not isinstance(index, bool) and index >= 0

@@ -30,7 +30,7 @@ def register_experts() -> None:
             "transformers has no registry of experts",
             by="register_experts",
             facts={"cause": str(error)},
-            hint="install transformers 5 or later: pip install 'piper[hf]'",
+            hint="install transformers 5 or later: pip install 'transformers>=5'",
         ) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 

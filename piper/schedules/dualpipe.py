@@ -2,11 +2,11 @@
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, Row, need_whole, orders
+from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.row import RowWriter
 
 
-def dualpipe_v(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Overlap a forward and a backward on each rank, in a V: rank r holds stages r and 2 ranks - 1 - r.
 
     In the middle of the step every group is a forward of one stage and a whole backward of the other, so the

@@ -1,11 +1,11 @@
 """GPipe: fill the pipeline with every forward, then drain it with every backward."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, need_whole, orders
+from piper.schedules.grid import Grid, Stage, need_whole, orders
 from piper.schedules.row import RowWriter
 
 
-def gpipe(stages: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Run all forwards, then all backwards, with one stage per rank.
 
     The bubble is (stages - 1)(F + B), and every microbatch's activations are alive at once.

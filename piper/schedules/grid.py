@@ -1,6 +1,6 @@
 """A pipeline schedule as a value: what each rank runs, in order. Builders make it; directives say it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from piper.directives.order import Order, order
@@ -9,6 +9,7 @@ from piper.ir.select import At, at
 from piper.schedules.action import Action, Group
 
 Row = tuple[Group, ...]
+Stage = str | Sequence[At]  # the tag that numbers the stages, or one filter for each stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +31,17 @@ class Grid:
         return max((action.microbatch for action in self.actions()), default=-1) + 1
 
 
-def orders(grid: Grid, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def orders(grid: Grid, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Say a grid as directives: one `order` per rank, one of its groups per group of the row.
 
     rank 0  0F0 0F1 0B0
     -->
     order([[at(PP=0, MB=0, PASS="F")], [at(PP=0, MB=1, PASS="F")], [at(PP=0, MB=0, PASS="B")]])
+
+    stage: the tag that numbers the stages, or one filter for each stage.
     """
+    if not isinstance(stage, str):
+        return orders_over(grid, stage, part)
     if stage == part or "PASS" in (stage, part):
         raise ScheduleError(
             f"stage={stage!r} and part={part!r} cannot both be tags",
@@ -48,6 +53,47 @@ def orders(grid: Grid, *, stage: str = "PP", part: str = "MB") -> list[Order]:
         return at(PASS=action.phase, **{stage: action.stage, part: action.microbatch})
 
     return [order([[select(action) for action in group] for group in row]) for row in grid.rows]
+
+
+def orders_over(grid: Grid, stages: Sequence[At], part: str) -> list[Order]:
+    """Say a grid as directives over stages that are given as filters, one for each.
+
+    rank 0  0F0 0B0
+    -->
+    order([[at(LAYER=range(0, 4), MB=0, PASS="F")], [at(LAYER=range(0, 4), MB=0, PASS="B")]])
+    """
+    check_filters(stages, part)
+    if len(stages) != grid.stages:
+        raise ScheduleError(
+            f"{grid.stages} stages, and filters for {len(stages)}",
+            by="orders",
+            facts={"filters": ", ".join(map(str, stages)) or "none"},
+            hint="give stage one filter for each stage, or the tag that numbers them",
+        )
+
+    def select(action: Action) -> At:
+        return stages[action.stage].narrowed(action.phase, **{part: action.microbatch})
+
+    return [order([[select(action) for action in group] for group in row]) for row in grid.rows]
+
+
+def check_filters(stages: Sequence[At], part: str) -> None:
+    """Refuse what is no list of filters, and filters that name a pass or a microbatch themselves."""
+    if not isinstance(stages, Sequence) or not all(isinstance(one, At) for one in stages):
+        raise ScheduleError(
+            f"stage={stages!r} is neither a tag nor a list of filters",
+            by="orders",
+            hint='give the tag that numbers the stages, stage="PP", or a filter for each: '
+            "stage=[at(LAYER=range(0, 4)), at(LAYER=range(4, 8))]",
+        )
+    for one in stages:
+        if one.phase is not None or any(tag == part for tag, _ in one.tags):
+            raise ScheduleError(
+                f"the filter of a stage names {'PASS' if one.phase is not None else part}",
+                by="orders",
+                facts={"filter": str(one)},
+                hint=f"leave PASS and {part} out: the schedule gives both",
+            )
 
 
 def need_whole(by: str, **numbers: int) -> None:

@@ -3,12 +3,12 @@
 from itertools import zip_longest
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, need_whole, orders
+from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.loop import loop
 from piper.schedules.row import RowWriter
 
 
-def one_f_one_b(stages: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Alternate forwards and backwards, with one stage per rank.
 
     The bubble is gpipe's, (stages - 1)(F + B); stage s holds at most stages - s microbatches.
@@ -21,7 +21,7 @@ def one_f_one_b(stages: int, microbatches: int, *, stage: str = "PP", part: str 
 
 
 def interleaved_1f1b(
-    ranks: int, microbatches: int, stages_per_rank: int = 2, *, stage: str = "PP", part: str = "MB"
+    ranks: int, microbatches: int, stages_per_rank: int = 2, *, stage: Stage = "PP", part: str = "MB"
 ) -> list[Order]:
     """Alternate forwards and backwards, with stages dealt round the ranks: rank r holds r, r + ranks, ...
 

@@ -9,13 +9,13 @@ from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.action import group_text, parse_group
 from piper.schedules.check import validate
-from piper.schedules.grid import Grid, orders
+from piper.schedules.grid import Grid, Stage, orders
 
 # What torch adds when it writes a schedule with its communication. Skipped: the compiler derives our own.
 COMMUNICATION = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
-def from_csv(path: str | Path, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def from_csv(path: str | Path, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Read a schedule that torch.distributed.pipelining wrote, or can read, as directives.
 
     0F0,0F1,,0B0,0B1        rank 0 runs stage 0; an empty cell is idle time and orders nothing

@@ -1,11 +1,11 @@
 """ZB-V: stages go down the ranks and come back up, so that backwards start where forwards did."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, need_whole, orders
+from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.row import RowWriter
 
 
-def zbv(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Run split backwards over two stages per rank in a V: rank r holds stages r and 2 ranks - 1 - r.
 
     From 2 ranks - 1 microbatches on, with F = I = W, no rank waits once it has started: the bubble is the way

@@ -3,12 +3,12 @@
 from itertools import zip_longest
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, need_whole, orders
+from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.loop import loop
 from piper.schedules.row import RowWriter
 
 
-def zero_bubble(stages: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
+def zero_bubble(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Alternate forwards and input gradients as 1F1B does, and run weight gradients where a rank would wait.
 
     The bubble is (stages - 1)(F + B - 2W). Stage s has at most stages - s forwards whose gradient has not
@@ -22,7 +22,7 @@ def zero_bubble(stages: int, microbatches: int, *, stage: str = "PP", part: str 
 
 
 def interleaved_zero_bubble(
-    ranks: int, microbatches: int, stages_per_rank: int = 2, *, stage: str = "PP", part: str = "MB"
+    ranks: int, microbatches: int, stages_per_rank: int = 2, *, stage: Stage = "PP", part: str = "MB"
 ) -> list[Order]:
     """Run `zero_bubble` with stages dealt round the ranks: rank r holds r, r + ranks, ...
 

@@ -23,12 +23,13 @@ from piper.plan.text import show_plans
 from piper.train.background import background_of, strategy_text
 from piper.train.lock import LOCK, read_lock
 from piper.train.measure import Measure
+from piper.version import VERSION
 from piper.view.background import FILE, show_background
 
 RUNS = "runs"  # where folders go that nobody names
 METRICS, ABOUT = "metrics.jsonl", "run.json"
 MOST = 3  # names that an error lists
-PACKAGES = ("piper", "torch", "numpy", "transformers", "ray")
+PACKAGES = ("torch", "numpy", "transformers", "ray")
 
 
 def choose(out: Path | None, recipe: str, resume: bool) -> Path:
@@ -158,7 +159,7 @@ def keep_recipe(source: Path, folder: Path) -> None:
 
 def versions() -> dict[str, str]:
     """The packages that numbers depend on, where they are installed."""
-    found = {}
+    found = {"piper": VERSION}
     for name in PACKAGES:
         try:
             found[name] = version(name)

@@ -12,6 +12,7 @@ from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
 from piper.verbs.prices import Prices, prices_of
 from piper.view.background import Background, read_background
+from piper.view.stages import stage_tags
 from piper.view.subject import Subject, said_by
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def of_background(
         plans=plans,
         planned=simulate(plans, background.outline, prices.costs),
         clock=prices.name,
-        tags={chunk.name: chunk.tags for chunk in background.outline.chunks},
+        tags=stage_tags(
+            {chunk.name: chunk.tags for chunk in background.outline.chunks}, background.orderings
+        ),
         orderings=background.orderings,
         strategy=background.strategy,
         origins=background.origins,

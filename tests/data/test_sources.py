@@ -290,5 +290,5 @@ def test_without_the_tokenizers_library(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(error.value) == cleandoc("""
         tokenizer.json: the tokenizers library is not installed
           why:  import of tokenizers halted; None in sys.modules
-          hint: pip install 'piper[hf]', or use ByteTokenizer
+          hint: pip install tokenizers, or use ByteTokenizer
     """)

@@ -137,7 +137,7 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"op": "place", "filter": {"PP": -1}, "devices": [0]}]',
             """
             strategy[0]: 'PP' is -1
-              hint: 'PP' is a whole number from 0, "*" for any or "-" for without
+              hint: 'PP' is a whole number from 0, several as [0, 2] or {"from": 0, "to": 4} (without 4), "*" for any or "-" for without
             """,
         ),
         (
@@ -204,4 +204,23 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         {tmp_path}/none.json: the strategy cannot be read
           why:  [Errno 2] No such file or directory: '{tmp_path}/none.json'
           hint: give the path of a JSON file
+    """)
+
+
+def test_several_indices_are_a_list_or_a_range() -> None:
+    text = '[{"op": "place", "filter": {"LAYER": {"from": 0, "to": 4}, "MB": [0, 2]}, "devices": [0]}]'
+    assert parse_strategy(text) == [place(at(LAYER=range(0, 4), MB=[0, 2]), [0])]
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[]", "[0, -1]", "[0, true]", '{"from": 2, "to": 2}', '{"from": 0}', '{"from": 0, "to": 2, "by": 1}',
+     '{"from": -1, "to": 2}'],
+)  # fmt: skip
+def test_several_indices_that_select_nothing(index: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_strategy(f'[{{"op": "place", "filter": {{"PP": {index}}}, "devices": [0]}}]')
+    assert str(error.value) == cleandoc(f"""
+        strategy[0]: 'PP' is {index}
+          hint: 'PP' is a whole number from 0, several as [0, 2] or {{"from": 0, "to": 4}} (without 4), "*" for any or "-" for without
     """)

@@ -9,10 +9,12 @@ from piper import at, place, remat, schedules, split
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
+from piper.ir.select import At
 from piper.lower.lower import lower
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.view.grid import grid
+from piper.view.stages import stage_tags
 
 V_SHAPED = ("zbv", "dualpipe-v")
 
@@ -120,3 +122,26 @@ def orders(name: str, ranks: int, microbatches: int) -> list[Directive]:
     from piper.schedules.grid import orders as say
 
     return list(say(grid_for(name, ranks, microbatches)))
+
+
+def by_stages(stages: Sequence[At], schedule: Sequence[Directive]) -> str:
+    outline = chain(4)
+    places = [place(stage, [number]) for number, stage in enumerate(stages)]
+    graph = apply(start(outline), [*places, split(at(), parts=2), *schedule])
+    plans, _ = lower(graph)
+    return grid(plans, stage_tags({chunk.name: chunk.tags for chunk in outline.chunks}, graph.orderings))
+
+
+def test_regions_that_a_schedule_always_names_together_are_one_stage() -> None:
+    stages = [at(PP=0), at(PP=range(1, 4))]
+    assert by_stages(stages, schedules.one_f_one_b(2, 2, stage=stages)) == cleandoc("""
+        0  0F0 0F1 .   .   0B0 --  .   0B1 --
+        1  .   1F0 1B0 --  1F1 1B1 --  .   .
+    """)
+
+
+def test_regions_that_no_order_names_stay_stages_of_their_own() -> None:
+    stages = [at(PP=[0, 1]), at(PP=[2, 3])]
+    one_of_two = schedules.one_f_one_b(2, 2, stage=stages)[:1]
+    assert "3F1" in by_stages(stages, one_of_two)
+    assert "3F1" in by_stages(stages, [])

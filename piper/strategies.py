@@ -1,0 +1,177 @@
+"""Whole strategies: integers in, an ordinary list of directives over LAYER tags out, to print and edit.
+
+`piper.annotate_layers` tags the layers of a model so.
+"""
+
+from itertools import accumulate, pairwise
+
+from piper.directives import Directive, place, replicate, shard, split
+from piper.directives.base import is_whole
+from piper.directives.replicate import ZERO_LEVELS
+from piper.errors import ScheduleError
+from piper.ir.select import at
+from piper.schedules.grid import Grid, need_whole, orders
+from piper.schedules.names import grid_for
+
+__all__ = ["boundaries", "ddp", "fsdp", "moe", "pipeline"]
+
+PER_RANK = 4  # microbatches for each rank of a pipeline, unless asked otherwise: its bubble is then small
+
+
+def pipeline(
+    layers: int,
+    pp: int,
+    dp: int = 1,
+    zero: int = 0,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    *,
+    stages_per_rank: int | None = None,
+    embedding: int = 1,
+    head: int = 1,
+    bucket_mb: float | None = None,
+) -> list[Directive]:
+    """Run layers as a pipeline over `pp` ranks of `dp` devices each: rank r has devices r * dp and following.
+
+    The devices of a rank divide the samples and keep their parameters equal; `zero` says what they shard.
+    schedule: a name that `piper schedule` knows. microbatches: 4 for each rank unless given.
+    embedding, head: how many layers each of them costs; see `boundaries`.
+    """
+    by = "strategies.pipeline"
+    check_numbers(by, zero, layers=layers, pp=pp, dp=dp)
+    microbatches = PER_RANK * pp if microbatches is None else microbatches
+    need_whole(by, microbatches=microbatches)
+    grid = grid_for(schedule, pp, microbatches, stages_per_rank)
+    stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
+    return [
+        *over_ranks(stages, grid, dp, zero, bucket_mb),
+        split(at(), axis="MB", parts=microbatches),
+        *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
+    ]
+
+
+def fsdp(dp: int, zero: int = 3, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
+    """Shard parameters, gradients and optimizer state over `dp` devices (zero=3), or fewer of these.
+
+    Parameters are gathered layer by layer where the model has LAYER tags, and all at once where it has none.
+    """
+    return data_parallel("strategies.fsdp", dp, zero, microbatches, bucket_mb)
+
+
+def ddp(dp: int, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
+    """Keep all parameters whole on each of `dp` devices, and sum their gradients once a step."""
+    return data_parallel("strategies.ddp", dp, 0, microbatches, bucket_mb)
+
+
+def moe(
+    layers: int,
+    dp: int,
+    ep: int | None = None,
+    pp: int = 1,
+    zero: int = 0,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    *,
+    stages_per_rank: int | None = None,
+    embedding: int = 1,
+    head: int = 1,
+    bucket_mb: float | None = None,
+) -> list[Directive]:
+    """Divide the experts of each layer over groups of `ep` devices; do all else as `pipeline` and `fsdp` do.
+
+    ep: all `dp` devices of a rank unless given. With pp=1 there is no pipeline: 1 microbatch unless given.
+    """
+    by = "strategies.moe"
+    ep = dp if ep is None else ep
+    check_numbers(by, zero, layers=layers, dp=dp, ep=ep, pp=pp)
+    if dp % ep:
+        raise ScheduleError(
+            f"dp={dp} devices cannot form groups of ep={ep}",
+            by=by,
+            hint="ep is how many devices divide the experts: a divisor of dp",
+        )
+    if pp == 1 and stages_per_rank in (None, 1):
+        microbatches = 1 if microbatches is None else microbatches
+        strategy = data_parallel(by, dp, zero, microbatches, bucket_mb)
+        return [strategy[0], shard(at(), range(dp), ways=ep), *strategy[1:]]
+    microbatches = PER_RANK * pp if microbatches is None else microbatches
+    need_whole(by, microbatches=microbatches)
+    grid = grid_for(schedule, pp, microbatches, stages_per_rank)
+    stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
+    homes = devices_of(grid, dp)
+    return [
+        *over_ranks(stages, grid, dp, zero, bucket_mb),
+        *(shard(at(LAYER=stage), homes[number], ways=ep) for number, stage in enumerate(stages)),
+        split(at(), axis="MB", parts=microbatches),
+        *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
+    ]
+
+
+def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:
+    """Return the layers of each stage, so that the heaviest stage is as light as it can be.
+
+    The first stage also has the embedding and the last one the head: each counts as so many layers. Stages
+    that could have one layer more come first.
+
+    boundaries(8, 4) --> range(0, 2), range(2, 5), range(5, 7), range(7, 8)
+    """
+    by = "strategies.boundaries"
+    need_whole(by, layers=layers, stages=stages)
+    for name, cost in (("embedding", embedding), ("head", head)):
+        if not is_whole(cost) or cost < 0:
+            raise ScheduleError(f"{name}={cost!r}", by=by, hint=f"{name} is a whole number of layers from 0")
+    if layers < stages:
+        raise ScheduleError(
+            f"layers={layers} cannot fill {stages} stages",
+            by=by,
+            hint="use fewer ranks, or fewer stages on each: every stage needs a layer",
+        )
+    sizes, loads = [1] * stages, [1] * stages
+    loads[0] += embedding
+    loads[-1] += head
+    for _ in range(layers - stages):
+        lightest = loads.index(min(loads))
+        sizes[lightest] += 1
+        loads[lightest] += 1
+    return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+
+
+def data_parallel(by: str, dp: int, zero: int, microbatches: int, bucket_mb: float | None) -> list[Directive]:
+    """Return a strategy in which each of `dp` devices runs the whole model on its samples."""
+    check_numbers(by, zero, dp=dp, microbatches=microbatches)
+    everything: Directive = replicate(at(), range(dp), zero=zero, bucket_mb=bucket_mb)
+    return [everything, *([split(at(), axis="MB", parts=microbatches)] if microbatches > 1 else [])]
+
+
+def over_ranks(
+    stages: list[range], grid: Grid, dp: int, zero: int, bucket_mb: float | None
+) -> list[Directive]:
+    """Return the directives that put each stage on the devices of its rank."""
+    homes = devices_of(grid, dp)
+    if dp == 1:
+        return [place(at(LAYER=stage), homes[number]) for number, stage in enumerate(stages)]
+    return [
+        replicate(at(LAYER=stage), homes[number], zero=zero, bucket_mb=bucket_mb)
+        for number, stage in enumerate(stages)
+    ]
+
+
+def devices_of(grid: Grid, dp: int) -> dict[int, range]:
+    """Return the devices of each stage: those of the rank whose row has it."""
+    return {
+        action.stage: range(rank * dp, (rank + 1) * dp)
+        for rank, row in enumerate(grid.rows)
+        for group in row
+        for action in group
+    }
+
+
+def check_numbers(by: str, zero: int, **numbers: int) -> None:
+    """Refuse numbers that are not whole or below 1, and a ZeRO level that does not exist."""
+    need_whole(by, **numbers)
+    if not is_whole(zero) or zero not in ZERO_LEVELS:
+        raise ScheduleError(
+            f"there is no ZeRO level {zero!r}",
+            by=by,
+            hint="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too",
+        )
