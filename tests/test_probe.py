@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import piper
-from piper.devices import Sharding
 from piper.errors import ConfigError
 from piper.plan.plan import Bucket, Piece
 from piper.probe import probe_optimizer
+from piper.sharding import Sharding
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 SIZES = {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (4, 6), "b.bias": (4,)}
@@ -256,7 +256,7 @@ def test_groups_by_true_sizes_are_seen_though_parameters_are_tried_small() -> No
 def test_divided_experts_are_parts_of_a_parameter(make: Make, fine: bool) -> None:
     experts = Bucket(
         name="experts",
-        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, sharding=Sharding(axis=0, ways=2)),),
+        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, shardings=(Sharding(dim=0, ways=2),)),),
         devices=(0, 1),
         groups=((0,), (1,)),
         chunks=("EP=0",),

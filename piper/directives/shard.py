@@ -14,7 +14,7 @@ from piper.directives.base import (
     selected,
     touched,
 )
-from piper.directives.shard_axis import ShardAxis, shard_axis
+from piper.directives.shard_axis import shard_axis
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph
@@ -105,7 +105,7 @@ def shard(
     between: int | None = None,
     attention: str = "gather",
     balance: str | None = None,
-) -> Shard | ShardAxis:
+) -> Directive:
     """Divide the selected regions over each group of `ways` devices; what they exchange uses `stream`.
 
     Without `axis` it divides the experts. With it, `weights` (tensor parallelism) names parameters and the

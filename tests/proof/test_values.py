@@ -6,12 +6,12 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.devices import Sharding
 from piper.ids import Pass, SlotId, Tags, read_slot
 from piper.plan.check import ProofError
 from piper.plan.instr import Field, Instr, OfBucket, Routing, Rows
 from piper.plan.plan import Bucket, Plans, Slot
 from piper.proof.values import prove_values, value_problems
+from piper.sharding import Sharding
 from tests.proof.plans import (
     Made,
     changing,
@@ -677,7 +677,7 @@ def with_bucket(plans: Plans, name: str, **fields: object) -> Plans:
 
 def divided(plans: Plans, name: str, sharding: Sharding) -> Plans:
     """Return plans with the pieces of one bucket said to be divided in another way."""
-    pieces = tuple(replace(piece, sharding=sharding) for piece in plans.buckets[name].pieces)
+    pieces = tuple(replace(piece, shardings=(sharding,)) for piece in plans.buckets[name].pieces)
     return with_bucket(plans, name, pieces=pieces)
 
 
@@ -735,17 +735,17 @@ TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
     ),
     "ways": (
         experts,
-        lambda plans: divided(plans, "PP=0/0", Sharding(ways=2)),
+        lambda plans: divided(plans, "PP=0/0", Sharding(dim=0, ways=2)),
         "PP=0/0 is divided over 2 devices; its experts are not",
     ),
     "a dimension": (
         experts,
-        lambda plans: divided(plans, "PP=0 EP=0/0", Sharding(axis=1, ways=2)),
+        lambda plans: divided(plans, "PP=0 EP=0/0", Sharding(dim=1, ways=2)),
         "PP=0 EP=0/0 holds experts.0 in 2 parts along dimension 1; it should be in 2 parts along dimension 0",
     ),
     "a buffer": (
         weighted,
-        lambda plans: with_buffer(plans, "fixed", sharding=Sharding(ways=2), placed=(0, 1)),
+        lambda plans: with_buffer(plans, "fixed", sharding=Sharding(dim=0, ways=2), placed=(0, 1)),
         "PP=1 finds buffer.fixed in 2 parts along dimension 0 over 0,1; it should be whole",
     ),
     "groups": (

@@ -251,7 +251,7 @@ def test_words_that_are_not_known(keys: dict[str, Any], text: str) -> None:
 
 def test_a_rule_of_the_user_divides_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sort.default
-    monkeypatch.delitem(rules(), op, raising=False)  # type: ignore[arg-type]
+    monkeypatch.delitem(rules(), op, raising=False)
 
     def by_rows(divider: Divider, node: torch.fx.Node) -> None:
         """Sort whole rows: what every device holds of them is gathered first."""
