@@ -68,24 +68,39 @@ class State:
         """Note that an instruction reads something else than it should."""
         holds, should = self.things.describe(found), self.things.describe(wanted)
         if holds == should and found is not None:
-            holds, should = self._detail(program, found), self._detail(program, wanted)
+            where = self._differing(program, found, wanted)
+            holds, should = (self._detail(program, where, value) for value in (found, wanted))
         self.complain(program, place, f"reads {slot}, which holds {holds}; it should hold {should}")
 
-    def _detail(self, program: int, value: Value) -> str:
-        """Describe a value with the samples or the contributions that it holds."""
+    def _differing(self, program: int, found: Value, wanted: Value) -> int:
+        """Return the first device of a program on which two values hold different samples, or the first."""
+        for place in range(len(self.plans.plans[program].devices)):
+            if self._samples(found, place) != self._samples(wanted, place):
+                return place
+        return 0
+
+    def _samples(self, value: Value, place: int) -> object:
+        """Return which samples, and of a sum which contributions, a device holds."""
+        if isinstance(value[2], tuple):
+            return self._by_cell(value[2], place)
+        cover = self.things.thing(value).cover
+        return self.covers.held(cover)[place] if cover >= 0 else None
+
+    def _detail(self, program: int, place: int, value: Value) -> str:
+        """Describe a value with the samples or the contributions that it holds on one device of a program."""
         thing = self.things.thing(value)
         if isinstance(value[2], tuple):
-            return self.contributions(program, value[2])
+            return self.contributions(place, value[2])
         if thing.cover < 0:
             return f"{self.things.describe(value)} ({value[1]} {value[2]})"
-        device, held = self.plans.plans[program].devices[0], self.covers.held(thing.cover)[0]
+        device, held = self.plans.plans[program].devices[place], self.covers.held(thing.cover)[place]
         return f"{self.things.describe(value)}, on device {device} of {self._shown(held)}"
 
-    def contributions(self, program: int, terms: Terms) -> str:
-        """Describe the contributions of a sum on the first device of a program."""
+    def contributions(self, place: int, terms: Terms) -> str:
+        """Describe the contributions of a sum on one device of a program."""
         shown = []
         for cover, amount in terms:
-            cells = self._shown(self.covers.held(cover)[0])
+            cells = self._shown(self.covers.held(cover)[place])
             found = sorted(self.amounts.contributions(amount).items())
             some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in found[:8])
             shown.append(f"({some}{' + ...' if found[8:] else ''}) over {cells}")

@@ -8,9 +8,11 @@ from types import ModuleType
 
 import pytest
 
+from piper.directives import Directive, shard
 from piper.ids import Pass, SlotId, read_slot
 from piper.ir.chunk import Output, Parameter, ParameterSlice
 from piper.ir.graph import Graph
+from piper.ir.select import at
 from piper.plan.check import ProofError, prove
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
@@ -528,3 +530,21 @@ def test_a_slot_of_places_is_read_as_the_runtime_reads_it() -> None:
     assert places((4, 5), (4, 5)) is None
     assert places((4, 5, 6, 7), (5, 4)) is None
     assert places((4, 5, 6, 7), ()) is None
+
+
+def test_regions_whose_axes_lie_in_another_order_do_not_pass_values_place_by_place() -> None:
+    """Device 1 is the second of its pair along TP in the first stage, and along CP in the second."""
+
+    def axis(stage: int, name: str) -> Directive:
+        where, four = at(PP=stage), range(4)
+        if name == "TP":
+            return divided.tensor(stage, four, between=1)
+        return shard(where, four, ways=2, axis="CP", batch=divided.FIELDS)
+
+    strategy = [axis(0, "TP"), axis(1, "CP"), axis(0, "CP"), axis(1, "TP")]
+    wanted = (
+        "on device 1 of cells 0-0 of lane 1; it should hold output 0 of PP=0 #6, "
+        "on device 1 of cells 0-0 of lane 2"
+    )
+    with pytest.raises(ProofError, match=wanted):
+        divided.program(strategy, loss=divided.weighted_loss)
