@@ -112,10 +112,12 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
 
     with placing(job, strategy, batch):
         traced = recorded_at(likely_rows(strategy, samples))
-        graph = apply(start(traced.outline), strategy)
+        divides = any(isinstance(directive, ShardAxis) for directive in strategy)
+        graph = apply(start(traced.outline), strategy, orders=not divides)
         requests = requests_of(graph, strategy)
         if requests:  # collectives are nodes that directives see
             traced = divided(traced, requests)
+        if divides:
             graph = apply(start(traced.outline), strategy)
         plans, work = lower(graph, settings, captured)
     reasons = [reason for code in codes.values() for reason in code.reasons()]

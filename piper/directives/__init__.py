@@ -33,8 +33,11 @@ __all__ = [
 ]
 
 
-def apply(graph: Graph, strategy: Sequence[Directive]) -> Graph:
-    """The graph after every directive of a strategy, in order."""
+def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -> Graph:
+    """Return the graph after every directive of a strategy.
+
+    orders: False leaves out `order`, which may select collectives that are not in the graph yet.
+    """
     for number, directive in enumerate(strategy):
         if not isinstance(directive, Directive):
             raise ScheduleError(
@@ -42,7 +45,8 @@ def apply(graph: Graph, strategy: Sequence[Directive]) -> Graph:
                 by=f"strategy[{number}]",
                 hint="a strategy is a flat list of directives: add a schedule with +, not inside the list",
             )
-        graph = directive.apply(graph, number)
+        if orders or not isinstance(directive, Order):
+            graph = directive.apply(graph, number)
         asked = Asked(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
     return graph

@@ -27,7 +27,7 @@ from piper.fields import (
     shown,
 )
 from piper.ir.chunk import PHASES, Outline, Phase, Tags
-from piper.ir.graph import Asked, Cell, Graph, Index, Ordering, Policy, Step
+from piper.ir.graph import Asked, AxisPolicy, Cell, Graph, Index, Ordering, Policy, Step
 from piper.ir.node import Compute
 from piper.sharding import Sharding
 
@@ -46,9 +46,10 @@ CHUNK: Readers = {
     "exchange_stream": str,
     "origin": int,
     "shardings": lambda text: dict(read_sharding(each) for each in text.split(AND)),
+    "axes": lambda text: tuple(map(read_axis, text.split(AND))),
 }
 ASKED: Readers = {"verb": str, "places": flag}
-POLICY = tuple(field.name for field in fields(Policy) if field.name != "shardings")
+POLICY = tuple(field.name for field in fields(Policy) if field.name not in ("shardings", "axes"))
 
 
 def show_graph(graph: Graph) -> str:
@@ -74,6 +75,7 @@ def lines_of(graph: Graph) -> Iterator[str]:
                 f"{name}={getattr(policy, name)}" for name in POLICY if getattr(policy, name) is not None
             ]
             said += [f"shardings={show_shardings(policy.shardings)}"] if policy.shardings else []
+            said += [f"axes={AND.join(map(show_axis, policy.axes))}"] if policy.axes else []
         yield line("chunk", shown(chunk.name), said)
     for node in graph.nodes.values():
         yield line("node", show_step(node.chunk, node.phase, node.part), node_fields(node))
@@ -103,6 +105,17 @@ def read_sharding(text: str) -> tuple[str, Sharding]:
     called, _, divided = text.rpartition(" ")
     axis, _, ways = divided.partition("/")
     return name(called), Sharding(dim=int(axis), ways=int(ways))
+
+
+def show_axis(held: AxisPolicy) -> str:
+    """Write how a chunk is divided along one axis."""
+    return f"{held.axis} {held.degree} {held.stream} {held.origin}"
+
+
+def read_axis(text: str) -> AxisPolicy:
+    """Read what `show_axis` wrote."""
+    axis, degree, stream, origin = text.split(" ")
+    return AxisPolicy(axis=axis, degree=int(degree), stream=stream, origin=int(origin))
 
 
 def show_step(chunk: str, phase: Phase, part: Tags) -> str:
