@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from piper.capture.divide.request import Request
+from piper.capture.divide.request import Grid, Request
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Tags
 from piper.ir.graph import Graph
@@ -11,10 +11,12 @@ from piper.ir.graph import Graph
 def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
     """Return what each `shard` over an axis asks, for the regions where no later directive took its place."""
     sizes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
-    regions: dict[int, dict[Tags, int]] = {}
+    regions: dict[int, dict[Tags, Grid]] = {}
     for chunk in graph.outline.chunks:
         for held in graph.policy(chunk.name).axes:
-            regions.setdefault(held.origin, {})[chunk.tags] = sizes[chunk.name]
+            axes = tuple((each.axis, each.degree) for each in graph.policy(chunk.name).axes)
+            grid = Grid(devices=sizes[chunk.name], axes=axes)
+            regions.setdefault(held.origin, {})[chunk.tags] = grid
     found = []
     for number, directive in enumerate(strategy):
         if isinstance(directive, ShardAxis) and number in regions:

@@ -6,6 +6,7 @@ from inspect import cleandoc
 
 import pytest
 import torch
+from piper.ir.text import read_graph, show_graph
 from torch import Tensor, nn
 
 from piper.api import Program, compile
@@ -15,7 +16,6 @@ from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
 from piper.ids import Pass
 from piper.ir.select import at
-from piper.ir.text import read_graph, show_graph
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Collecting, Instr

@@ -18,7 +18,10 @@ def attention(d: Divider, node: fx.Node) -> None:
     query, key, value = node.args[:3]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
     layouts = [d.settle(x) for x in (query, key, value)]
-    have = next(layout for layout in layouts if isinstance(layout, Divided))
+    have = next((layout for layout in layouts if isinstance(layout, Divided)), None)
+    if have is None:  # the mask alone is divided
+        d.plain(node)
+        return
     if float(argument(node, 4, "dropout_p", 0.0)):  # type: ignore[arg-type]
         raise NoRuleError("dropout inside attention draws for all heads at once")
     if have.dim == SEQUENCE and d.division.attention == "heads":

@@ -19,6 +19,14 @@ from piper.ir.chunk import Parameter, ParameterSlice, Tags, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How the devices of a region are arranged: slices pass only between regions that are arranged alike."""
+
+    devices: int
+    axes: tuple[tuple[str, int], ...]  # name and degree, the innermost groups first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One directive, and the regions that it divides."""
 
@@ -30,7 +38,7 @@ class Request:
     between: int | None
     attention: str
     zigzag: bool
-    regions: Mapping[Tags, int]  # each with the number of its devices
+    regions: Mapping[Tags, Grid]  # each with how its devices are arranged
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives divide alike, so that slices may pass between their regions."""
@@ -92,8 +100,8 @@ def _divided(
     batch: Mapping[str, TensorSpec],
 ) -> tuple[Recording, tuple[Parameter, ...]]:
     first = requests[0]
-    sizes = {tags: size for request in requests for tags, size in request.regions.items()}
-    used = _parameters_of(recording, sizes)
+    grids = {tags: grid for request in requests for tags, grid in request.regions.items()}
+    used = _parameters_of(recording, grids)
     weights = _weights(first, parameters, used)
     _check_fields(first, batch)
     division = Division(
@@ -108,9 +116,9 @@ def _divided(
     )
 
     def peers(a: Tags, b: Tags) -> bool:
-        return a in sizes and b in sizes and sizes[a] == sizes[b]
+        return a in grids and b in grids and grids[a] == grids[b]
 
-    made = divide(recording, division, sizes.__contains__, peers)
+    made = divide(recording, division, grids.__contains__, peers)
     held = made.division.weights
     divided = tuple(
         replace(
