@@ -25,7 +25,7 @@ from piper.errors import WorkerError as WorkerError
 from piper.ir.select import at as at
 from piper.job import Checkpoint as Checkpoint
 from piper.job import Job as Job
-from piper.version import VERSION as __version__  # noqa: N811, F401  as packages spell it
+from piper.version import VERSION
 
 if TYPE_CHECKING:
     from piper import losses as losses
@@ -51,6 +51,7 @@ NEEDS_TORCH = {
     "unroute": "piper.experts",
 }
 
+__version__ = VERSION
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
 _OTHERS = ("Checkpoint", "Directive", "Job", "at", "losses", "schedules", "strategies")
 __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
