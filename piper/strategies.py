@@ -79,7 +79,8 @@ def moe(
 ) -> list[Directive]:
     """Divide the experts of each layer over groups of `ep` devices; do all else as `pipeline` and `fsdp` do.
 
-    ep: all `dp` devices of a rank unless given. With pp=1 there is no pipeline: 1 microbatch unless given.
+    ep: all `dp` devices of a rank unless given. microbatches: 4 for each rank of a pipeline unless given, and
+    1 without one (pp=1).
     """
     by = "strategies.moe"
     ep = dp if ep is None else ep
@@ -90,13 +91,13 @@ def moe(
             by=by,
             hint="ep is how many devices divide the experts: a divisor of dp",
         )
-    if pp == 1 and stages_per_rank in (None, 1):
-        microbatches = 1 if microbatches is None else microbatches
-        strategy = data_parallel(by, dp, zero, microbatches, bucket_mb)
-        return [strategy[0], shard(at(), range(dp), ways=ep), *strategy[1:]]
-    microbatches = PER_RANK * pp if microbatches is None else microbatches
+    if microbatches is None:
+        microbatches = 1 if pp == 1 else PER_RANK * pp
     need_whole(by, microbatches=microbatches)
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
+    if grid.stages == 1:
+        everything, *others = data_parallel(by, dp, zero, microbatches, bucket_mb)
+        return [everything, shard(at(), range(dp), ways=ep), *others]
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
     homes = devices_of(grid, dp)
     return [

@@ -191,6 +191,14 @@ BAD: list[tuple[Callable[[], object], str]] = [
         """,
     ),
     (
+        lambda: strategies.moe(layers=4, dp=4, schedule="zbw"),
+        """
+        schedule: there is no schedule 'zbw'
+          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, dualpipe-v
+          hint:  did you mean zbv?
+        """,
+    ),
+    (
         lambda: strategies.moe(layers=4, dp=4, ep=3),
         """
         strategies.moe: dp=4 devices cannot form groups of ep=3

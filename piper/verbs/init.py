@@ -97,7 +97,7 @@ def init(
     name: Annotated[str, typer.Argument(help="The recipe's file: NAME.py.", metavar="NAME")],
 ) -> None:
     """Write a recipe to begin with: a small model and strategies for one, two and four devices."""
-    path = Path(name if name.endswith(".py") else f"{name}.py")
+    path = Path(name) if Path(name).suffix == ".py" else Path(f"{name}.py")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(file=path))
