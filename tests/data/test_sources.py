@@ -258,7 +258,7 @@ def read(data: object, steps: int = 1) -> list[Tensor]:
         (
             lambda folder: read(spent(), 2),
             """
-            data (test_sources.py:93): data() ended after 1 batches
+            data (test_sources.py:99): data() ended after 1 batches
               epoch: 1, and it holds no batch
               hint:  let data() make new batches each time it is called, or train fewer steps
             """,
