@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import piper
+from piper.devices import Sharding
 from piper.errors import ConfigError
 from piper.plan.plan import Bucket, Piece
 from piper.probe import probe_optimizer
@@ -255,13 +256,12 @@ def test_groups_by_true_sizes_are_seen_though_parameters_are_tried_small() -> No
 def test_divided_experts_are_parts_of_a_parameter(make: Make, fine: bool) -> None:
     experts = Bucket(
         name="experts",
-        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0),),
+        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, sharding=Sharding(ways=2)),),
         devices=(0, 1),
         groups=((0,), (1,)),
         chunks=("EP=0",),
         dtype="float32",
         itemsize=4,
-        ways=2,
     )
     if fine:
         probe_optimizer(make, {"w": (8, 3, 5)}, [experts])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from piper.api import Program
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import check, differences, distance, relative
+from piper.runtime.check import check
+from piper.runtime.distance import differences, distance, relative
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trail import Mark
 from piper.runtime.worker import Options

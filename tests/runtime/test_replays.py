@@ -17,7 +17,7 @@ from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.launchers.madeup import made_up
-from piper.launchers.restoring import load_state
+from piper.launchers.restoring import read_state
 from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor
@@ -139,7 +139,8 @@ def test_a_checkpoint_is_loaded_after_the_capture(monkeypatch: pytest.MonkeyPatc
         other.step(batch)
     assert executor.graph is not None
     for worker in (one, other):
-        load_state(worker, tmp_path / "step-2")
+        for give in read_state(worker, tmp_path / "step-2"):
+            give()
     assert executor.graph is None
     for batch in given:
         assert other.step(batch) == one.step(batch)

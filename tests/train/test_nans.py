@@ -4,20 +4,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from piper.ids import Pass, SlotId, read_pass, read_slot
 from piper.ir.chain import chain
 from piper.train.nans import first_bad, kind_of
 
 NAN, INF, GOOD = (torch.tensor([1.0, number]) for number in (float("nan"), float("inf"), 2.0))
 OUTLINE = chain(3)
-Trail = dict[tuple[str, str], Tensor]
+Trail = dict[tuple[Pass, SlotId], Tensor]
+
+
+def mark(run: str, result: str) -> tuple[Pass, SlotId]:
+    """Return a pass and one of its results."""
+    return read_pass(run, ("MB",)), read_slot(result)
 
 
 def test_a_nan_that_a_forward_made_is_blamed_on_the_earliest_stage() -> None:
-    first: Trail = {("F[PP=0]", "PP=0.out0"): GOOD, ("B[PP=0]", "PP=0.din0"): NAN}
+    first: Trail = {mark("F[PP=0]", "PP=0.out0"): GOOD, mark("B[PP=0]", "PP=0.din0"): NAN}
     later: Trail = {
-        ("F[PP=2]", "PP=2.out0"): NAN,
-        ("F[PP=1]", "PP=1.out0"): INF,
-        ("B[PP=2]", "PP=2.din0"): NAN,
+        mark("F[PP=2]", "PP=2.out0"): NAN,
+        mark("F[PP=1]", "PP=1.out0"): INF,
+        mark("B[PP=2]", "PP=2.din0"): NAN,
     }
     assert first_bad(OUTLINE, {0: first, 1: later}, {}) == "F[PP=1]: PP=1.out0 holds an infinity on device 1"
 
@@ -25,22 +31,22 @@ def test_a_nan_that_a_forward_made_is_blamed_on_the_earliest_stage() -> None:
 def test_a_nan_that_a_backward_made_is_blamed_on_the_latest_stage() -> None:
     """Gradients go from the last stage to the first: those before only hand it on."""
     trails: dict[int, Trail] = {
-        0: {("F[PP=0]", "PP=0.out0"): GOOD, ("B[PP=0]", "PP=0.din0"): NAN},
-        1: {("F[PP=1]", "PP=1.out0"): GOOD, ("B[PP=1]", "PP=1.din0"): NAN},
-        2: {("F[PP=2]", "PP=2.out0"): GOOD, ("B[PP=2]", "PP=2.din0"): GOOD},
+        0: {mark("F[PP=0]", "PP=0.out0"): GOOD, mark("B[PP=0]", "PP=0.din0"): NAN},
+        1: {mark("F[PP=1]", "PP=1.out0"): GOOD, mark("B[PP=1]", "PP=1.din0"): NAN},
+        2: {mark("F[PP=2]", "PP=2.out0"): GOOD, mark("B[PP=2]", "PP=2.din0"): GOOD},
     }
     assert first_bad(OUTLINE, trails, {"w": NAN}) == "B[PP=1]: PP=1.din0 holds a NaN on device 1"
-    trails[2]["BI[PP=2]", "PP=2.din0"] = INF
+    trails[2][mark("BI[PP=2]", "PP=2.din0")] = INF
     assert first_bad(OUTLINE, trails, {}) == "BI[PP=2]: PP=2.din0 holds an infinity on device 2"
 
 
 def test_parts_are_looked_at_in_their_order() -> None:
-    trail: Trail = {("F[PP=1 MB=0]", "PP=1.out0"): NAN, ("F[PP=1 MB=1]", "PP=1.out0"): INF}
+    trail: Trail = {mark("F[PP=1 MB=0]", "PP=1.out0"): NAN, mark("F[PP=1 MB=1]", "PP=1.out0"): INF}
     assert first_bad(OUTLINE, {1: trail}, {}) == "F[PP=1 MB=0]: PP=1.out0 holds a NaN on device 1"
 
 
 def test_without_a_bad_result_it_was_the_update() -> None:
-    trails: dict[int, Trail] = {0: {("F[PP=0]", "PP=0.out0"): GOOD}}
+    trails: dict[int, Trail] = {0: {mark("F[PP=0]", "PP=0.out0"): GOOD}}
     assert first_bad(OUTLINE, trails, {"a": GOOD, "b": INF}) == "the update: b holds an infinity"
     assert first_bad(OUTLINE, trails, {"a": GOOD}) is None
 
