@@ -466,7 +466,7 @@ error: Job (net.py:<one_directive>): strategy is Place, not a list of directives
 """,
     "net.py:nested_strategy": """
 error: Job (net.py:<nested_strategy>): strategy[3] is list, not a directive
-  hint: a strategy is a flat list of place, replicate, shard, split and order; add a schedule with +, not inside the list
+  hint: a strategy is a flat list of place, replicate, shard, split, order, remat; add a schedule with +, not inside the list
 """,
     "net.py:checkpoint_as_text": """
 error: Job (net.py:<checkpoint_as_text>): checkpoint is str, not a Checkpoint
@@ -483,7 +483,7 @@ error: Checkpoint (net.py:<checkpoint_often>): every='2'
     "net.py:model_raises": """
 error: capture (net.py:<model_raises>): the model cannot be built
   why:  AttributeError: 'Broken' object has no attribute 'width'
-  hint: the model is built without memory: its constructor may not read a tensor's values
+  hint: build the model alone, without Piper, to see the whole traceback
 """,
     "net.py:model_raises_later": """
 error: model (net.py:<model_raises_later>): the model cannot be built
@@ -507,7 +507,7 @@ error: model (net.py:<model_is_none>): the model is not a module
     "net.py:model_needs_arguments": """
 error: capture (net.py:<model_needs_arguments>): the model cannot be built
   why:  TypeError: model_needs_arguments.<locals>.<lambda>() missing 1 required positional argument: 'width'
-  hint: the model is built without memory: its constructor may not read a tensor's values
+  hint: build the model alone, without Piper, to see the whole traceback
 """,
     "net.py:loss_key_error": """
 error: capture (net.py:<loss_key_error>): the model and its loss cannot be captured

@@ -196,7 +196,14 @@ def test_elementwise_optimizers_pass_everywhere(name: str) -> None:
         ),
         (
             Noisy,
-            {"ddp": NOISE, "turned": "", "pp": NOISE, "zero1": NOISE, "zero3": NOISE, "pp x zero3": NOISE},
+            {
+                "ddp": NOISE,
+                "turned": ACROSS,
+                "pp": NOISE,
+                "zero1": NOISE,
+                "zero3": NOISE,
+                "pp x zero3": NOISE,
+            },
         ),
         (large_only, {"turned": "", "pp": "", "zero1": "", "zero3": REFUSES, "pp x zero3": REFUSES}),
     ],

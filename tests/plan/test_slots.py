@@ -8,8 +8,7 @@ from piper.plan.check import problems_of
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.plan.slots import SlotProof
-from tests.slots import slot
-from tests.slots import slots as named
+from tests.slots import slot, slots
 
 BYTES = Slot(nbytes=8)
 
@@ -23,17 +22,18 @@ def instr(
     op: str, node: str, stream: str, reads: str = "", writes: str = "", frees: str = "", **fields: object
 ) -> Instr:
     """An instruction; slots as words."""
-    slots = {"reads": named(*reads.split()), "writes": named(*writes.split()), "frees": named(*frees.split())}
-    return Instr(op=op, node=node, stream=stream, **slots, **fields)  # type: ignore[arg-type]
+    used = {"reads": reads, "writes": writes, "frees": frees}
+    ids = {key: slots(*words.split()) for key, words in used.items()}
+    return Instr(op=op, node=node, stream=stream, **ids, **fields)  # type: ignore[arg-type]
 
 
-def complaints(*instrs: Instr, slots: str = "a b", residents: str = "p") -> list[str]:
+def complaints(*instrs: Instr, made: str = "a b", residents: str = "p") -> list[str]:
     """What the proof says of a plan, without the neighbours of each place."""
     plan = Plan(
         devices=(0,),
         instrs=instrs,
-        slots=dict.fromkeys(named(*slots.split()), BYTES),
-        residents=dict.fromkeys(named(*residents.split()), BYTES),
+        slots=dict.fromkeys(slots(*made.split()), BYTES),
+        residents=dict.fromkeys(slots(*residents.split()), BYTES),
     )
     return [problem.partition("\n")[0] for problem in SlotProof(plan).run()]
 
