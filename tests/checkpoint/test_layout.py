@@ -50,7 +50,7 @@ def plans(*buckets: Bucket, buffers: dict[int, list[str]] | None = None) -> Plan
 
 REPLICAS = bucket("r", {"a": 5, "b": 2}, (0, 1, 2))
 SHARDS = bucket("s", {"c": 4, "d": 9}, (0, 1, 2, 3), zero=3)
-EXPERTS = bucket("e", {"f": 6}, (0, 1, 2, 3), Sharding(ways=2), groups=((0, 2), (1, 3)), zero=1)
+EXPERTS = bucket("e", {"f": 6}, (0, 1, 2, 3), Sharding(dim=0, ways=2), groups=((0, 2), (1, 3)), zero=1)
 TIED = [bucket("t@0", {"g": 4}, (0, 1), zero=2), bucket("t@1", {"g": 4}, (2, 3), zero=2)]
 FULL = {"a": 5, "b": 2, "c": 4, "d": 9, "f": 12, "g": 4}
 
