@@ -43,6 +43,19 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
     return found
 
 
+def by_parameter(held: Iterable[Span]) -> dict[str, list[Span]]:
+    """Return the runs of each parameter, in the order that they lie in a bucket."""
+    found: dict[str, list[Span]] = {}
+    for span in held:
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+def length_of(held: Iterable[Span]) -> int:
+    """Return how many elements some runs have."""
+    return sum(span.length for span in held)
+
+
 def held_buckets(plans: Plans, device: int) -> list[Bucket]:
     """The buckets that a device holds."""
     return [bucket for bucket in plans.buckets.values() if device in bucket.devices]

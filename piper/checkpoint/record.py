@@ -283,7 +283,7 @@ def check_sections(record: Record) -> None:
     for key, stored in record.tensors.items():
         dtype_named(stored.dtype)
         covered(stored)
-        if len({file for _, _, file in stored.pieces}) != len(stored.pieces):
+        if len({(offset, file) for offset, _, file in stored.pieces}) != len(stored.pieces):
             raise ValueError(f"{key} lies twice in one file")
     wanted = {f"model.{name}": spec for name, spec in record.model.items()}
     for key, spec in wanted.items():

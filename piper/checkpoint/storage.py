@@ -85,8 +85,13 @@ def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> Written:
     if not parts:
         return Written(files={})
     file = name + SUFFIX
-    tensors = {part.key: part.tensor for part in parts}
-    assert len(tensors) == len(parts), "a worker holds one run of a tensor"
+    runs: dict[str, list[Part]] = {}
+    for part in sorted(parts, key=lambda part: part.start):  # several of one tensor lie end to end
+        runs.setdefault(part.key, []).append(part)
+    tensors = {
+        key: held[0].tensor if len(held) == 1 else torch.cat([part.tensor.view(-1) for part in held])
+        for key, held in runs.items()
+    }
     try:
         record = write_file(folder / file, tensors)
         sync(folder / file)
@@ -189,6 +194,7 @@ class Shelf:
         self.metadata: Metadata = record.metadata()
         self.blocks = BlockReader(folder, record.files, record.block)
         self._places: dict[str, dict[str, tuple[int, int]]] = {}
+        self._begins: dict[tuple[str, str], tuple[dict[int, int], int]] = {}
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
@@ -204,12 +210,23 @@ class Shelf:
         dtype = dtype_named(stored.dtype)
         begin, end = self.places(file).get(key, (0, -1))
         assert piece.offset is not None
-        whole = next(n for offset, n, name in stored.pieces if (offset, name) == (piece.offset[0], file))
+        starts, whole = self._runs(file, key)
         if end - begin != whole * dtype.itemsize:
             raise StorageError(f"{file}: it holds another {key} than the record says")
         raw = torch.empty(length * dtype.itemsize, dtype=torch.uint8)
-        self.blocks.read(file, begin + first * dtype.itemsize, raw.numpy().data)
+        at = begin + (starts[piece.offset[0]] + first) * dtype.itemsize
+        self.blocks.read(file, at, raw.numpy().data)
         return raw.view(dtype)
+
+    def _runs(self, file: str, key: str) -> tuple[dict[int, int], int]:
+        """Return where each piece of a tensor begins in a file, by its offset, and the length of all."""
+        if (file, key) not in self._begins:
+            starts, end = dict[int, int](), 0
+            for offset, length, name in sorted(self.record.tensors[key].pieces):
+                if name == file:
+                    starts[offset], end = end, end + length
+            self._begins[file, key] = starts, end
+        return self._begins[file, key]
 
     def places(self, file: str) -> dict[str, tuple[int, int]]:
         """Return which bytes of a file hold each tensor of it."""
@@ -243,7 +260,8 @@ class Shelf:
         listed: dict[str, dict[str, int]] = {file: {} for file in self.record.files}
         for key, stored in self.record.tensors.items():
             for _, length, file in stored.pieces:
-                listed[file][key] = length * dtype_named(stored.dtype).itemsize
+                size = length * dtype_named(stored.dtype).itemsize
+                listed[file][key] = listed[file].get(key, 0) + size
         for file, wanted in listed.items():
             held = {key: high - low for key, (low, high) in self.places(file).items()}
             if held != wanted:

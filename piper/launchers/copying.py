@@ -1,12 +1,20 @@
 """What a worker writes into a checkpoint: the runs of parameters, moments and buffers that are its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from piper.checkpoint.layout import Span, owned_range, saved_buckets, saved_buffers, spans
+from piper.checkpoint.layout import (
+    Span,
+    by_parameter,
+    length_of,
+    owned_range,
+    saved_buckets,
+    saved_buffers,
+    spans,
+)
 from piper.checkpoint.plain import Plain, encode
 from piper.checkpoint.record import Trainer
 from piper.checkpoint.storage import Part
@@ -52,16 +60,18 @@ def copy_state(worker: Worker) -> Copied:
         low, high = owned_range(bucket, device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)
-        for span in spans(bucket, device, low, high):
-            size = sizes[span.name]
-            parts.append(model_part(span, size, copied(owned[span.at - low : span.at - low + span.length])))
-            for key, value in states.get(span.name, {}).items():
+        for name, held in by_parameter(spans(bucket, device, low, high)).items():
+            size = sizes[name]
+            for span in held:
+                first = span.at - low
+                parts.append(model_part(span, size, copied(owned[first : first + span.length])))
+            for key, value in states.get(name, {}).items():
                 if not isinstance(value, Tensor):
-                    numbers.setdefault(span.name, {})[key] = encode(value, f"optimizer.{span.name}.{key}")
-                elif (part := moment_part(span, size, key, value)) is not None:
-                    parts.append(part)
-                    like = elementwise(span.length, value)
-                    moments.setdefault(span.name, {})[key] = None if like else tuple(value.shape)
+                    numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
+                elif found := moment_parts(held, size, key, value):
+                    parts += found
+                    like = elementwise(held, value)
+                    moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
     shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
     for name, (share, value) in worker.buffers(saved_buffers(shares, device)).items():
         if length := value.numel():
@@ -82,29 +92,33 @@ def model_part(span: Span, size: int, tensor: Tensor) -> Part:
     return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor)
 
 
-def elementwise(span_length: int, value: Tensor) -> bool:
-    """Whether a tensor of the optimizer has an element for each of the parameter's."""
-    return value.dim() > 0 and value.numel() == span_length
+def elementwise(held: Sequence[Span], value: Tensor) -> bool:
+    """Return whether a tensor of the optimizer has an element for each that a device holds of a parameter."""
+    return value.dim() > 0 and value.numel() == length_of(held)
 
 
-def moment_part(span: Span, size: int, key: str, value: Tensor) -> Part | None:
-    """A tensor that the optimizer keeps for a parameter, or the run of it that goes with the elements.
+def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor) -> list[Part]:
+    """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
-    What does not go with the elements is the same on all devices that share the parameter: only the one that
-    has the first element writes it down.
+    held: the runs of the parameter that the device has. What does not go with the elements is the same on all
+    devices that share the parameter: only the one that has the first element writes it down.
     """
-    name = f"optimizer.{span.name}.{key}"
-    if elementwise(span.length, value):
-        return Part(key=name, size=size, start=span.start, tensor=copied(value).view(-1))
-    if value.dim() and span.length != size:
+    name, length = f"optimizer.{held[0].name}.{key}", length_of(held)
+    if elementwise(held, value):
+        runs = copied(value).view(-1).split([span.length for span in held])
+        return [
+            Part(key=name, size=size, start=span.start, tensor=run)
+            for span, run in zip(held, runs, strict=True)
+        ]
+    if value.dim() and length != size:
         raise RefusedError(
             "the optimizer's state cannot be written down from shards",
-            {"state": f"{name} of shape {list(value.shape)}", "shard": f"{span.length} of {size} elements"},
+            {"state": f"{name} of shape {list(value.shape)}", "shard": f"{length} of {size} elements"},
             "use zero=0, or an elementwise optimizer such as AdamW or SGD",
         )
-    if span.start:
-        return None
-    return Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))
+    if held[0].start:
+        return []
+    return [Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 
 
 def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:

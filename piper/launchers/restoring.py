@@ -1,6 +1,6 @@
 """What a worker takes from a checkpoint, whatever strategy it was saved under."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from piper.checkpoint.blocks import StorageError
-from piper.checkpoint.layout import Span, buffers_of, held_buckets, owned_range, spans
+from piper.checkpoint.layout import (
+    Span,
+    buffers_of,
+    by_parameter,
+    held_buckets,
+    length_of,
+    owned_range,
+    spans,
+)
 from piper.checkpoint.plain import Plain, decode, dtype_named
 from piper.checkpoint.record import FILE, Record, read_record
 from piper.checkpoint.storage import Part, Shelf
@@ -122,10 +130,11 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> Callab
     for name, segments in worker.env.state.segments.items():
         bucket = worker.setup.plans.buckets[name]
         tensors = dict(segments)
-        for span in spans(bucket, worker.device, *owned_range(bucket, worker.device)):
-            kept = moments_of(worker, span, tensors[span.name], shelf)
+        own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
+        for called, held in by_parameter(own).items():
+            kept = moments_of(held, tensors[called], shelf)
             if kept:
-                state[numbers[id(tensors[span.name])]] = kept
+                state[numbers[id(tensors[called])]] = kept
     merged = [
         {**now, **saved, **{key: now[key] for key in WAYS if key in now}}
         for now, saved in zip(here, groups, strict=True)
@@ -149,19 +158,23 @@ def adopt_optimizer(
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def moments_of(worker: Worker, span: Span, trained: Tensor, shelf: Shelf) -> dict[str, object]:
-    """What the optimizer keeps for one parameter, for the run of it that this device trains."""
-    record = shelf.record
+def moments_of(held: Sequence[Span], trained: Tensor, shelf: Shelf) -> dict[str, object]:
+    """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
+    record, owner = shelf.record, held[0].name
     found: dict[str, object] = {}
-    for key, shape in record.moments.get(span.name, {}).items():
-        name = f"optimizer.{span.name}.{key}"
+    for key, shape in record.moments.get(owner, {}).items():
+        name = f"optimizer.{owner}.{key}"
         stored = record.tensors[name]
         like = shape is None or (shape == () and goes_with_elements(record, key))
-        length = span.length if like else stored.size
-        flat = torch.empty(length, dtype=dtype_named(stored.dtype))
-        shelf.read([Part(key=name, size=stored.size, start=span.start if like else 0, tensor=flat)])
+        flat = torch.empty(length_of(held) if like else stored.size, dtype=dtype_named(stored.dtype))
+        runs = flat.split([span.length for span in held]) if like else [flat]
+        starts = [span.start for span in held] if like else [0]
+        shelf.read(
+            Part(key=name, size=stored.size, start=start, tensor=run)
+            for start, run in zip(starts, runs, strict=True)
+        )
         found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
-    plain = cast("dict[str, Plain]", record.numbers.get(span.name, {}))
+    plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return found | {key: decode(value) for key, value in plain.items()}
 
 

@@ -297,7 +297,7 @@ EDITS: dict[str, tuple[Edit, str, str]] = {  # the edit, the file that is named,
     ),
     "negative piece": (piece(0, 1, -4), JSON, "a length is -4, not a count"),
     "gap": (piece(1, 0, 70), JSON, "a gap or an overlap at element"),
-    "piece in another file": (piece(0, 2, D1), JSON, "lies twice in one file"),
+    "piece in another file": (piece(0, 2, D1), D1, "than the record says"),
     "piece outside": (piece(0, 2, "../" + D0), JSON, "is not the name of a file"),
     "wrong digest": (resealed(wrong_digest), D1, BYTES),
     "no digest of a file": (

@@ -71,12 +71,13 @@ def divide_model(
     """
     recording = as_aten(recording, exact=exact)
     fields: dict[str, tuple[ParameterSlice, ...]] = {}
-    for merged in _merged(requests):
+    # The outermost axis first: what it leaves of a dimension is what an inner axis then divides.
+    for merged in reversed(_merged(requests)):
         recording, parameters = _divided(recording, merged, parameters, batch)
         first = merged[0]
         for name, dim in first.batch.items():
             cut = ParameterSlice(axis=first.axis, degree=first.degree, dim=dim, zigzag=first.zigzag)
-            fields[name] = (*fields.get(name, ()), cut)
+            fields[name] = (cut, *fields.get(name, ()))
     return DividedModel(recording=recording, parameters=tuple(parameters), batch=fields)
 
 
@@ -124,7 +125,6 @@ def _divided(
         replace(
             parameter,
             slices=(
-                *parameter.slices,
                 ParameterSlice(
                     axis=first.axis,
                     degree=first.degree,
@@ -132,6 +132,7 @@ def _divided(
                     blocks=held[parameter.name].blocks if parameter.name in held else 1,
                     summed=parameter.name in made.summed,
                 ),
+                *parameter.slices,
             ),
         )
         if parameter.name in used
