@@ -51,7 +51,9 @@ def pipeline(
 
 
 def fsdp(dp: int, zero: int = 3, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
-    """Shard parameters, gradients and optimizer state over `dp` devices (zero=3), or fewer of these.
+    """Return a strategy that shards training state over `dp` devices.
+
+    zero=3 shards parameters, gradients and optimizer state; 2 and 1 shard fewer of these.
 
     Parameters are gathered layer by layer where the model has LAYER tags, and all at once where it has none.
     """

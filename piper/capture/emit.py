@@ -44,7 +44,7 @@ def emit(
 
 
 def _is_strict_view(node: fx.Node) -> bool:
-    """Whether a node is a `view`, which asks for strides that a value loses on its way between chunks."""
+    """Return whether a node is a `view`. It needs strides that a value may lose between chunks."""
     return (
         node.op == "call_method"
         and node.target == "view"

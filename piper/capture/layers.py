@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model that nobody annotated, and tags each as a layer."""
+"""Finds the repeated blocks of a model without annotations, and tags each as a layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The captured graph of one forward and loss, and what is known of its nodes."""
+"""The captured graph of one forward and loss, with the facts about its nodes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Recording:
 def number_regions(
     marks: Mapping[fx.Node, Mapping[str, Mark]], regions: Iterable[Region] = ()
 ) -> dict[fx.Node, Tags]:
-    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made.
+    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made.
 
     regions: all that were entered or listed. One in which no operation runs counts too, so that the user's
     count is kept.
@@ -96,7 +96,7 @@ def _check_tag(tag: str) -> None:
 
 
 def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the results, or what is written in place, depend on."""
+    """Return the nodes that the results, or writes in place, depend on."""
     stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
     reached: set[fx.Node] = set()
     while stack:

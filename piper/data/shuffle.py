@@ -1,4 +1,4 @@
-"""A permutation that is computed place by place instead of stored."""
+"""A permutation that is computed index by index instead of stored."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ class Shuffle:
         self.keys: Words = state.astype(np.uint64)
 
     def __call__(self, places: Places) -> Places:
-        """What lies at these places of the permutation."""
+        """Return the entries of the permutation at these places."""
         found = self._rounds(places.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._rounds(found[outside])

@@ -1,4 +1,4 @@
-"""Which weights of a Hugging Face model to divide for tensor parallelism, from the plan that it ships."""
+"""Finds the weights of a Hugging Face model to divide for tensor parallelism, from the plan it ships."""
 
 from collections.abc import Mapping
 from typing import Any
