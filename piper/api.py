@@ -80,9 +80,9 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
 ) -> Program:
     """Capture a job's model, apply its strategy, lower it to plans and prove them.
 
-    device: what it is captured for and runs on, `cpu` or `cuda`; otherwise CUDA where there is any.
-    compile: its chunks run as Inductor compiles them, which happens when they are first asked for, and not
-    again while `cache` has them; otherwise operation by operation.
+    device: the kind of device the job is captured for and runs on, `cpu` or `cuda`. None: CUDA if available.
+    compile: compile the chunks with Inductor, each on first use, unless `cache` already has it. False: chunks
+    run operation by operation.
     """
     kind = device_kind(device)
     strategy = strategy_of(job)

@@ -4,7 +4,7 @@ On one device `route` and `unroute` only copy, and `grouped_mm` multiplies each 
 weight. Capture sees the two markers and knows that the number of rows between them depends on the data; a
 sharded region then puts its exchange in their place.
 
-[Note: unknown sizes] `route` answers with fresh symbolic sizes, for rows and for experts, because on several
+[Note: unknown sizes] `route` returns new symbolic sizes, for rows and for experts, because on several
 devices neither equals what went in. A check that compares a size with one of these two cannot be made while
 tracing, so it is made where the operation runs.
 """
@@ -21,7 +21,7 @@ _ALIGNED = 16  # bytes: what the grouped kernel asks of every row
 
 
 def route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Send rows to their experts: `rows, counts` are what this device's experts receive.
+    """Send rows to their experts. Return `rows, counts` that this device's experts receive.
 
     x: rows grouped by expert, on the first axis; counts[e]: how many of them are for expert e.
     """

@@ -99,7 +99,7 @@ def build(record: Callable[..., T], /, **values: object) -> T:
 def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source: str, hint: str) -> None:
     """Hand each line to `take` as its kind, its name as written and its fields.
 
-    What `take` refuses is the user's error.
+    If `take` raises `BadLineError`, raise an error that names the line.
     """
     for number, line in enumerate(text.splitlines(), 1):
         kind, *rest = line.split(GAP)
@@ -115,5 +115,5 @@ def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source:
 
 
 def line(kind: str, name: str, fields: Iterable[str]) -> str:
-    """Write a line; `name` is as `shown` writes it."""
+    """Return the text of a line. `name` is as `shown` returns it."""
     return GAP.join([kind, name, *fields])

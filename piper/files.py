@@ -11,7 +11,7 @@ LOOKED = 4096  # bytes at the beginning and at the end in which the mark is look
 def write_output(path: Path, content: str | bytes, mark: str) -> None:
     """Write a file. One that exists is replaced if it is empty or holds `mark`, and refused otherwise.
 
-    mark: a text that each file of this kind holds near its beginning or its end. OSErrors are the caller's.
+    mark: a text that each file of this kind holds near its beginning or its end. OSErrors reach the caller.
     """
     data = content.encode() if isinstance(content, str) else content
     assert mark.encode() in data[:LOOKED] + data[-LOOKED:], "else it could not be replaced later"

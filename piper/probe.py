@@ -1,7 +1,7 @@
 """Tries an optimizer on small parameters, held as the job's devices hold them.
 
-An optimizer may look at as much as it likes where it sees every parameter whole, as in plain PyTorch. A
-device of a pipeline sees some of the parameters, and under ZeRO flat runs of them. The probe steps the
+In plain PyTorch an optimizer sees every parameter whole. A device of a pipeline has only some of the
+parameters, and under ZeRO only flat runs of them. The probe steps the
 optimizer on the whole model in miniature, then on what each device holds of it, and compares.
 """
 

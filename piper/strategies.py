@@ -112,8 +112,8 @@ def moe(
 def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:
     """Return the layers of each stage, so that the heaviest stage is as light as it can be.
 
-    The first stage also has the embedding and the last one the head: each counts as so many layers. Stages
-    that could have one layer more come first.
+    The first stage also has the embedding and the last one the head. `embedding` and `head` are their cost
+    in layers. Stages that could have one layer more come first.
 
     boundaries(8, 4) --> range(0, 2), range(2, 5), range(5, 7), range(7, 8)
     """

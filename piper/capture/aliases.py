@@ -84,7 +84,7 @@ def takes_one(node: fx.Node) -> bool:
 
 
 def cheap(node: fx.Node) -> bool:
-    """Return whether an operation is pointwise, so that a compiler can fuse it with its neighbours."""
+    """Return whether a compiler can fuse an operation with its neighbours: pointwise, a copy or a pad."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or draws_random(node):
         return False

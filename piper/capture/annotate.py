@@ -1,7 +1,7 @@
 """Marks the regions of a model that a strategy can name, in the model's code or from outside.
 
-Both only leave a mark on the operations that a capture records: a key `piper:PP` and a value that tells one
-region from another. Marks grow in the order the regions were made, so capture can count them from 0.
+An annotation only marks the operations that a capture records: with a key `piper:PP` and a value that is
+different for each region. Marks grow in the order the regions were made, so capture can count them from 0.
 """
 
 import time
@@ -90,7 +90,7 @@ def _next_mark(tag: str) -> Mark:
 
 
 def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -> nn.Module:
-    """Make submodules regions, for a model that may not be edited. Wraps their `forward`; returns the model.
+    """Make submodules regions by wrapping their `forward`, for a model you cannot edit. Return the model.
 
     regions: for each tag its regions in order. A region is a module's path, several paths together, or a
     pattern such as `layers.*.mlp.experts`, of which each match becomes a region.

@@ -45,7 +45,7 @@ class Assembler:
         return Output(chunk=home.name, index=self.results[home.name].index(node))
 
     def _results(self, cut: Cut) -> list[fx.Node]:
-        """Return the values of a chunk that other chunks or the job read."""
+        """Return the values of a chunk that other chunks read or the loss returns."""
         if cut.kind in ("route", "unroute", "collective"):
             return [node for node in cut.nodes if isinstance(value(node), Tensor)]
         inside = set(cut.nodes)

@@ -23,7 +23,7 @@ _HINT = (
 
 @contextmanager
 def quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep torch's logs and warnings about a trace from the user. Yield the list of warnings, which grows."""
+    """Hide torch's logs and warnings about a trace. Yield the list that collects the warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

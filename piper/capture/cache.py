@@ -40,7 +40,7 @@ class Entry:
 class Cache:
     """A folder of entries by name, which any number of processes may share.
 
-    An entry is whole or absent, whichever process writes it and whatever happens.
+    An entry is complete or absent, also where several processes write it or one of them dies.
     """
 
     folder: Path = CACHE

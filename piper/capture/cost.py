@@ -28,7 +28,7 @@ def cost_of(
 ) -> Cost:
     """Add up the operations of a phase.
 
-    joined: a compiler joins cheap operations to the ones that read them: what lies between has no memory.
+    joined: a compiler fuses cheap operations with their readers, so the values between them need no memory.
     lasting: values that a later phase reads again.
     """
     fleeting = _fleeting(section) if joined else None

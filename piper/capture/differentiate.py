@@ -26,8 +26,8 @@ class Captured:
     constants: Mapping[str, Tensor]
     fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
     codes: Mapping[str, Code]
-    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget keep
-    cache: Cache | None = None  # where compiled code is kept; none: code is not compiled
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget save
+    cache: Cache | None = None  # stores compiled code; None: code is not compiled
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
     building: Lock = field(default_factory=Lock, repr=False)
 
@@ -75,9 +75,9 @@ def differentiate(
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
-    ways: for each expert chunk, by name, over how many devices its experts are divided.
-    budgets: for chunks that make values again, by name, the part of what they save that may be kept.
-    cache: where compiled code is kept; none: it is not compiled. Trace with `compiled` where it is.
+    ways: for each expert chunk, by name, the number of devices that divide its experts.
+    budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
+    cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
     """
     return replace(_Differentiator(traced, dict(ways or {}), dict(budgets or {})).run(), cache=cache)
 

@@ -1,7 +1,7 @@
 """Runs a chunk that cannot be traced backward under eager autograd, behind the same interface.
 
-F keeps autograd's graph in one opaque saved object. BI runs the whole backward and carries the weight
-gradients, which BW hands out: nothing is saved by splitting, but any schedule can ask for it.
+F saves autograd's graph in one opaque object. BI runs the whole backward and carries the weight gradients,
+which BW returns. The split gains nothing, but schedules that split the backward can run the chunk.
 """
 
 from collections.abc import Sequence

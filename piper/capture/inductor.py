@@ -1,7 +1,7 @@
 """Compiles the phases of chunks with Inductor: each distinct one once, cached on disk, sent as bytes.
 
-Inductor reads its own files by unpickling them. So it works in a folder of this process alone, which holds
-only what this process has made or what the cache has verified; see `capture/cache.py`.
+Inductor unpickles the files of its own cache. So it works in a folder of this process alone, which holds only
+files that this process wrote or that our cache has verified; see `capture/cache.py`.
 """
 
 import functools
@@ -50,7 +50,7 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Compiled:
-    """A compiled phase: called as its `PhaseSpec` says. It travels between processes as bytes.
+    """A compiled phase, called as its `PhaseSpec` says. It is sent between processes as bytes.
 
     `boxed` takes the arguments in a list and empties it, so that memory with no other reference is
     free for reuse while the phase still runs.

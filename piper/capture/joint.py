@@ -20,7 +20,7 @@ from piper.capture.operators import KEPT
 from piper.capture.piece import Body
 from piper.capture.sizes import Sizes
 
-_ROWS_WHILE_TRACING = 1013  # a prime that no real size equals: nothing may be concluded from it
+_ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 
 
 class UntraceableError(RuntimeError):
@@ -29,7 +29,7 @@ class UntraceableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """A body's forward and backward as one graph of functional operations. Positions are the body's."""
+    """A body's forward and backward as one graph of functional operations. Positions count in the body."""
 
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes
@@ -53,9 +53,9 @@ def trace_joint(
     *,
     decompose: bool = False,
 ) -> Joint:
-    """Trace a body, with gradients from the outputs in `tangents` to what trains and to inputs in need.
+    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs.
 
-    decompose: in the operations that Inductor compiles, so that a partition sees what it will join.
+    decompose: trace into the operations that Inductor compiles, so that a partition sees what it will fuse.
     """
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
@@ -80,7 +80,7 @@ def trace_joint(
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., object]]:
-    """Return Inductor's decompositions, without those of random operations and of operations kept whole."""
+    """Return Inductor's decompositions, without those of random operations. `KEPT` ones stay whole."""
     from torch._inductor import config  # takes a second to import, and only compiled code needs it
     from torch._inductor.decomposition import select_decomp_table
 
@@ -130,7 +130,7 @@ def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
     results = []
     for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):
         copy = copies[node] if index in tangents else graph.call_method("detach", (copies[node],))
-        # The copy keeps views of inputs and of one another apart; where it is not needed it is dropped again.
+        # The copy separates views of inputs and of one another. A later pass drops it where it is not needed.
         results.append(graph.call_method("clone", (copy,), {"memory_format": torch.contiguous_format}))
     graph.output(tuple(results))
     return graph

@@ -27,7 +27,7 @@ def _(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> 
 
 
 def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tensor:
-    """Add up in single precision, in any order of rows, and cast at the end."""
+    """Add up gradient rows in single precision, in any order, and cast at the end."""
     width = grad.shape[rows.dim() :]
     table = grad.new_zeros([length, *width], dtype=torch.float32)
     table.index_add_(0, rows.reshape(-1), grad.reshape(-1, *width).float())
@@ -36,4 +36,4 @@ def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tens
     return table.to(grad.dtype)
 
 
-KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # not Inductor's decompositions
+KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # in place of Inductor's own

@@ -2,8 +2,8 @@
 
 F holds what the forward ran. BI is what the input gradients need, BW what only the weight gradients need. A
 value that F made and a backward reads is saved; one that BI made and BW reads is carried. Parameters, buffers
-and inputs are never among them, nor are views: a view is made again from what it shows, which costs nothing
-and does not keep a parameter's memory alive between the phases.
+and inputs are never among them, nor are views. A view is recomputed from its base, which costs nothing and
+does not keep a parameter's memory alive between the phases.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("inputs", "params", "buffers", "saved", "carried", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """A result of a phase. `copy`: it must not share memory with what it was made from."""
+    """A result of a phase. `copy`: it must not share memory with the values it is computed from."""
 
     node: fx.Node
     copy: bool = False
@@ -69,8 +69,8 @@ class _Needs:
 def partition(joint: Joint, keep: Collection[fx.Node] | None = None) -> Partition:
     """Cut a joint graph into its phases.
 
-    keep: the values of the forward that may be saved. None: all of them. A backward recomputes the
-    others that it needs.
+    keep: the values of the forward that may be saved. None: all of them. A backward recomputes the others
+    that it needs.
     """
     return _Partitioner(joint, keep).run()
 
@@ -239,7 +239,7 @@ class _Partitioner:
 
         Each has its own memory, because readers add to it or free it.
 
-        What BI hands on keeps its strides, since it stays on the device; a gradient may travel and is dense.
+        A carried value keeps its strides, since it stays on the device. A gradient may be sent and is dense.
         """
         taken = {memory_of(node) for node in needs.reads if not self._carried(node)}
         taken |= {memory_of(node) for node in hands_on}

@@ -19,7 +19,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """Code as captured: a graph whose placeholders are inputs, parameters and buffers, in this order."""
+    """Captured code: a graph whose placeholders are inputs, parameters and buffers, in this order."""
 
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes

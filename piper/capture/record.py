@@ -171,7 +171,7 @@ class _Reader:
         )
 
     def _input(self, node: fx.Node, tensor: object) -> fx.Node:
-        """Make a placeholder for a tensor that comes from outside, one whatever its names."""
+        """Make one placeholder for a tensor that comes from outside, even if it has several names."""
         if id(tensor) not in self.inputs:
             origin = self.sources.get(id(tensor)) or self._constant(node, tensor)
             copy = self.graph.placeholder(node.name)

@@ -30,7 +30,7 @@ Origin = Batch | Constant | Place | FromParameter | FromBuffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """How an operation runs: whether autograd sees it, and inside which autocasts."""
+    """The mode an operation runs in: whether autograd records it, and inside which autocasts."""
 
     grad: bool = True
     autocast: tuple[tuple[fx.node.Argument, ...], ...] = ()
@@ -38,7 +38,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The captured graph. Calls that only change a mode are gone from it; `modes` says what they did."""
+    """The captured graph. Calls that only change a mode are left out; `modes` has their effect."""
 
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes
@@ -56,8 +56,8 @@ def number_regions(
 ) -> dict[fx.Node, Tags]:
     """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made.
 
-    regions: all that were entered or listed. One in which no operation runs counts too, so that the user's
-    count is kept.
+    regions: all that were entered or listed. A region without operations counts too, so that indices agree
+    with the user's count.
     """
     seen: dict[str, set[Mark]] = {}
     for region in regions:

@@ -1,8 +1,8 @@
 """Chooses which values of a forward are saved for the backward, and which the backward recomputes.
 
-Keeping is a cut through the forward, between what may not be made again and what the backward reads: the cut
-of the fewest bytes. A compiler joins cheap operations to the ones that read them, so there they may always
-run again. A budget allows more, those that cost least for the bytes they free first, until that is enough.
+The saved values are a minimum cut of the forward, in bytes, between values that must not be recomputed and
+those the backward reads. A compiler fuses cheap operations with their readers, so in compiled code these may
+always be recomputed. A budget allows more operations, cheapest per freed byte first, until it is met.
 """
 
 from collections.abc import Iterable
@@ -38,16 +38,16 @@ class Choice:
 
 
 def choose(plain: Partition, budget: float | None, *, joined: bool) -> Choice:
-    """Choose what is kept of a chunk whose partition without recomputation is `plain`.
+    """Choose the saved values of a chunk whose partition without recomputation is `plain`.
 
-    budget: the part of the bytes that may be kept; none: as many as free recomputation leaves.
-    joined: a compiler joins cheap operations to the ones that read them.
+    budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
+    joined: a compiler fuses cheap operations with their readers.
     """
     return _Chooser(plain, joined).run(budget)
 
 
 class _Chooser:
-    """Weighs the values of one joint graph against making them again."""
+    """Weighs the bytes of the values of one joint graph against the cost of recomputing them."""
 
     def __init__(self, plain: Partition, joined: bool) -> None:
         joint = plain.joint
@@ -97,8 +97,8 @@ class _Chooser:
     def _fixed(self, node: fx.Node) -> bool:
         """Return whether a value must not be recomputed: it is random, or a choice such as where a row goes.
 
-        A choice made twice, of numbers that may differ in their last bit, could be two choices. Attention's
-        whole numbers are none: they say where it stands in the random numbers that it does not draw.
+        A choice that is recomputed from numbers that differ in their last bit could come out differently.
+        Attention's integer results are no choice: they are the state of a generator that it does not use.
         """
         if self._passes(node):
             return False

@@ -78,7 +78,7 @@ def _merge_results(recording: Recording) -> None:
 
 
 def _explicit_writes(recording: Recording) -> list[Entangled]:
-    """Let what reads a value after a write in place depend on the write.
+    """Make the reads of a value after a write in place depend on the write.
 
     y = x.add_(1); z = x * 2
     -->
@@ -98,7 +98,7 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
                 node.meta["example_value"] = value(written)
             if isinstance(value(node), Tensor):
                 _replace_later(written, node, order)
-            # A name made after the write was made from what was written.
+            # A view made after the write already depends on it.
             aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
             seen = [user for other in aliases for user in other.users if order[user] > order[node]]
             if seen:
@@ -107,7 +107,7 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
 
 
 def _check_owner(node: fx.Node, written: fx.Node, owner: fx.Node | None, origin: Origin | None) -> None:
-    """Refuse a write to what is not the forward's to change."""
+    """Refuse a write to a tensor that the forward must not change."""
     match origin:
         case FromParameter(name=name):
             raise CaptureError(

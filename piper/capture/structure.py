@@ -20,7 +20,7 @@ def structural_key(
 ) -> str:
     """Return a hash of all that decides a body's code. Parameters count by shape, not by name.
 
-    variant: how the code is made of the body, where that is not as usual.
+    variant: the settings by which the code is made from the body. Empty: the default ones.
     """
     lines = _lines(body, trained, tangents, ways, device)
     return digest_of([*lines, variant] if variant else lines)[:16]

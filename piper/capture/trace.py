@@ -59,7 +59,7 @@ def trace(
     """Capture `loss_fn(model_fn(), batch)` for a slice of `rows` samples.
 
     Nothing is allocated: the model is built of fakes on the device it will run on. `batch` only gives names,
-    shapes and types. compiled: its code is to be compiled, and traced in the operations that takes.
+    shapes and types. compiled: the code will be compiled, and is traced into operations for the compiler.
     """
     check_batch(batch, rows)
     dtype, device = DTYPES[precision], torch.device(device)
@@ -200,7 +200,7 @@ def build_fake(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """Build the model of fakes, with its floating-point state in the type that computes.
+    """Build the model with fake tensors, with its floating-point state in type `dtype`.
 
     A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
     """

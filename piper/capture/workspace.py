@@ -73,7 +73,7 @@ def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
 
 
 def _together(body: Sequence[fx.Node], sizes: Sizes, fleeting: Set[int]) -> dict[int, int]:
-    """Return the position of the last result of the kernel that makes a storage, where it makes several.
+    """Return, by storage, the position of the last result of a kernel that makes several.
 
     Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
     depends on the other through an operation that cannot be fused. Readers of the first wait for the last.

@@ -17,7 +17,7 @@ class Batches(ABC):
 
     The samples of all epochs form one sequence, of which every step takes the next `batch`: a batch may reach
     into the next epoch, and no sample is left over. State is the number of the next step: as with torchdata,
-    `load_state_dict` is for the next `iter`, and `state_dict` tells of the last one.
+    `load_state_dict` sets it for the next `iter`, and `state_dict` returns that of the last one.
     """
 
     def __init__(self, samples: int, batch: int, seed: int, shuffle: bool) -> None:

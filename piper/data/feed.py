@@ -28,7 +28,7 @@ class Feed:
     """The batches of `make()`, over and over: when they end, `make()` is called for the next epoch.
 
     Random numbers that the data draws in this process come from (seed, step), so a loader that shuffles or a
-    transform that rolls dice does the same in every run, and again after a resume.
+    transform that draws random numbers gives the same in every run, and after a resume.
     """
 
     def __init__(self, make: Callable[[], Iterable[Given]], seed: int) -> None:
@@ -67,7 +67,7 @@ class Feed:
     def _made(self) -> Iterable[Given]:
         """Make the data of this epoch. Give its number to samplers that shuffle by epoch.
 
-        Some draw their order when they are made, so this too depends on the seed alone.
+        Some samplers draw their order when they are made, so that draw depends on the seed alone too.
         """
         with dice(self.seed, self.epoch, MAKING):
             data = call_data(self.make)

@@ -11,9 +11,9 @@ ROUNDS = 6
 class Shuffle:
     """A permutation of 0 ... size - 1 that a seed and an epoch decide.
 
-    A Feistel network: it swaps and mixes the two halves of a number's bits, so every round can be undone and
-    no two numbers meet. It permutes the next power of four; a number that lands outside goes through again,
-    which ends inside, because it started there.
+    A Feistel network: each round swaps and mixes the two halves of a number's bits and can be inverted, so
+    no two numbers map to one. It permutes the next power of four. A number that lands outside the range is
+    permuted again until it lands inside (cycle walking), which it does because it started inside.
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:

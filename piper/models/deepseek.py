@@ -146,9 +146,9 @@ class LatentAttention(nn.Module):
 class SharedAndRouted(nn.Module):
     """Experts that see every token, and routed ones of which each token sees the `top_k` that score highest.
 
-    A score is a sigmoid of its own, so experts do not compete for weight. The bias has a say in the choice,
-    not in the weights: each forward in training raises it for experts that saw too few tokens, and lowers it
-    for those that saw too many.
+    Each score is a separate sigmoid, so experts do not compete for weight. The bias changes the choice of
+    experts, not their weights. Each forward in training raises it for experts that saw too few tokens, and
+    lowers it for those that saw too many.
     """
 
     bias: Tensor

@@ -11,7 +11,7 @@ from piper.experts import grouped_mm, route, unroute
 def rope(length: int, head_dim: int, base: float, like: Tensor) -> Tensor:
     """Return the rotation of each position: [2, length, head_dim], cosines then sines, in the type of `like`.
 
-    Angles are taken in fp32 whatever the type: in bf16 late positions would fall together.
+    Angles are computed in fp32 for every type: in bf16 late positions would become equal.
     """
     steps = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
     angles = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] / base**steps
