@@ -1,6 +1,6 @@
 """Piper: a model, a few annotations and a short strategy become a proven distributed training program.
 
-Importing this is cheap. What needs torch is imported when it is first used.
+Importing this is cheap. Modules that need torch are imported on first use.
 """
 
 from importlib import import_module

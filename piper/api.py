@@ -1,4 +1,4 @@
-"""From a job to a proven program: capture, directives, lowering, proof."""
+"""Compiles a job into a proven program: capture, directives, lowering, proof."""
 
 import atexit
 import math
@@ -47,31 +47,31 @@ class Program:
     work: Work
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
-    warnings: tuple[str, ...] = ()  # what may not be meant, for people
+    warnings: tuple[str, ...] = ()  # what the user may not have meant
 
     @property
     def outline(self) -> Outline:
-        """The model's chunks, each for the slice of samples it gets."""
+        """Return the model's chunks, each as captured for its own microbatch size."""
         return self.graph.outline
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """Tensors that the trace lifted out of the model."""
+        """Return the tensors that the trace lifted out of the model."""
         return {name: value for code in self.codes.values() for name, value in code.constants.items()}
 
     def code(self, chunk: Chunk, phase: Phase) -> Callable[..., tuple[Tensor, ...]]:
-        """The code of one phase of a chunk, called as its `PhaseSpec` says."""
+        """Return the code of one phase of a chunk, called as its `PhaseSpec` says."""
         for captured in self.codes.values():
             if chunk.key in captured.codes:
                 return captured.phase(chunk.key, phase)
         raise KeyError(chunk.key)
 
     def explain(self, node: str) -> str:
-        """Say of a node what it is, where it runs, which directives made it so, and what it waits for."""
+        """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
         return explain(self.work, self.plans, node)
 
     def origins(self, node: str) -> list[str]:
-        """The directives that made a node what it is, each with its source line."""
+        """Return the directives that shaped a node, each with its source line."""
         return origins(self.work, node)
 
 
@@ -80,9 +80,9 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
 ) -> Program:
     """Capture a job's model, apply its strategy, lower it to plans and prove them.
 
-    device: what it is captured for and runs on, `cpu` or `cuda`; otherwise CUDA where there is any.
-    compile: its chunks run as Inductor compiles them, which happens when they are first asked for, and not
-    again while `cache` has them; otherwise operation by operation.
+    device: the kind of device the job is captured for and runs on, `cpu` or `cuda`. None: CUDA if available.
+    compile: compile the chunks with Inductor, each on first use, unless `cache` already has it. False: chunks
+    run operation by operation.
     """
     kind = device_kind(device)
     strategy = strategy_of(job)
@@ -133,7 +133,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
 
 
 def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
-    """Say that the loss is a mean whose slices may count unevenly, where a batch is sliced."""
+    """Return a warning if the batch is sliced and the loss is a mean whose slices may weigh unevenly."""
     if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
         return ()
     return (
@@ -181,7 +181,7 @@ def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[N
 
 
 def strategy_of(job: Job) -> list[Directive]:
-    """A job's directives, read from its file where it names one."""
+    """Return a job's directives, read from its file where it names one."""
     if isinstance(job.strategy, Path | str):
         return load_strategy(Path(job.strategy))
     return list(job.strategy)
@@ -198,7 +198,7 @@ def first_batch(job: Job) -> Batch:
 
 
 def likely_rows(strategy: list[Directive], samples: int) -> int:
-    """The samples of one slice, if all sets of devices are of one size; a wrong guess costs a trace."""
+    """Estimate the samples of one slice, as if all device sets had one size. A wrong guess costs a trace."""
     sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard | ShardAxis)}
     shared = math.prod(
         d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values()
@@ -209,7 +209,7 @@ def likely_rows(strategy: list[Directive], samples: int) -> int:
 
 
 def rows_of(graph: Graph, samples: int) -> dict[str, int]:
-    """How many samples each chunk sees at a time."""
+    """Return how many samples each chunk gets at a time."""
     homes = {
         node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
     }
@@ -223,7 +223,7 @@ def capture_slices(
     traced_at: Callable[[int], Traced],
     cache: Cache | None = None,
 ) -> dict[int, Captured]:
-    """The model differentiated for every size of slice that its chunks get."""
+    """Differentiate the model for every slice size that its chunks get, and return the code by size."""
     ways = {
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
@@ -235,7 +235,7 @@ def capture_slices(
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> Outline:
-    """One outline, with each chunk as captured for its own slice."""
+    """Return one outline, with each chunk as captured for its own slice size."""
     rows = rows_of(graph, samples)
     by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
     first = next(iter(codes.values())).outline
@@ -247,7 +247,7 @@ def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What is known of a job's optimizer, and for which buckets it was found out."""
+    """The facts about a job's optimizer, and the buckets they were found for."""
 
     probe: Probe
     buckets: tuple[Bucket, ...]

@@ -1,4 +1,4 @@
-"""Keeps Python's cycle collector out of the way of work that makes many objects which stay."""
+"""Pauses Python's garbage collector during work that makes many long-lived objects."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no cycles inside. A sixth of a trace went on them; plans are many small records without one."""
+    """Pause garbage collection inside. It took a sixth of a trace; plans are many records without cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -10,7 +10,7 @@ RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?")
 
 @lru_cache(maxsize=4096)
 def show(devices: Devices) -> str:
-    """Write a set of devices shortly: `0`, `0,2`, `0-7`, `0-14/2`."""
+    """Return a short text for a set of devices: `0`, `0,2`, `0-7`, `0-14/2`."""
     if len(devices) > 2:
         step = devices[1] - devices[0]
         if step > 0 and devices == tuple(range(devices[0], devices[-1] + 1, step)):
@@ -20,7 +20,7 @@ def show(devices: Devices) -> str:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Devices:
-    """Read what `show` wrote."""
+    """Read a set of devices from the text that `show` returns."""
     if match := RANGE.fullmatch(text):
         first, last, step = match.groups()
         return tuple(range(int(first), int(last) + 1, int(step or 1)))
@@ -33,7 +33,7 @@ def groups_of(devices: Devices, ways: int) -> tuple[Devices, ...]:
 
 
 def columns(rows: Sequence[Devices]) -> tuple[Devices, ...]:
-    """The i-th device of every set together: the copies of one part in sets of equal size."""
+    """Return, for each i, the i-th device of every set: the copies of one part in sets of equal size."""
     return tuple(zip(*rows, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Which regions of a captured model its strategy divides along an axis, and how."""
+"""Finds the regions of a captured model that its strategy divides along an axis."""
 
 from collections.abc import Sequence
 

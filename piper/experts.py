@@ -4,7 +4,7 @@ On one device `route` and `unroute` only copy, and `grouped_mm` multiplies each 
 weight. Capture sees the two markers and knows that the number of rows between them depends on the data; a
 sharded region then puts its exchange in their place.
 
-[Note: unknown sizes] `route` answers with fresh symbolic sizes, for rows and for experts, because on several
+[Note: unknown sizes] `route` returns new symbolic sizes, for rows and for experts, because on several
 devices neither equals what went in. A check that compares a size with one of these two cannot be made while
 tracing, so it is made where the operation runs.
 """
@@ -21,7 +21,7 @@ _ALIGNED = 16  # bytes: what the grouped kernel asks of every row
 
 
 def route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Send rows to their experts: `rows, counts` are what this device's experts receive.
+    """Send rows to their experts. Return `rows, counts` that this device's experts receive.
 
     x: rows grouped by expert, on the first axis; counts[e]: how many of them are for expert e.
     """
@@ -94,7 +94,7 @@ def _check_counts(by: str, counts: Tensor) -> None:
 
 
 def _spans(by: str, counts: Tensor, experts: int, rows: int) -> list[tuple[int, int, int]]:
-    """Each (expert, first row, last row + 1) that has rows."""
+    """Return (expert, first row, last row + 1) for each expert that has rows."""
     sizes: list[int] = counts.tolist()
     total, least = sum(sizes), min(sizes, default=0)
     if len(sizes) != experts or total != rows or least < 0:
@@ -116,7 +116,7 @@ def _spans(by: str, counts: Tensor, experts: int, rows: int) -> list[tuple[int, 
 
 
 def _fast(*operands: Tensor) -> bool:
-    """Whether the grouped kernel takes these: it wants bf16 on a GPU, and every row on an aligned address."""
+    """Return whether the grouped kernel takes these operands: bf16 on a GPU, with aligned rows."""
     return all(
         x.is_cuda
         and x.dtype == torch.bfloat16
@@ -127,7 +127,7 @@ def _fast(*operands: Tensor) -> bool:
 
 
 def _ends(counts: Tensor) -> Tensor:
-    """The grouped kernel takes the row after each expert's last one."""
+    """Return the row after each expert's last one, as the grouped kernel takes it."""
     return counts.cumsum(0).to(torch.int32)
 
 
@@ -177,7 +177,7 @@ def _(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool) -> Tensor:
 
 @torch.library.custom_op("piper::grouped_mm_weight", mutates_args=())
 def _grouped_mm_weight(left: Tensor, right: Tensor, counts: Tensor, experts: int) -> Tensor:
-    """Each expert's left.T @ right: [n, d], [n, f] -> [experts, d, f]. An expert without rows gets zeros."""
+    """Compute left.T @ right of each expert: [n, d], [n, f] -> [experts, d, f]. Without rows it is zero."""
     if _fast(left, right):
         return torch._grouped_mm(left.t(), right, offs=_ends(counts))
     out = left.new_zeros(experts, left.shape[1], right.shape[1])

@@ -1,4 +1,4 @@
-"""What a node is and why it is there, in words."""
+"""Explains in words what a node does and which directives put it there."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ MOST_READERS = 3
 
 
 def explain(work: Work, plans: Plans, name: str) -> str:
-    """Say of a node what it is, where it runs, which directives made it so, and what it waits for."""
+    """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
     found = {node.name: node for node in work.line}
     if name not in found:
         close = get_close_matches(name, found, n=3)
@@ -40,13 +40,13 @@ def explain(work: Work, plans: Plans, name: str) -> str:
 
 
 def origins(work: Work, name: str) -> list[str]:
-    """The directives that made a node what it is, each with its source line."""
+    """Return the directives that shaped a node, each with its source line."""
     node = next((node for node in work.line if node.name == name), None)
     return [work.graph.directives[number].title for number in node.origin] if node else []
 
 
 def values(work: Work, node: Node) -> Iterator[str]:
-    """What a node reads, from whom, and what it writes, for whom."""
+    """Yield a line for each value a node reads, with its writer, and for each it writes, with its readers."""
     writer = {value: other.name for other in work.line for value in other.writes}
     readers: dict[str, list[str]] = {}
     for other in work.line:
@@ -62,14 +62,14 @@ def values(work: Work, node: Node) -> Iterator[str]:
 
 
 def orders_before(work: Work, name: str) -> Iterator[str]:
-    """The nodes that an order puts right before this one."""
+    """Yield the nodes that an order places right before this one."""
     for first, then, by in work.temporal:
         if then == name:
             yield f"{first} ({'our choice' if by < 0 else work.graph.directives[by]})"
 
 
 def positions(plans: Plans, name: str) -> Iterator[str]:
-    """Where the plans run a node."""
+    """Yield a line for each plan that runs a node, with the instruction numbers."""
     for plan in plans:
         at = [i for i, ins in enumerate(plan.instrs) if ins.node == name]
         if at:

@@ -26,12 +26,12 @@ class BadLineError(Exception):
 
 
 def quoted(name: str) -> str:
-    """Write any name such that it neither ends a field nor a member of a list."""
+    """Return a name quoted, so that it ends neither a field nor a member of a list."""
     return json.dumps(name).replace("|", "\\u007c").replace("  ", " \\u0020")
 
 
 def shown(name: str) -> str:
-    """Write a name as it is where it cannot be mistaken for anything else, and quoted where it can."""
+    """Return a name as it is where it is unambiguous, and quoted where it is not."""
     tame = name.isprintable() and name == " ".join(name.split()) and name[:1] not in ("", '"')
     return name if tame and AND not in name else quoted(name)
 
@@ -74,7 +74,7 @@ def pairs(text: str) -> Pairs:
 
 
 def read_fields(words: Iterable[str], readers: Readers) -> dict[str, object]:
-    """The fields of a line, each read by its reader."""
+    """Read the fields of a line, each by its reader, and return them by name."""
     found: dict[str, object] = {}
     for word in words:
         match = FIELD.fullmatch(word)
@@ -88,7 +88,7 @@ def read_fields(words: Iterable[str], readers: Readers) -> dict[str, object]:
 
 
 def build(record: Callable[..., T], /, **values: object) -> T:
-    """Make a record of a line's fields; one that is missing is the line's fault."""
+    """Make a record from a line's fields. Raise `BadLineError` if one is missing."""
     try:
         return record(**values)
     except TypeError:
@@ -99,7 +99,7 @@ def build(record: Callable[..., T], /, **values: object) -> T:
 def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source: str, hint: str) -> None:
     """Hand each line to `take` as its kind, its name as written and its fields.
 
-    What `take` refuses is the user's error.
+    If `take` raises `BadLineError`, raise an error that names the line.
     """
     for number, line in enumerate(text.splitlines(), 1):
         kind, *rest = line.split(GAP)
@@ -115,5 +115,5 @@ def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source:
 
 
 def line(kind: str, name: str, fields: Iterable[str]) -> str:
-    """Write a line; `name` is as `shown` writes it."""
+    """Return the text of a line. `name` is as `shown` returns it."""
     return GAP.join([kind, name, *fields])

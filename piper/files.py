@@ -11,7 +11,7 @@ LOOKED = 4096  # bytes at the beginning and at the end in which the mark is look
 def write_output(path: Path, content: str | bytes, mark: str) -> None:
     """Write a file. One that exists is replaced if it is empty or holds `mark`, and refused otherwise.
 
-    mark: a text that each file of this kind holds near its beginning or its end. OSErrors are the caller's.
+    mark: a text that each file of this kind holds near its beginning or its end. OSErrors reach the caller.
     """
     data = content.encode() if isinstance(content, str) else content
     assert mark.encode() in data[:LOOKED] + data[-LOOKED:], "else it could not be replaced later"
@@ -21,7 +21,7 @@ def write_output(path: Path, content: str | bytes, mark: str) -> None:
 
 
 def marked(path: Path, mark: str) -> bool:
-    """Whether a file is empty, or holds the mark of what Piper writes."""
+    """Return whether a file is empty, or holds the mark that Piper writes."""
     with path.open("rb") as file:
         head = file.read(LOOKED)
         size = os.fstat(file.fileno()).st_size
@@ -30,7 +30,7 @@ def marked(path: Path, mark: str) -> bool:
 
 
 def not_replaced(path: Path) -> ConfigError:
-    """The error of a file that is in the way."""
+    """Return the error for a file that Piper did not write and will not replace."""
     return ConfigError(
         "this file exists, and Piper did not write it",
         by=str(path),

@@ -1,4 +1,4 @@
-"""What passes and slots are, as data that graphs and plans share; and how their ids are written.
+"""The ids of passes and slots, as data that graphs and plans share, and their text form.
 
 Code asks an id for its fields and never reads them off its text.
 """
@@ -92,7 +92,7 @@ class Pass:
 
 
 def read_pass(text: str, axes: Collection[str]) -> Pass:
-    """Read what `Pass` writes. axes: those that microbatches are split along; no chunk is tagged with one."""
+    """Read a pass from its text. axes: those of microbatches, with which no chunk is tagged."""
     match = PASS.fullmatch(text)
     if match is None:
         raise BadLineError(f"{text!r} is not a pass such as F[PP=0 MB=1]")
@@ -110,7 +110,7 @@ def plain(owner: str) -> str:
 
 
 class SlotId(str):
-    """Which slot: what it holds and for which microbatch, as fields.
+    """The id of a slot: its kind, its owner and its microbatch, as fields.
 
     It is also its own text, by which it is hashed and compared: the compiler looks slots up millions of
     times, and a string keeps its hash. Equal texts are equal fields, because every name in them is quoted
@@ -168,7 +168,7 @@ class SlotId(str):
 
     @property
     def fields(self) -> tuple[object, ...]:
-        """Everything that the id says."""
+        """Return every field of the id."""
         place = (self.number, self.reader, self.devices, self.again, self.part, self.run, self.piece)
         return self.kind, self.owner, self.position, *place
 

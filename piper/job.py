@@ -22,7 +22,7 @@ SEEDS = 2**63  # what every generator takes
 
 
 def adamw(params: "Iterable[Tensor]") -> "Optimizer":
-    """The optimizer of a job that names none: AdamW with a learning rate of 1e-3."""
+    """Return the default optimizer of a job: AdamW with a learning rate of 1e-3."""
     import torch
 
     return torch.optim.AdamW(params, lr=1e-3)
@@ -30,7 +30,7 @@ def adamw(params: "Iterable[Tensor]") -> "Optimizer":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Where checkpoints go, how often, and how many are kept."""
+    """The folder of checkpoints, how often they are written, and how many are kept."""
 
     folder: Path | str
     every: int = 100
@@ -50,7 +50,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to train and how. It checks itself; nothing runs until it is compiled and launched."""
+    """A training job. It checks its fields; nothing runs until it is compiled and launched."""
 
     model: "Callable[[], nn.Module]"
     loss: "Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]]"

@@ -1,7 +1,7 @@
 """Tries an optimizer on small parameters, held as the job's devices hold them.
 
-An optimizer may look at as much as it likes where it sees every parameter whole, as in plain PyTorch. A
-device of a pipeline sees some of the parameters, and under ZeRO flat runs of them. The probe steps the
+In plain PyTorch an optimizer sees every parameter whole. A device of a pipeline has only some of the
+parameters, and under ZeRO only flat runs of them. The probe steps the
 optimizer on the whole model in miniature, then on what each device holds of it, and compares.
 """
 
@@ -42,7 +42,7 @@ Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What compiling needs to know of an optimizer."""
+    """The facts about an optimizer that the compiler needs."""
 
     name: str
     state_bytes: int  # of state for one parameter element
@@ -50,7 +50,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What an optimizer is tried on: the whole model, small."""
+    """The small copy of the whole model on which an optimizer is tried."""
 
     make: MakeOptimizer
     start: Mapping[str, Tensor]  # every parameter in the model's order
@@ -58,7 +58,7 @@ class Trial:
 
 
 class UnlikeError(Exception):
-    """An optimizer that does something else on a device than on the whole model."""
+    """An optimizer that computes another update on a device than on the whole model."""
 
     def __init__(self, why: str, part: Part | None = None) -> None:
         super().__init__(why)
@@ -198,7 +198,7 @@ def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, 
 
 
 def regroup(optimizer: Optimizer, view: View, tensors: Sequence[Tensor], groups: Groups) -> None:
-    """Put small parameters into the groups of the true ones: the function may ask for sizes."""
+    """Put small parameters into the groups of the real ones, because the function may ask for sizes."""
     made: dict[int, dict[str, object]] = {}
     for part, tensor in zip(view.parts, tensors, strict=True):
         options = groups.get(part.name)
@@ -219,7 +219,7 @@ def step(trial: Trial, view: View, optimizer: Optimizer, tensors: Sequence[Tenso
         try:
             optimizer.step()
         except Exception as error:
-            name, hint = type(optimizer).__name__, "mend the optimizer at that line"
+            name, hint = type(optimizer).__name__, "fix the optimizer at that line"
             raise raised(
                 f"{name}.step() failed", error, role="optimizer", thing=trial.make, hint=hint
             ) from error

@@ -1,4 +1,4 @@
-"""Finding a recipe: `file.py:function`, which returns a job."""
+"""Loads a recipe, `file.py:function`, and returns its job."""
 
 import importlib.util
 import inspect
@@ -94,7 +94,7 @@ def required(function: Callable[..., object]) -> list[str]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file by its path; what lies beside it can be imported too."""
+    """Import a Python file by its path. Modules in its folder can be imported too."""
     name = f"recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -124,5 +124,5 @@ def user_error(error: BaseException, path: Path, what: str) -> ConfigError:
     if len(frames) > 1:
         facts["trace"] = "\n".join(f"{place}: {code}" for place, code in frames)
     return ConfigError(
-        what, by=f"{path}:{line}" if line else str(path), facts=facts, hint="mend the recipe at that line"
+        what, by=f"{path}:{line}" if line else str(path), facts=facts, hint="fix the recipe at that line"
     )

@@ -1,4 +1,4 @@
-"""What `piper plan` tells of a program: as tables for people, as one object for programs."""
+"""Reports a program for `piper plan`: as tables for people, as one object for programs."""
 
 import math
 from dataclasses import asdict
@@ -36,12 +36,12 @@ COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 
 
 def moved(plan: Plan) -> int:
-    """The bytes one device sends in a step."""
+    """Return the bytes one device sends in a step."""
     return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and OPS[ins.op].sends)
 
 
 def plan_report(program: Program) -> dict[str, object]:
-    """What `--json` prints: the lists go device by device, in the order of `devices`."""
+    """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
     devices = sorted(rows)
@@ -55,7 +55,7 @@ def plan_report(program: Program) -> dict[str, object]:
 
 
 def print_plan(program: Program, console: Console, *, device: int | None, why: bool) -> None:
-    """Print the grid, what each device does, moves and holds, and that the plans are proven."""
+    """Print the grid, a table of what each device runs, sends and holds, and that the plans are proven."""
     plans = program.plans
     outermost = {chunk.name: chunk.tags for chunk in program.outline.chunks}
     tags = stage_tags(outermost, program.graph.orderings)
@@ -108,7 +108,7 @@ def print_programs(program: Program, console: Console) -> None:
 
 
 def bytes_by_kind(program: Program) -> dict[str, int]:
-    """What travels in a step, by operation, over all devices."""
+    """Return the bytes sent in a step over all devices, by operation."""
     total: dict[str, int] = {}
     for plan in program.plans:
         for ins in plan.instrs:
@@ -138,7 +138,7 @@ def print_device(program: Program, console: Console, device: int, *, most: int |
 
 
 def instruction_line(place: int, ins: Instr, live: int) -> str:
-    """One instruction for people."""
+    """Return one instruction as a line of text."""
     waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
     signals = f"  signals {ins.signals}" if ins.signals is not None else ""
     comm = f"  over {ins.comm}" if ins.comm else ""

@@ -11,7 +11,7 @@ CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """Which dimension of a tensor a group of devices divides.
+    """The dimension of a tensor that a group of devices divides.
 
     blocks: the dimension is that many equal runs end to end, each divided by itself. zigzag: the i-th
     device of n holds the i-th and the i-th last of 2 * n slices.
@@ -24,18 +24,18 @@ class Slicing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What the devices of a group do with one value, forward and backward."""
+    """The collective operation of a group on one value, forward and backward."""
 
     axis: str  # of the directive that divides: TP, CP
     degree: int  # devices in a group
     op: CollectiveOp  # forward; "slice" keeps a device's own part, "none" passes the value on
-    back: CollectiveOp  # what is done with the gradient
+    back: CollectiveOp  # the operation on the gradient
     joined: Slicing | None = None  # the dimension whose parts are put together
     cut: Slicing | None = None  # the dimension of which each device gets its part
 
     @property
     def adjoint(self) -> "Collective":
-        """Return what is done with the gradient."""
+        """Return the operation on the gradient."""
         return replace(self, op=self.back, back=self.op, joined=self.cut, cut=self.joined)
 
 
@@ -92,7 +92,7 @@ def indices_of_dim(dim: int, size: int, shardings: Sequence[Sharding], position:
 def runs(
     shape: Sequence[int], shardings: Sequence[Sharding], position: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a slice without a gap: where it begins in the slice, where in the whole, its length.
+    """Yield the contiguous runs of a slice: the start in the slice, the start in the whole, the length.
 
     shape: of the slice. Both tensors are flattened.
     """

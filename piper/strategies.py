@@ -51,7 +51,9 @@ def pipeline(
 
 
 def fsdp(dp: int, zero: int = 3, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
-    """Shard parameters, gradients and optimizer state over `dp` devices (zero=3), or fewer of these.
+    """Return a strategy that shards training state over `dp` devices.
+
+    zero=3 shards parameters, gradients and optimizer state; 2 and 1 shard fewer of these.
 
     Parameters are gathered layer by layer where the model has LAYER tags, and all at once where it has none.
     """
@@ -111,8 +113,8 @@ def moe(
 def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:
     """Return the layers of each stage, so that the heaviest stage is as light as it can be.
 
-    The first stage also has the embedding and the last one the head: each counts as so many layers. Stages
-    that could have one layer more come first.
+    The first stage also has the embedding and the last one the head. `embedding` and `head` are their cost
+    in layers. Stages that could have one layer more come first.
 
     boundaries(8, 4) --> range(0, 2), range(2, 5), range(5, 7), range(7, 8)
     """

@@ -66,7 +66,7 @@ def named(role: str, thing: object) -> str:
 def said(error: BaseException) -> str:
     """Return an exception as one line: its type and its text.
 
-    A DataLoader's worker puts a whole traceback into the text, whose last line is what was raised.
+    A DataLoader's worker puts a whole traceback into the text, whose last line is the exception.
     """
     text = str(error)
     lines = [line for line in text.splitlines() if line.strip()]
@@ -102,7 +102,7 @@ def raised(
     facts: Mapping[str, str] | None = None,
     hint: str,
 ) -> ConfigError:
-    """Return the error of user's code that raised: its line, what it raised, and the way there.
+    """Return the error for user code that raised: its line, its exception, and its part of the traceback.
 
     role, thing: the part of the job that was called; its own line is named where the traceback has none.
     """

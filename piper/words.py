@@ -1,4 +1,4 @@
-"""Times, shares and bytes for people."""
+"""Formats times, shares and bytes for people."""
 
 from rich.console import Console
 
@@ -7,7 +7,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def wide_console(*, stderr: bool = False) -> Console:
-    """A console whose tables are not cut to the 80 columns that a file is taken to have."""
+    """Return a console that does not cut tables to 80 columns where it writes to a file."""
     console = Console(highlight=False, soft_wrap=True, markup=False, stderr=stderr)
     if not console.is_terminal:
         console.width = WIDE
@@ -15,7 +15,7 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: `12.3 MiB`."""
+    """Return bytes as text: `12.3 MiB`."""
     for unit in UNITS:
         if nbytes < 1024 or unit == UNITS[-1]:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -24,7 +24,7 @@ def size(nbytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that reads best: `23.8 ms`."""
+    """Return a time as text, in the unit that reads best: `23.8 ms`."""
     for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         if value * scale >= 1 or unit == "us":
             return f"{value * scale:.3g} {unit}" if value * scale < 1000 else f"{value * scale:.0f} {unit}"
@@ -32,10 +32,10 @@ def seconds(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share: `12.3 %`."""
+    """Return a share as text: `12.3 %`."""
     return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
 
 
 def count(number: int, what: str) -> str:
-    """So many of something: `1 program`, `2 programs`."""
+    """Return a number of things as text: `1 program`, `2 programs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

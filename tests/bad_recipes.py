@@ -393,24 +393,24 @@ error: net.py:<returns_a_list>: returns_a_list() returned list, not a Job
     "net.py:undefined": """
 error: net.py:<undefined>: undefined() failed
   why:  NameError: name 'maximum' is not defined
-  hint: mend the recipe at that line
+  hint: fix the recipe at that line
 """,
     "net.py:helper_raises": """
 error: net.py:<helper_raises>: helper_raises() failed
   why:   KeyError: 'adam'
   trace: net.py:<caller of chosen> in helper_raises: return piper.Job(**good(), optimizer=chosen("adam"))  # caller of chosen
          net.py:<helper_raises> in chosen: return {"sgd": torch.optim.SGD}[name]  # helper_raises
-  hint:  mend the recipe at that line
+  hint:  fix the recipe at that line
 """,
     "net.py:leaves": """
 error: net.py:<leaves>: leaves() failed
   why:  SystemExit: 3
-  hint: mend the recipe at that line
+  hint: fix the recipe at that line
 """,
     "net.py:unknown_field": """
 error: net.py:<unknown_field>: unknown_field() failed
   why:  TypeError: Job.__init__() got an unexpected keyword argument 'epochs'
-  hint: mend the recipe at that line
+  hint: fix the recipe at that line
 """,
     "net.py:no_steps": """
 error: Job (net.py:<no_steps>): steps=0
@@ -497,7 +497,7 @@ error: Samples (net.py:<samples_of_tuples>): a sample is tuple, not a dict
     "net.py:no_token_file": """
 error: missing.bin (net.py:<no_token_file>): the token file cannot be read
   why:  [Errno 2] No such file or directory: 'missing.bin'
-  hint: write one with piper.data.write_tokens, or mend the path
+  hint: write one with piper.data.write_tokens, or fix the path
 """,
     "net.py:model_is_none": """
 error: model (net.py:<model_is_none>): the model is not a module
@@ -578,13 +578,13 @@ error: data (net.py:<data_of_one_batch>): data() returned one dict, not batches
 error: data (net.py:<data_raises>): data() failed
   at:   the call of data()
   why:  FileNotFoundError: [Errno 2] No such file or directory: 'missing.bin'
-  hint: mend the data at that line
+  hint: fix the data at that line
 """,
     "net.py:data_raises_at_once": """
 error: data (net.py:<data_raises_at_once>): data() failed
   at:   the batch of step 1
   why:  NameError: name 'width' is not defined
-  hint: mend the data at that line
+  hint: fix the data at that line
 """,
     "net.py:data_raises_later": """
 error: data (net.py:<data_raises_later>): data() failed
@@ -592,25 +592,25 @@ error: data (net.py:<data_raises_later>): data() failed
   why:   RuntimeError: the third file is truncated
   trace: net.py:<caller of rows> in data: yield {"x": rows(count)}  # caller of rows
          net.py:<data_raises_later> in rows: raise RuntimeError("the third file is truncated")  # data_raises_later
-  hint:  mend the data at that line
+  hint:  fix the data at that line
 """,
     "net.py:dataset_raises": """
 error: data (net.py:<dataset_raises>): data() failed
   at:   the batch of step 1
   why:  IndexError: list index out of range
-  hint: mend the data at that line
+  hint: fix the data at that line
 """,
     "net.py:worker_raises": """
 error: data (net.py:<dataset_raises>): data() failed
   at:   the batch of step 1
   why:  IndexError: list index out of range
-  hint: mend the data at that line
+  hint: fix the data at that line
 """,
     "net.py:iter_raises": """
 error: data (net.py:<iter_raises>): data() failed
   at:   the beginning of an epoch
   why:  OSError: the server is gone
-  hint: mend the data at that line
+  hint: fix the data at that line
 """,
     "net.py:data_ends": """
 error: data (net.py:<data_ends>): data() ended after 1 batches
@@ -700,7 +700,7 @@ error: optimizer (net.py:<optimizer_without_lr>): Rateless has no learning rate
     "net.py:optimizer_step": """
 error: optimizer (net.py:<optimizer_step>): Failing.step() failed
   why:  ZeroDivisionError: no gradients
-  hint: mend the optimizer at that line
+  hint: fix the optimizer at that line
 """,
     "net.py:optimizer_muon": """
 error: optimizer (net.py:<optimizer_muon>): Muon cannot work on sharded parameters
@@ -796,17 +796,17 @@ error: text.txt: this is not a Python file
     "syntax.py:job": """
 error: syntax.py:3: the file cannot be imported
   why:  SyntaxError: invalid syntax (syntax.py, line 3)
-  hint: mend the recipe at that line
+  hint: fix the recipe at that line
 """,
     "imports.py:job": """
 error: imports.py:2: the file cannot be imported
   why:  ModuleNotFoundError: No module named 'a_module_that_is_not_there'
-  hint: mend the recipe at that line
+  hint: fix the recipe at that line
 """,
     "raises.py:job": """
 error: raises.py:3: the file cannot be imported
   why:  ValueError: invalid literal for int() with base 10: 'wide'
-  hint: mend the recipe at that line
+  hint: fix the recipe at that line
 """,
     "net.py:fine --resume": """
 error: --resume: the job saves no checkpoints, so there is nothing to go on from

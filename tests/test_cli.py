@@ -145,7 +145,7 @@ def test_plan_of_a_single_device_moves_nothing(piper: Piper, recipe: Path) -> No
             """
             error: {file}:36: broken() failed
               why:  NameError: name 'undefined_name' is not defined
-              hint: mend the recipe at that line
+              hint: fix the recipe at that line
             """,
         ),
         (

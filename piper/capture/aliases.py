@@ -1,4 +1,4 @@
-"""Tells which values of a traced graph share memory, and which cost nothing to make again."""
+"""Finds which values of a traced graph share memory, and which are free to recompute."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ _SUMS = (
 
 
 def tensors_in(node: fx.Node) -> Sequence[Tensor]:
-    """The fake tensors that a node makes."""
+    """Return the fake tensors that a node makes."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return (value,)
@@ -35,13 +35,13 @@ def label_memory(graph: fx.Graph) -> None:
 
 
 def memories(node: fx.Node) -> tuple[int, ...]:
-    """The memory of each tensor that a node makes."""
+    """Return the storage id of each tensor that a node makes."""
     found: tuple[int, ...] = node.meta[_MEMORY]
     return found
 
 
 def storages(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, Tensor]]:
-    """The tensors that nodes make, each with its memory."""
+    """Yield the tensors that nodes make, each with its storage id."""
     for node in nodes:
         yield from zip(memories(node), tensors_in(node), strict=True)
 
@@ -52,13 +52,13 @@ def move_to(node: fx.Node, memory: tuple[int, ...]) -> None:
 
 
 def memory_of(node: fx.Node) -> int:
-    """The memory of a node that makes one tensor."""
+    """Return the storage id of a node that makes one tensor."""
     (found,) = memories(node)
     return found
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only shows memory that an argument already has."""
+    """Return whether a node makes only views of its arguments."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     made = set(memories(node))
@@ -66,7 +66,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def recomputable(node: fx.Node) -> bool:
-    """Whether making a value again is as good as keeping it: a view, a constant, a filled tensor."""
+    """Return whether a value is free to recompute: a view, a constant, or a filled tensor."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
@@ -79,12 +79,12 @@ def recomputable(node: fx.Node) -> bool:
 
 
 def takes_one(node: fx.Node) -> bool:
-    """Whether a node only takes one of the results of another."""
+    """Return whether a node only takes one result of an operation with several."""
     return node.target is operator.getitem
 
 
 def cheap(node: fx.Node) -> bool:
-    """Whether an operation only goes through its elements: a compiler can join it to the ones around it."""
+    """Return whether a compiler can fuse an operation with its neighbours: pointwise, a copy or a pad."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or draws_random(node):
         return False
@@ -92,12 +92,15 @@ def cheap(node: fx.Node) -> bool:
 
 
 def takes_joined(node: fx.Node) -> bool:
-    """Whether a compiler can make what an operation reads on the fly."""
+    """Return whether a compiler can fuse the producers of an operation's arguments into it."""
     return cheap(node) or node.target in _SUMS
 
 
 def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
-    """Whether one of the readers, or a view's reader, takes a value that nothing can be joined to."""
+    """Return whether one of the `readers` of a value, which cannot be fused, needs it in memory.
+
+    Readers of the value's views count too.
+    """
     stack = [node]
     while stack:
         for user in stack.pop().users:
@@ -109,7 +112,7 @@ def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers. An attention kernel only does if it drops something."""
+    """Return whether an operation draws random numbers. Attention only does with dropout."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False

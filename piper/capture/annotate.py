@@ -1,7 +1,7 @@
-"""Marks the regions of a model that a strategy can speak of, in its code or from outside.
+"""Marks the regions of a model that a strategy can name, in the model's code or from outside.
 
-Both only leave a mark on the operations that a capture records: a key `piper:PP` and a value that tells one
-region from another. Marks grow in the order the regions were made, so capture can count them from 0.
+An annotation only marks the operations that a capture records: with a key `piper:PP` and a value that is
+different for each region. Marks grow in the order the regions were made, so capture can count them from 0.
 """
 
 import time
@@ -20,7 +20,7 @@ from torch.fx import traceback
 from piper.capture.blame import tracing_line
 from piper.errors import ConfigError
 
-PREFIX = "piper:"  # of the keys under which marks travel: other tools keep theirs in the same place
+PREFIX = "piper:"  # of the keys of marks: other tools put their own keys in the same metadata
 Entry = str | Sequence[str]
 Mark = tuple[int, int]
 _LISTED = "_piper_regions"  # the attribute in which a model keeps the regions that `annotate_modules` made
@@ -28,7 +28,7 @@ _LISTED = "_piper_regions"  # the attribute in which a model keeps the regions t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A region that was asked for, whether or not an operation runs in it."""
+    """A region that was annotated, whether or not an operation runs in it."""
 
     tag: str
     mark: Mark
@@ -51,7 +51,7 @@ def entered_regions() -> Iterator[list[Region]]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def begin_trace() -> None:
-    """Forget the regions of an attempt that Dynamo gave up: it may trace a function several times."""
+    """Clear the entered regions when a trace begins. Dynamo may give up a trace and start again."""
     regions = _ENTERED.get()
     if regions is not None:
         regions.clear()
@@ -64,7 +64,10 @@ def listed_regions(model: nn.Module) -> list[Region]:
 
 @contextmanager
 def annotate(tag: str) -> Iterator[None]:
-    """Make what runs inside one region: PP=0, PP=1, ... in the order entered. Outside a capture: nothing."""
+    """Make the operations that run inside one region: PP=0, PP=1, ... in the order entered.
+
+    Do nothing outside a capture.
+    """
     if torch.compiler.is_compiling():
         with traceback.annotate({PREFIX + tag: _next_mark(tag)}):
             yield
@@ -74,17 +77,20 @@ def annotate(tag: str) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _next_mark(tag: str) -> Mark:
-    """A mark that is larger than those before. Runs while tracing, so each turn of a loop gets its own."""
+    """Return a mark that is larger than all earlier ones.
+
+    This runs while tracing, so each iteration of a loop gets its own mark.
+    """
     mark = (time.perf_counter_ns(), 0)
     regions = _ENTERED.get()
-    # The body of a higher-order operation is one node outside: no region begins within it.
+    # A higher-order operation is one node of the graph, so no region begins within its body.
     if regions is not None and InstructionTranslator.current_tx().output.current_tracer.parent is None:
         regions.append(Region(tag=tag, mark=mark, where=tracing_line().strip(" ()")))
     return mark
 
 
 def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -> nn.Module:
-    """Make submodules regions, for a model that may not be edited. Wraps their `forward`; returns the model.
+    """Make submodules regions by wrapping their `forward`, for a model you cannot edit. Return the model.
 
     regions: for each tag its regions in order. A region is a module's path, several paths together, or a
     pattern such as `layers.*.mlp.experts`, of which each match becomes a region.
@@ -97,13 +103,13 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
             listed.append(Region(tag=tag, mark=(start, number), where=", ".join(paths)))
             for path in paths:
                 module = modules[path]
-                # A hook that opens a region does not trace; a wrapped forward does.
+                # Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
                 module.forward = traceback.annotate_fn({PREFIX + tag: (start, number)})(module.forward)
     return model
 
 
 def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterator[list[str]]:
-    """Each region's module paths, patterns expanded."""
+    """Yield each region's module paths, with patterns expanded."""
     if isinstance(entries, str):
         raise ConfigError(
             f"the regions of {tag} are a list, not one string",
@@ -119,7 +125,7 @@ def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterat
 
 
 def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
-    """The module paths that a pattern names, in the model's order. A star stays within one part of a path."""
+    """Return the module paths that match a pattern, in the model's order. A star is one path component."""
     parts = pattern.split(".")
     found = [path for path in paths if _fits(path.split("."), parts)]
     if not found:

@@ -1,4 +1,4 @@
-"""Makes each chunk a piece of code of its own: what it reads, what it returns, and the graph between."""
+"""Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,23 +29,23 @@ class Assembler:
         self.results = {cut.name: self._results(cut) for cut in cuts}
 
     def pieces(self) -> list[Piece]:
-        """Every chunk's piece, in the order of the cuts."""
+        """Return the piece of every chunk, in the order of the cuts."""
         markers = ("route", "unroute", "collective")
         pieces = [self._marker(cut) if cut.kind in markers else self._compute(cut) for cut in self.cuts]
         _check_buffers([piece.chunk for piece in pieces])
         return pieces
 
     def output(self, node: fx.Node) -> Output:
-        """How other chunks name a value."""
+        """Return the name by which other chunks refer to a value."""
         home = self.home[node]
-        if home.kind == "route":  # read through getitems, of which one result may have several
+        if home.kind == "route":  # its results are read through getitems, several for one result
             index = node.args[1]
             assert isinstance(index, int)
             return Output(chunk=home.name, index=index)
         return Output(chunk=home.name, index=self.results[home.name].index(node))
 
     def _results(self, cut: Cut) -> list[fx.Node]:
-        """The values of a chunk that others read."""
+        """Return the values of a chunk that other chunks read or the loss returns."""
         if cut.kind in ("route", "unroute", "collective"):
             return [node for node in cut.nodes if isinstance(value(node), Tensor)]
         inside = set(cut.nodes)
@@ -172,7 +172,7 @@ class Assembler:
         return tuple(segments)
 
     def _with_copies(self, cut: Cut) -> list[fx.Node]:
-        """The chunk's nodes and those it makes its own copy of, in the order of the program."""
+        """Return the chunk's nodes and those it runs its own copy of, in program order."""
         extra = self.regions.copied | (self.regions.weights if cut.kind == "expert" else frozenset())
         nodes, stack = set(cut.nodes), list(cut.nodes)
         while stack:
@@ -183,7 +183,7 @@ class Assembler:
         return sorted(nodes, key=self.regions.order.__getitem__)
 
     def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """What comes from outside, in the order it is first used: inputs, parameters, buffers."""
+        """Return the inputs, parameters and buffers that the nodes read, each in the order of first use."""
         inside = set(nodes)
         found = dict.fromkeys(
             source for node in nodes for source in node.all_input_nodes if source not in inside
@@ -216,7 +216,7 @@ def _experts(chunk: Chunk) -> Experts | None:
 
 
 def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[Sizes, Mapping[str, int]]:
-    """The balanced size of every routed axis, and how many experts each marker and expert chunk has."""
+    """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
     balanced: dict[str, int] = {}
     rows: set[str] = set()
     experts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Turns what torch says about a model that cannot be captured into one clear error."""
+"""Turns torch's report on a model that cannot be captured into one clear error."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ _HINT = (
 
 @contextmanager
 def quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep torch's logs and warnings about a trace to ourselves; yields the warnings as they come."""
+    """Hide torch's logs and warnings about a trace. Yield the list that collects the warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -35,7 +35,7 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def refused(what: str, error: Exception, *, hint: str = _HINT) -> CaptureError:
-    """The error that says where and why the user's code could not be traced."""
+    """Return the error that says where and why the user's code could not be traced."""
     where = user_line(error)
     return CaptureError(
         what,
@@ -46,10 +46,10 @@ def refused(what: str, error: Exception, *, hint: str = _HINT) -> CaptureError:
 
 
 def user_line(error: Exception) -> str | None:
-    """The line of the user's code that an error speaks of: `llama.py:41`."""
+    """Return the line of the user's code that raised an error, as `llama.py:41`. None: there is none."""
     frames = [*(getattr(error, "real_stack", None) or ()), *traceback.extract_tb(error.__traceback__)]
     traced = len(getattr(error, "real_stack", None) or ())
-    # The traced stack knows better than the interpreter's, which only sees the tracer at work.
+    # The traced stack comes first: the interpreter's shows only the tracer.
     for group in (frames[:traced], frames[traced:]):
         for frame in reversed(group):
             if not frame.filename.startswith(_OURS):
@@ -58,7 +58,7 @@ def user_line(error: Exception) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """Return the reason for an error, in one line."""
     text = str(error)
     for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
         if found := re.search(pattern, text, re.MULTILINE):
@@ -72,7 +72,7 @@ def _one_line(text: str, width: int = 300) -> str:
 
 
 def node_line(node: torch.fx.Node) -> str:
-    """The line of the user's code that made a node, for errors: ` (llama.py:41)`, or nothing."""
+    """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
     files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     for name, line in reversed(files):
         if not name.startswith(_OURS):

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from piper.errors import ConfigError
 from piper.private_files import private_folder, user_key
 
-CACHE = Path("~/.cache/piper")  # not yet this machine's: it is found where it is used
+CACHE = Path("~/.cache/piper")  # expanded where it is used, on the machine that uses it
 KEY = Path("~/.config/piper/cache.key")
 _BY = "cache"
 _DIGEST = hashlib.sha256().digest_size
@@ -40,7 +40,7 @@ class Entry:
 class Cache:
     """A folder of entries by name, which any number of processes may share.
 
-    An entry is whole or absent, whichever process writes it and whatever happens.
+    An entry is complete or absent, also where several processes write it or one of them dies.
     """
 
     folder: Path = CACHE

@@ -17,7 +17,7 @@ PhaseCode = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What one phase reads and writes, by position in the chunk, and what it costs."""
+    """The reads, writes and cost of one phase. Values go by position in the chunk."""
 
     reads: Mapping[Kind, tuple[int, ...]]
     grad_inputs: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a chunk's phases exchange. Positions are those of the chunk's params, buffers and outputs."""
+    """The values that a chunk's phases exchange. Positions are those of its params, buffers and outputs."""
 
     outputs: tuple[TensorSpec, ...]
     saved: tuple[TensorSpec, ...]
@@ -44,7 +44,7 @@ class Code(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """What its phases exchange."""
+        """Return what the chunk's phases read and write."""
         ...
 
     def build(self, phase: Phase) -> PhaseCode:
@@ -56,7 +56,7 @@ class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
     def __init__(self, partition: Partition, *, joined: bool = False) -> None:
-        """`joined`: it is to be compiled, and costs what compiled code does."""
+        """Build the code of a chunk. `joined`: it will be compiled, so it costs what compiled code does."""
         self.partition = partition
         self._shape = _shape_of(partition, joined)
 
@@ -76,7 +76,7 @@ class GraphCode:
             copies[size] = graph.call_function(torch.ops.aten.sym_size.int, (copies[node], axis))
         for node in section.body:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {}  # fakes and stacks: large, and of no use to what runs
+            copies[node].meta = {}  # fakes and stacks: large, and not needed to run
         results = []
         for write in section.writes:
             result = copies[write.node]
@@ -89,7 +89,7 @@ class GraphCode:
         return fx.GraphModule(self.partition.joint.root, graph)
 
     def examples(self, phase: Phase) -> list[Tensor]:
-        """What a phase takes, as the fakes it was traced with."""
+        """Return the fake tensors that a phase was traced with."""
         return [node.meta["val"] for node in self.partition.sections[phase].read_nodes]
 
 

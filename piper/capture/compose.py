@@ -30,7 +30,7 @@ class Joints:
         self.traced: dict[str, Joint] = {}
 
     def of_piece(self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int) -> Joint:
-        """A piece's joint graph, by way of its segments if it has any."""
+        """Return a piece's joint graph, joined from those of its segments if it has any."""
         assert piece.body is not None
         if not piece.segments:
             return trace_joint(piece.body, trained, tangents, ways, self.device, decompose=self.decompose)
@@ -174,7 +174,7 @@ class _Composer:
         grads[key] = grad
 
     def _dense(self, grad: fx.Node) -> fx.Node:
-        """A gradient as the segment that takes it was traced: contiguous."""
+        """Return a gradient as a contiguous tensor, which is how the segment that takes it was traced."""
         if grad.meta["val"].is_contiguous():
             return grad
         copy = self._call(_aten.clone.default, (grad,), grad)
@@ -190,12 +190,12 @@ class _Composer:
 
 
 def _bound(placeholders: Mapping[int, fx.Node]) -> dict[int, fx.Node]:
-    """The placeholders that some segment uses."""
+    """Return the placeholders that some segment uses."""
     return {position: node for position, node in placeholders.items() if "val" in node.meta}
 
 
 def _without_copy(node: fx.Node) -> fx.Node:
-    """An output as the next segment can take it: without the copy around it if it is dense anyway."""
+    """Return an output without the copy around it, if it is contiguous anyway."""
     source = node.all_input_nodes[0] if node.target is _aten.clone.default else node
     value = source.meta["val"]
     return source if isinstance(value, Tensor) and value.is_contiguous() else node

@@ -1,4 +1,4 @@
-"""Estimates what a phase costs: arithmetic, memory traffic, and memory that only lives while it runs."""
+"""Estimates the cost of a phase: arithmetic, memory traffic, and temporary memory."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from piper.capture.workspace import workspace_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one phase costs, on balanced sizes."""
+    """The cost of one phase, with balanced sizes."""
 
     flops: int
     bytes_moved: int
-    workspace: int  # at its peak, beyond all it is given and all it returns; below 0 where these never meet
+    workspace: int  # peak bytes beyond arguments and results; negative if these never coexist
 
 
 def cost_of(
@@ -28,7 +28,7 @@ def cost_of(
 ) -> Cost:
     """Add up the operations of a phase.
 
-    joined: a compiler joins cheap operations to the ones that read them: what lies between has no memory.
+    joined: a compiler fuses cheap operations with their readers, so the values between them need no memory.
     lasting: values that a later phase reads again.
     """
     fleeting = _fleeting(section) if joined else None
@@ -41,7 +41,7 @@ def cost_of(
 
 
 def _fleeting(section: Section) -> set[int]:
-    """The memory that a compiled phase does without."""
+    """Return the storages that a compiled phase never allocates, because their producers are fused."""
     body = set(section.body)
     written = {memory for write in section.writes for memory in memories(write.node)}
     found: set[int] = set()
@@ -52,7 +52,7 @@ def _fleeting(section: Section) -> set[int]:
 
 
 def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> int:
-    """The bytes an operation reads and writes, but for what is never in memory."""
+    """Return the bytes an operation reads and writes, without the storages in `fleeting`."""
     return sum(
         sizes.nbytes(tensor)
         for storage, tensor in storages([node, *node.all_input_nodes])
@@ -61,7 +61,7 @@ def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> i
 
 
 def flops_of(node: fx.Node, sizes: Sizes) -> int:
-    """The operation's multiplications and additions, by torch's own table."""
+    """Return the floating-point operations of a node, by torch's own table."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     if target.name().startswith("piper::grouped_mm"):
@@ -73,7 +73,7 @@ def flops_of(node: fx.Node, sizes: Sizes) -> int:
         return 0
 
     def shaped(argument: Any) -> Any:  # noqa: ANN401  an argument is anything
-        # The formulas ask for nothing but shapes.
+        # The formulas need only shapes.
         value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
         return torch.Size(sizes.shape(value)) if isinstance(value, Tensor) else value
 
@@ -84,7 +84,10 @@ def flops_of(node: fx.Node, sizes: Sizes) -> int:
 
 
 def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
-    """A row of an expert region meets one expert: rows x d x f, whatever the number of experts."""
+    """Return the floating-point operations of a grouped matrix product.
+
+    Each row meets one expert: rows x d x f, for any number of experts.
+    """
     first, second = (sizes.shape(source.meta["val"]) for source in node.all_input_nodes[:2])
     made = sizes.shape(node.meta["val"])
     rows, width = first
@@ -92,7 +95,10 @@ def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
 
 
 def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
-    """Two products forward, scores and values; five backward, where the scores are made again."""
+    """Return the floating-point operations of attention.
+
+    The forward has two products, scores and values. The backward has five, because it recomputes the scores.
+    """
     sources = [source for source in node.args if isinstance(source, fx.Node)]
     query, key, value = (sizes.shape(source.meta["val"]) for source in sources[backward : backward + 3])
     batch, heads, length, width = query

@@ -1,4 +1,4 @@
-"""Cuts the captured graph into chunks: as few as regions allow, and never two that wait for each other."""
+"""Cuts the captured graph into chunks: as few as the regions allow, without a cycle between chunks."""
 
 import heapq
 import operator
@@ -87,7 +87,10 @@ class _Groups:
         return group
 
     def fitting(self, tags: Tags, sources: set[int]) -> Group:
-        """The latest group of a region that a reader of `sources` can join without a cycle, or a new one."""
+        """Return the latest group of a region that a reader of `sources` can join, or a new one.
+
+        A group can be joined where that makes no cycle between groups.
+        """
         for group in reversed(self.by_tags.get(tags, [])):
             others = sources - {group.number}
             if not any(self.all[other].behind >> group.number & 1 for other in others):
@@ -107,7 +110,7 @@ class _Groups:
                     other.behind |= behind
 
     def sorted(self, order: Mapping[fx.Node, int]) -> list[Group]:
-        """The groups, sources first; those that could run at once in the order of the program."""
+        """Return the groups in topological order. Groups that could run at once keep program order."""
         waits = {group.number: len(group.sources) for group in self.all}
         readers: dict[int, list[int]] = {}
         for group in self.all:

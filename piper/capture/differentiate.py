@@ -26,20 +26,20 @@ class Captured:
     constants: Mapping[str, Tensor]
     fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
     codes: Mapping[str, Code]
-    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget keep
-    cache: Cache | None = None  # where compiled code is kept; none: code is not compiled
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget save
+    cache: Cache | None = None  # stores compiled code; None: code is not compiled
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
     building: Lock = field(default_factory=Lock, repr=False)
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
-        """The code of a phase: takes and returns what its `PhaseSpec` says. Built when first asked for."""
+        """Return the code of a phase, called as its `PhaseSpec` says. Build it on the first call."""
         with self.building:
             if (key, phase) not in self.built:
                 self.built[key, phase] = self._build(key, phase)
             return self.built[key, phase]
 
     def reasons(self) -> list[str]:
-        """What became otherwise than asked, and what recomputation comes to, chunk by chunk."""
+        """Return lines on chunks that fall back to eager autograd, and on what recomputation saves."""
         found = [
             f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
         ]
@@ -75,9 +75,9 @@ def differentiate(
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
-    ways: for each expert chunk, by name, over how many devices its experts are divided.
-    budgets: for chunks that make values again, by name, the part of what they save that may be kept.
-    cache: where compiled code is kept; none: it is not compiled. Trace with `compiled` where it is.
+    ways: for each expert chunk, by name, the number of devices that divide its experts.
+    budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
+    cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
     """
     return replace(_Differentiator(traced, dict(ways or {}), dict(budgets or {})).run(), cache=cache)
 
@@ -96,7 +96,10 @@ class _Differentiator:
         self.choices: dict[str, Choice] = {}
 
     def run(self) -> Captured:
-        """From the loss back to the first chunk, so that each knows which of its outputs need a gradient."""
+        """Differentiate the chunks from the loss back to the first.
+
+        A chunk then knows which of its outputs need a gradient.
+        """
         outline = self.traced.outline
         self.wanted[outline.loss.chunk].add(outline.loss.index)
         done: list[Chunk] = []
@@ -117,7 +120,7 @@ class _Differentiator:
         )
 
     def _divided(self, chunk: Chunk) -> Chunk:
-        """The chunk on one of the devices that share its experts: the counts are those of its own experts."""
+        """Return the chunk on one of the devices that share its experts, with the counts of those only."""
         ways = self.ways.get(chunk.name, 1)
         if chunk.kind == "route":
             rows, counts = chunk.outputs
@@ -162,7 +165,7 @@ def _spec(parameter: Parameter) -> TensorSpec:
 
 
 def _ways_by_chunk(outline: Outline, ways: Mapping[str, int]) -> dict[str, int]:
-    """Over how many devices each expert chunk's experts are divided, and each of its markers'."""
+    """Return the degree by which the experts of each expert chunk and of its markers are divided."""
     chunks = {chunk.name: chunk for chunk in outline.chunks}
     found: dict[str, int] = {}
     for name, count in ways.items():
@@ -196,14 +199,14 @@ def _check_division(outline: Outline, chunk: Chunk, ways: int) -> None:
 
 
 def _fewer(spec: TensorSpec, ways: int) -> TensorSpec:
-    """A tensor with one entry for each expert, on one of the devices that share the experts."""
+    """Return the share that one device holds of a tensor with one entry for each expert."""
     if not spec.shape:
         return spec
     return replace(spec, shape=(spec.shape[0] // ways, *spec.shape[1:]), nbytes=spec.nbytes // ways)
 
 
 def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
-    """The chunk with what its code says of it."""
+    """Return the chunk, completed with the phases and shapes of its code."""
     phases = {
         phase: PhaseSpec(
             inputs=found.reads.get("inputs", ()),

@@ -1,7 +1,7 @@
 """Runs a chunk that cannot be traced backward under eager autograd, behind the same interface.
 
-F keeps autograd's graph in one opaque saved object. BI runs the whole backward and carries the weight
-gradients, which BW hands out: nothing is saved by splitting, but any schedule can ask for it.
+F saves autograd's graph in one opaque object. BI runs the whole backward and carries the weight gradients,
+which BW returns. The split gains nothing, but schedules that split the backward can run the chunk.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ _OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)
 
 @dataclass(slots=True)
 class Tape:
-    """What F keeps for the backward: outputs that know their graph, and what gradients are asked for."""
+    """The state that F saves for the backward: outputs with their autograd graph, and leaves."""
 
     outputs: list[Tensor]
     leaves: list[Tensor]
 
 
 class EagerCode:
-    """Code as the captured forward, differentiated while it runs."""
+    """Code that runs the captured forward under eager autograd."""
 
     def __init__(
         self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], params: Sequence[TensorSpec]
@@ -125,7 +125,7 @@ class _Forward:
 
 
 def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
-    """The positions of the placeholders that the differentiated outputs depend on."""
+    """Return the positions of the placeholders that the differentiated outputs depend on."""
     results = next(iter(reversed(graph.nodes))).args[0]
     stack = [results[index] for index in tangents]
     seen: set[object] = set()

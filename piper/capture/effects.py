@@ -1,4 +1,4 @@
-"""What an operation of the captured graph does besides computing: writes, random numbers, markers."""
+"""Finds the side effects of operations of the captured graph: writes, random numbers, markers."""
 
 import functools
 import inspect
@@ -22,12 +22,12 @@ _IN_PLACE = frozenset(
         *(operator.ilshift, operator.irshift),
     )
 )
-_NOT_WRITES = ("requires_grad_", "detach_")  # change how a tensor is seen, not what it holds
+_NOT_WRITES = ("requires_grad_", "detach_")  # change what autograd sees of a tensor, not its elements
 _DRAWS = re.compile(
     r"rand|randn|randint|randperm|rand_like|randn_like|randint_like|bernoulli_?|multinomial|normal_?|poisson|"
     r"binomial|rrelu|gumbel_softmax|uniform_|exponential_|random_|cauchy_|geometric_|log_normal_"
 )
-_POSITIONS = {  # of arguments of built-in functions, which have no signature to ask
+_POSITIONS = {  # of arguments of built-in functions, which have no signature
     ("scaled_dot_product_attention", "dropout_p"): 4,
     ("batch_norm", "running_mean"): 3,
     ("batch_norm", "running_var"): 4,
@@ -40,13 +40,13 @@ _DROPS = re.compile(r"(alpha_|feature_alpha_|native_)?dropout[123]?d?")
 
 
 def store(target: torch.Tensor, index: object, value: object) -> torch.Tensor:
-    """Assign to an index and return the tensor, so that what reads it later can say so."""
+    """Assign to an index and return the tensor, so that later reads can depend on the assignment."""
     target[index] = value  # type: ignore[index,assignment]
     return target
 
 
 def name_of(node: fx.Node) -> str:
-    """The plain name of what a node calls: `linear`, `add_`."""
+    """Return the plain name of the function that a node calls: `linear`, `add_`."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
@@ -64,7 +64,7 @@ def marker(node: fx.Node) -> Marker | None:
 
 
 def writes(node: fx.Node) -> Sequence[fx.Node]:
-    """The values that a node changes in place."""
+    """Return the values that a node changes in place."""
     if node.op not in ("call_function", "call_method"):
         return ()
     schema = getattr(node.target, "_schema", None)
@@ -86,7 +86,7 @@ def writes(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Return whether a node draws random numbers."""
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
@@ -118,7 +118,7 @@ def _drops_between_layers(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:
-    """An argument of a function by name, however it was passed."""
+    """Return an argument of a function by name, whether it was passed by position or by keyword."""
     if name in node.kwargs:
         return node.kwargs[name]
     if inspect.isfunction(node.target):

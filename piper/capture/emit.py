@@ -20,7 +20,7 @@ def emit(
 ) -> fx.Graph:
     """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
 
-    shared: whether others still read a value that one of the nodes writes in place; it is then copied first.
+    shared: returns whether other nodes still read a value. One that is written in place is then copied first.
     """
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in reads}
@@ -44,7 +44,7 @@ def emit(
 
 
 def _is_strict_view(node: fx.Node) -> bool:
-    """Whether a node is a `view`, which asks for strides that a value loses on its way between chunks."""
+    """Return whether a node is a `view`. It needs strides that a value may lose between chunks."""
     return (
         node.op == "call_method"
         and node.target == "view"

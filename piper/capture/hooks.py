@@ -95,9 +95,9 @@ def _traced(variable: object) -> str:
 def no_tensor_hooks() -> Iterator[None]:
     """Refuse hooks on gradients that a traced forward or loss registers.
 
-    Dynamo drops a hook on a parameter without a word, and applies one on another value to a part of its
-    gradient where other regions read that value too. Its methods that handle both are replaced for the time
-    of one trace, because it offers no other way to learn of them.
+    Dynamo silently drops a hook on a parameter. It applies a hook on another value to only a part of the
+    gradient if several regions read that value. This replaces the methods of Dynamo that handle both during
+    one trace, because Dynamo offers no other way to notice them.
     """
     seen: list[CaptureError] = []
 

@@ -1,7 +1,7 @@
-"""Compiles the phases of chunks with Inductor: each distinct one once, kept on disk, sent as bytes.
+"""Compiles the phases of chunks with Inductor: each distinct one once, cached on disk, sent as bytes.
 
-Inductor reads its own files by unpickling them. So it works in a folder of this process alone, which holds
-only what this process has made or what the cache has verified; see `capture/cache.py`.
+Inductor unpickles the files of its own cache. So it works in a folder of this process alone, which holds only
+files that this process wrote or that our cache has verified; see `capture/cache.py`.
 """
 
 import functools
@@ -37,9 +37,9 @@ from piper.ir.chunk import Phase
 from piper.private_files import private_folder
 
 _PATCHES = {
-    "fallback_random": True,  # random numbers as without a compiler
-    # Inductor takes a phase for inference, where it puts off to the end what only the caller reads. Of a
-    # backward that is every weight gradient, and what they are made of would live as long.
+    "fallback_random": True,  # the same random numbers as without a compiler
+    # Inductor compiles a phase as inference, and moves results that only the caller reads to the end. In a
+    # backward these are all weight gradients, so the values they are computed from would live until then.
     "reorder_for_locality": False,
 }
 _OPTIONS = {"config_patches": _PATCHES}
@@ -50,10 +50,10 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Compiled:
-    """A compiled phase: called as its `PhaseSpec` says. It travels between processes as bytes.
+    """A compiled phase, called as its `PhaseSpec` says. It is sent between processes as bytes.
 
-    `boxed` takes the arguments in a list and empties it, so that memory nobody else holds is free to use
-    again while the phase still runs.
+    `boxed` takes the arguments in a list and empties it, so that memory with no other reference is
+    free for reuse while the phase still runs.
     """
 
     def __init__(
@@ -64,12 +64,16 @@ class Compiled:
         modules: Sequence[str],
         plain: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
-        """`name`: of its entry in the cache. `plain`: the same code, not compiled; it is never sent."""
+        """Load a compiled phase.
+
+        `name`: the name of its entry in the cache. `plain`: the same code, not compiled, which stays in this
+        process.
+        """
         self.name, self.artifact, self.cache = name, artifact, cache
         self.modules, self.plain = tuple(modules), plain
         entry = cache.find(name)
         if entry is not None and entry.artifact == artifact:
-            cache.restore(entry)  # else its kernels are compiled again, from what the artifact says
+            cache.restore(entry)  # else its kernels are compiled again from the artifact
         self.boxed: Boxed = _load(artifact, cache, modules)
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
@@ -86,14 +90,14 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A phase as a graph, and the values its arguments are like."""
+    """A phase as a graph, with example arguments."""
 
     module: fx.GraphModule
     arguments: Sequence[Tensor]  # fakes of any mode
 
 
 def compile_phase(source: Source, cache: Cache, chunk: str, phase: Phase) -> Compiled:
-    """The compiled form of a phase: out of the cache, or made now and kept there."""
+    """Return the compiled form of a phase, from the cache or compiled now and stored there."""
     graph = source.module.graph
     name, modules = _name(source), sorted(_modules(graph))
     found = cache.find(name)
@@ -160,13 +164,13 @@ def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> Boxed:
         path.write_bytes(artifact)
         with _working(cache):
             loaded = CompiledArtifact.load(path=str(path), format="binary")
-    # An artifact takes its arguments one by one, and so holds on to them; what it calls takes a list.
+    # An artifact takes its arguments one by one, and so keeps them alive; its inner function takes a list.
     inner = inspect.getclosurevars(loaded._compiled_fn).nonlocals.get("compiled_fn")
     return inner if callable(inner) else lambda arguments: loaded(*arguments)
 
 
 def _name(source: Source) -> str:
-    """A name for what decides the compiled form: the graph, its arguments, torch, the machine."""
+    """Return a hash of all that decides the compiled form: graph, arguments, torch and machine."""
     return digest_of(_lines(source))
 
 
@@ -181,7 +185,7 @@ def _lines(source: Source) -> Iterator[str]:
 
 
 def _known(sizes: Sequence[int | torch.SymInt]) -> str:
-    """Sizes, with what routing decides as a factor of its rows."""
+    """Return sizes as text, with every symbol that routing decides written as `rows`."""
     shown = []
     for size in sizes:
         if isinstance(size, torch.SymInt):
@@ -194,14 +198,14 @@ def _known(sizes: Sequence[int | torch.SymInt]) -> str:
 
 @functools.cache
 def _machine(device: str) -> str:
-    """What code for a kind of device depends on."""
+    """Return the properties of this machine on which code for a kind of device depends."""
     if device == "cpu":
         return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return f"{device} {CacheBase.get_system()}"
 
 
 def _modules(graph: fx.Graph) -> Iterator[str]:
-    """The modules that define the operators which a graph calls and torch does not."""
+    """Yield the modules that define the custom operators which a graph calls."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             defined = OPDEFS.get(node.target.name().partition(".")[0])
@@ -214,13 +218,13 @@ def _is_traced(value: Tensor) -> bool:
 
 
 def _importable(module: str) -> bool:
-    """Whether another process finds a module by its name, whatever is loaded here under it."""
+    """Return whether another process can import a module by its name."""
     top = module.partition(".")[0]
     return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
 
 
 def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
-    """Fakes of one mode like those of others, whose sizes that routing decides are unknown again."""
+    """Return fake tensors of `mode` like the given ones. Sizes that routing decides become new symbols."""
     shapes, symbols = mode.shape_env, dict[sympy.Symbol, sympy.Symbol]()
     assert shapes is not None
 

@@ -1,4 +1,4 @@
-"""Traces a chunk forward and backward as one graph, and says what each of its inputs and outputs means."""
+"""Traces a chunk forward and backward as one graph, and sorts its inputs and outputs by meaning."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from piper.capture.operators import KEPT
 from piper.capture.piece import Body
 from piper.capture.sizes import Sizes
 
-_ROWS_WHILE_TRACING = 1013  # a prime that no real size equals: nothing may be concluded from it
+_ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 
 
 class UntraceableError(RuntimeError):
@@ -29,7 +29,7 @@ class UntraceableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """A body's forward and backward as one graph of functional operations. Positions are the body's."""
+    """A body's forward and backward as one graph of functional operations. Positions count in the body."""
 
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes
@@ -53,9 +53,9 @@ def trace_joint(
     *,
     decompose: bool = False,
 ) -> Joint:
-    """Trace a body, with gradients from the outputs in `tangents` to what trains and to inputs in need.
+    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs.
 
-    decompose: in the operations that Inductor compiles, so that a partition sees what it will join.
+    decompose: trace into the operations that Inductor compiles, so that a partition sees what it will fuse.
     """
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
@@ -80,7 +80,7 @@ def trace_joint(
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., object]]:
-    """How Inductor takes operations apart, but for those that draw random numbers or are kept whole."""
+    """Return Inductor's decompositions, without those of random operations. `KEPT` ones stay whole."""
     from torch._inductor import config  # takes a second to import, and only compiled code needs it
     from torch._inductor.decomposition import select_decomp_table
 
@@ -103,7 +103,7 @@ def _correct_types(graph: fx.Graph) -> None:
 
 
 def _sizes(body: Body, rows: torch.SymInt | None) -> Sizes:
-    """How to read the sizes of a trace. Refuses one that is only right for the rows it was made with."""
+    """Return how to read the sizes of a trace. Refuse one that holds only for the rows it was made with."""
     if rows is None or body.experts is None:
         return Sizes()
     if not rows.node.expr.is_symbol:
@@ -112,7 +112,7 @@ def _sizes(body: Body, rows: torch.SymInt | None) -> Sizes:
 
 
 def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
-    """A number of rows of which the trace knows nothing but that it is a size."""
+    """Return a symbolic number of rows of which the trace knows only that it is a size."""
     source = ConstantSource("rows")
     symbol = shapes.create_symbol(_ROWS_WHILE_TRACING, source, dynamic_dim=DimDynamic.DYNAMIC)
     rows = shapes.create_symintnode(symbol, hint=_ROWS_WHILE_TRACING, source=source)
@@ -121,7 +121,7 @@ def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
 
 
 def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
-    """The body's graph, with every result a tensor of its own, and no gradient where none is asked for."""
+    """Return the body's graph with a copy around every result. Detach the results that need no gradient."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in body.graph.nodes:
@@ -130,7 +130,7 @@ def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
     results = []
     for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):
         copy = copies[node] if index in tangents else graph.call_method("detach", (copies[node],))
-        # The copy keeps views of inputs and of one another apart; where it is not needed it is dropped again.
+        # The copy separates views of inputs and of one another. A later pass drops it where it is not needed.
         results.append(graph.call_method("clone", (copy,), {"memory_format": torch.contiguous_format}))
     graph.output(tuple(results))
     return graph
@@ -151,11 +151,11 @@ def _fakes(
         return torch.empty(shape, dtype=like.dtype, device=device).requires_grad_(grad)
 
     def share(tensor: Tensor) -> Sequence[int]:
-        """The first axis of what is divided by expert."""
+        """Return the length of the first axis of a tensor divided by expert."""
         return () if rows is None else [tensor.shape[0] // ways]
 
     def routed(index: int) -> Sequence[int | torch.SymInt]:
-        """The first axis of the rows or the counts that were routed here."""
+        """Return the length of the first axis of routed rows or of their counts."""
         if rows is None or body.experts is None:
             return ()
         return [body.experts.total // ways if body.experts.counts[index] else rows]
@@ -197,7 +197,7 @@ def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
 
 
 def _read_placeholders(traced: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """The joint graph's arguments, and its tangents by output."""
+    """Return the joint graph's arguments by position, and its tangents by output."""
     plain: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
     for node in traced.graph.nodes:
@@ -216,7 +216,7 @@ def _read_placeholders(traced: fx.GraphModule) -> tuple[dict[int, fx.Node], dict
 def _read_outputs(
     traced: fx.GraphModule,
 ) -> tuple[dict[int, fx.Node], dict[int, fx.Node], dict[int, fx.Node]]:
-    """The joint graph's results: outputs, new values of arguments, gradients of arguments."""
+    """Return the joint graph's outputs, new values of arguments and gradients of arguments, by position."""
     outputs: dict[int, fx.Node] = {}
     mutated: dict[int, fx.Node] = {}
     grads: dict[int, fx.Node] = {}

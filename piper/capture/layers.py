@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model that nobody annotated, and tags each as a layer."""
+"""Finds the repeated blocks of a model without annotations, and tags each as a layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def annotate_layers(model: nn.Module) -> nn.Module:
 
     The blocks are those of the container (`ModuleList`, `Sequential` or `ModuleDict`) that holds the most
     parameters in blocks of one class. A model with several such containers, such as an encoder and a decoder,
-    has its layers numbered through. What lies outside the layers joins its neighbours.
+    has its layers numbered consecutively. Operations outside the layers join their neighbours.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Keeps the code of every distinct chunk, so that equal chunks and other strategies need not trace it."""
+"""Keeps the code of every distinct chunk, so that equal chunks and other strategies reuse it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,11 +44,11 @@ class Library:
         params: Sequence[TensorSpec],
         budget: float | None = None,
     ) -> Volume:
-        """The code of a piece.
+        """Return the code of a piece. Trace it if no equal piece has been traced.
 
         trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
-        ways: over how many devices its experts are divided. params: its parameters on one device.
-        budget: the part of what it saves that may be kept; none: all of it.
+        ways: the number of devices that divide its experts. params: its parameters on one device.
+        budget: the fraction of the saved bytes that it may save. None: all of them.
         """
         assert piece.body is not None, "a marker has no code"
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""

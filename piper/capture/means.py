@@ -1,4 +1,4 @@
-"""Finds means in a captured loss whose divisor depends on the data: slices of a batch may count unevenly.
+"""Finds means in a captured loss whose divisor depends on the data: slices of a batch may weigh unevenly.
 
 A mean over an axis of fixed size divides every slice of a batch by the same number. These do not: a mean
 cross entropy over several labels per sample, because labels can be ignored; one with a weight for each class;
@@ -56,7 +56,7 @@ def _dynamic(tensor: object) -> bool:
 
 
 def _counts_batch(recording: Recording, node: fx.Node) -> bool:
-    """Return whether a number is made of the batch and constants alone."""
+    """Return whether a number depends on the batch and constants alone."""
     stack, reached, fields = [node], set[fx.Node](), 0
     while stack:
         current = stack.pop()

@@ -1,4 +1,4 @@
-"""The cheapest set of places to cut a network, so that nothing flows from its source to its sink."""
+"""Finds the minimum cut between the source and the sink of a network."""
 
 from collections import deque
 
@@ -29,7 +29,10 @@ class Network:
             self.left.append(left)
 
     def behind_cut(self) -> set[int]:
-        """The places behind the cheapest cut; of several such cuts, the one nearest to the sink."""
+        """Return the places behind the minimum cut.
+
+        Of several minimum cuts, take the one nearest to the sink.
+        """
         while (levels := self._levels())[self.sink] >= 0:
             self._fill(levels)
         behind, queue = {self.sink}, deque([self.sink])
@@ -42,7 +45,7 @@ class Network:
         return behind
 
     def _levels(self) -> list[int]:
-        """How far each place is from the source, along edges that can take more; -1: it cannot be reached."""
+        """Return each place's distance from the source along edges with capacity left. -1: unreachable."""
         levels = [-1] * len(self.edges)
         levels[self.source] = 0
         queue = deque([self.source])

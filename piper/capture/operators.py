@@ -1,4 +1,4 @@
-"""Operations that compiled code calls as they are, because taking them apart costs more than it gains."""
+"""Operators that compiled code calls whole, because their decomposition costs more than fusion gains."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ SPARSE = 16  # rows of a table for each that is read, from which on it is mostly
 
 @torch.library.custom_op("piper::embedding_grad", mutates_args=())
 def embedding_grad(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
-    """The gradient of an embedding's table.
+    """Compute the gradient of an embedding's table.
 
-    Taken apart, it is added up in a float32 table that is then cast. For a bf16 table of a large vocabulary
-    that is three times the memory, and most of the time of its region. Sorting the rows first, as eager code
-    does, needs no such table, but takes longer than going through a small one.
+    Inductor's decomposition adds up in a float32 table that is then cast. For a bf16 table of a large
+    vocabulary that takes three times the memory, and most of the time of its region. Sorting the rows first,
+    as eager code does, needs no such table, but takes longer than a small table does.
     """
     small = length < SPARSE * rows.numel() and grad.dtype is not torch.float64 and not by_count
     if small and grad.is_cuda and not torch.are_deterministic_algorithms_enabled():
@@ -27,7 +27,7 @@ def _(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> 
 
 
 def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tensor:
-    """Add up in single precision, in whatever order rows come, and cast at the end."""
+    """Add up gradient rows in single precision, in any order, and cast at the end."""
     width = grad.shape[rows.dim() :]
     table = grad.new_zeros([length, *width], dtype=torch.float32)
     table.index_add_(0, rows.reshape(-1), grad.reshape(-1, *width).float())
@@ -36,4 +36,4 @@ def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tens
     return table.to(grad.dtype)
 
 
-KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # instead of Inductor's own way
+KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # in place of Inductor's own

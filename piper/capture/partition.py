@@ -2,8 +2,8 @@
 
 F holds what the forward ran. BI is what the input gradients need, BW what only the weight gradients need. A
 value that F made and a backward reads is saved; one that BI made and BW reads is carried. Parameters, buffers
-and inputs are never among them, nor are views: a view is made again from what it shows, which costs nothing
-and does not keep a parameter's memory alive between the phases.
+and inputs are never among them, nor are views. A view is recomputed from its base, which costs nothing and
+does not keep a parameter's memory alive between the phases.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("inputs", "params", "buffers", "saved", "carried", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """A result of a phase. `copy`: it must not share memory with what it was made from."""
+    """A result of a phase. `copy`: it must not share memory with the values it is computed from."""
 
     node: fx.Node
     copy: bool = False
@@ -59,7 +59,7 @@ class Partition:
 
 @dataclass(slots=True)
 class _Needs:
-    """What a phase reads and runs, while it is found out."""
+    """The nodes that a phase reads and runs, while they are collected."""
 
     reads: set[fx.Node]
     body: set[fx.Node]
@@ -69,14 +69,14 @@ class _Needs:
 def partition(joint: Joint, keep: Collection[fx.Node] | None = None) -> Partition:
     """Cut a joint graph into its phases.
 
-    keep: the values of the forward that may be saved, whatever of the others a backward needs it makes again;
-    none: all of them.
+    keep: the values of the forward that may be saved. None: all of them. A backward recomputes the others
+    that it needs.
     """
     return _Partitioner(joint, keep).run()
 
 
 class _Partitioner:
-    """Finds out what each phase of one joint graph reads, runs and writes."""
+    """Finds what each phase of one joint graph reads, runs and writes."""
 
     def __init__(self, joint: Joint, keep: Collection[fx.Node] | None) -> None:
         self.joint, self.keep = joint, keep
@@ -115,7 +115,7 @@ class _Partitioner:
         return sorted(set(nodes), key=self.order.__getitem__)
 
     def _late(self, body: Collection[fx.Node]) -> list[fx.Node]:
-        """A backward's nodes in order, each value of the forward made again right before it is first read."""
+        """Return a backward's nodes in order, with each value recomputed right before its first read."""
         placed: dict[fx.Node, None] = {}
         for node in self._sorted(body):
             if node not in self.backward:
@@ -130,7 +130,10 @@ class _Partitioner:
         return [*placed, *(node for node in self._sorted(body) if node not in placed)]
 
     def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """The backward nodes that the roots need, and with a tuple all its parts: phases exchange tensors."""
+        """Return the backward nodes that the roots need.
+
+        Where a node returns a tuple, include all its items, because phases exchange tensors.
+        """
         stack, reached = list(roots), set()
         while stack:
             node = stack.pop()
@@ -141,7 +144,10 @@ class _Partitioner:
         return reached.union(user for node in tuples for user in node.users if user in self.backward)
 
     def _made(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
-        """What BI makes and need not be made once more: its own, and what it makes again at some cost."""
+        """Return the values that BI computes and BW need not compute again.
+
+        These are BI's own values, and the ones it recomputes at some cost.
+        """
         made = self._closure(inner)
         if self.keep is None:
             return made
@@ -149,17 +155,17 @@ class _Partitioner:
         return made | again | {user for node in again for user in node.users if takes_one(user)}
 
     def _saved(self, node: fx.Node) -> bool:
-        """Whether a value that a backward phase reads comes out of F."""
+        """Return whether a value that a backward phase reads is saved by F."""
         if node.op == "placeholder" or node in self.backward:
             return node in self.overwritten
         return self.keep is None or node in self.keep
 
     def _carried(self, node: fx.Node) -> bool:
-        """Whether a value that BW reads comes out of BI."""
+        """Return whether a value that BW reads is handed on by BI."""
         return node.op != "placeholder" and not self._saved(node)
 
     def _needs(self, roots: Sequence[fx.Node], made: Collection[fx.Node] = ()) -> _Needs:
-        """What a backward phase reads and runs to make the roots, where another has already made `made`."""
+        """Return what a backward phase reads and runs for the roots. `made`: computed by another phase."""
         needs = _Needs(set(), set(), {})
         stack, lengths = list(roots), dict[fx.Node, None]()
         while stack or lengths:
@@ -184,7 +190,7 @@ class _Partitioner:
         return needs
 
     def _runs(self, node: fx.Node, made: Collection[fx.Node]) -> bool:
-        """Whether a backward phase makes a value itself: it is its own, or costs less than keeping it."""
+        """Return whether a backward phase computes a value itself, rather than reads it."""
         if not isinstance(node.meta.get("val"), Tensor | tuple | list):
             return True  # a number
         if recomputable(node) or node in self.casts:
@@ -192,7 +198,7 @@ class _Partitioner:
         return node not in made and not self._saved(node)
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """An output without the copy that was put around it, where it can do without."""
+        """Return an output without the copy around it, where the copy is not needed."""
         source = node.all_input_nodes[0] if node.target is _aten.clone.default else node
         while source.target is _aten.detach.default:
             source = source.all_input_nodes[0]
@@ -229,9 +235,11 @@ class _Partitioner:
     def _gradients(
         self, gradients: Sequence[fx.Node], hands_on: Sequence[fx.Node], needs: _Needs
     ) -> list[Write]:
-        """The results of a backward phase. Each has memory of its own: others will add to it, or free it.
+        """Return the results of a backward phase.
 
-        What BI hands on keeps its strides, since it stays on the device; a gradient may travel and is dense.
+        Each has its own memory, because readers add to it or free it.
+
+        A carried value keeps its strides, since it stays on the device. A gradient may be sent and is dense.
         """
         taken = {memory_of(node) for node in needs.reads if not self._carried(node)}
         taken |= {memory_of(node) for node in hands_on}
@@ -272,14 +280,17 @@ def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[in
 
 
 def _fills_memory(node: fx.Node) -> bool:
-    """Whether a tensor is dense and alone in its memory."""
+    """Return whether a tensor is contiguous and fills its storage."""
     value = node.meta["val"]
     size: int = value.numel() * value.element_size()
     return bool(value.is_contiguous() and value.untyped_storage().nbytes() == size)
 
 
 def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
-    """The forward's copies of parameters in another type: kept, each microbatch would hold the weights."""
+    """Return the forward's casts of parameters.
+
+    If they were saved, each microbatch would hold a copy of the weights.
+    """
     params = set(joint.params.values())
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -292,7 +303,7 @@ def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def backward_nodes(joint: Joint) -> set[fx.Node]:
-    """The nodes that the backward ran: those torch marks so, and all that depends on a gradient."""
+    """Return the nodes of the backward: those torch marks so, and all that depend on a gradient."""
     found = set(joint.tangents.values())
     for node in joint.graph.nodes:
         marked = node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward"
@@ -302,7 +313,7 @@ def backward_nodes(joint: Joint) -> set[fx.Node]:
 
 
 def _axis_with(size: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """An axis of something a phase reads anyway whose length is the wanted size."""
+    """Return an axis of a tensor the phase reads whose length is the wanted size. None: there is none."""
     wanted = size.meta["val"]
     for node in sorted(reads, key=lambda read: read.name):
         for tensor in tensors_in(node):

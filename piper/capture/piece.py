@@ -10,7 +10,7 @@ from piper.ir.chunk import Chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """What sets an expert region's code apart: its experts, and its rows when routing is balanced."""
+    """The experts of an expert region, and its rows when routing is balanced."""
 
     total: int
     rows: int
@@ -19,7 +19,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """Code as captured: a graph whose placeholders are inputs, parameters and buffers, in this order."""
+    """Captured code: a graph whose placeholders are inputs, parameters and buffers, in this order."""
 
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes

@@ -1,4 +1,4 @@
-"""Records one forward and loss as a single graph: what was called, on what, in which region and mode."""
+"""Records one forward and loss as a single graph, with the region and mode of each call."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
         except CaptureError:
             raise
         except Exception as error:
-            # Torch's ways to say that there was no operation, or that no result of one is returned.
+            # Torch raises these when there is no operation, or when the loss returns no result of one.
             if "backend_input" in str(error) or isinstance(error, SyntaxError):
                 raise _not_a_loss("it returns no tensor") from error
             raise refused("the model and its loss cannot be captured", error) from error
@@ -90,7 +90,7 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
-    """Where each tensor comes from, by identity. A tied parameter goes by its first name."""
+    """Return where each tensor comes from, by identity. A tied parameter goes by its first name."""
     found: dict[int, Origin] = {}
     for name, parameter in model.named_parameters():
         found.setdefault(id(parameter), FromParameter(name=name))
@@ -100,7 +100,7 @@ def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]
 
 
 def _structure(captured: fx.GraphModule) -> tuple[object, ...]:
-    """What the loss returned, with graph nodes in place of what the graph computes."""
+    """Return what the loss returned, with graph nodes in place of computed tensors."""
     flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
     try:
         returned = captured.graph._codegen.process_outputs(flat)
@@ -125,7 +125,7 @@ def _not_a_loss(got: str) -> CaptureError:
 
 
 class _Reader:
-    """Copies a captured graph, leaving out what is not computation and noting what it meant."""
+    """Copies a captured graph without the nodes that compute nothing, and notes what those meant."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Reader:
         )
 
     def _input(self, node: fx.Node, tensor: object) -> fx.Node:
-        """Make a placeholder for a tensor that comes from outside, one whatever its names."""
+        """Make one placeholder for a tensor that comes from outside, even if it has several names."""
         if id(tensor) not in self.inputs:
             origin = self.sources.get(id(tensor)) or self._constant(node, tensor)
             copy = self.graph.placeholder(node.name)
@@ -210,7 +210,7 @@ class _Reader:
             self.bundles[copy] = self.bundle
 
     def _context(self, node: fx.Node) -> bool:
-        """Whether a node is no computation; if it opens or closes a mode, note that."""
+        """Return whether a node computes nothing. If it opens or closes a mode, note that."""
         target = node.target
         if target is torch._C._set_grad_enabled:
             self.mode = Mode(grad=bool(node.args[0]), autocast=self.mode.autocast)
@@ -230,14 +230,14 @@ class _Reader:
         return True
 
     def _result(self, value: object) -> fx.Node:
-        """The node of one thing the loss returned, even if it only passes through."""
+        """Return the node of a value that the loss returned, even if that value is an input."""
         if isinstance(value, fx.Node):
             return self.copies[value]
         return self._input(fx.Graph().placeholder("result"), value)
 
 
 def _attribute_name(module: nn.Module, value: object) -> str | None:
-    """Under which name a module holds something that is not registered."""
+    """Return the name under which a module holds an unregistered value. None: no module holds it."""
     for path, part in module.named_modules():
         for name, held in vars(part).items():
             if held is value:

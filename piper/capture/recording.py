@@ -1,4 +1,4 @@
-"""The captured graph of one forward and loss, and what is known of its nodes."""
+"""The captured graph of one forward and loss, with the facts about its nodes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ Origin = Batch | Constant | Place | FromParameter | FromBuffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """How an operation runs: whether autograd sees it, and inside which autocasts."""
+    """The mode an operation runs in: whether autograd records it, and inside which autocasts."""
 
     grad: bool = True
     autocast: tuple[tuple[fx.node.Argument, ...], ...] = ()
@@ -38,7 +38,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The captured graph. Calls that only change a mode are gone from it; `modes` says what they did."""
+    """The captured graph. Calls that only change a mode are left out; `modes` has their effect."""
 
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes
@@ -54,10 +54,10 @@ class Recording:
 def number_regions(
     marks: Mapping[fx.Node, Mapping[str, Mark]], regions: Iterable[Region] = ()
 ) -> dict[fx.Node, Tags]:
-    """Each node's annotations, outermost first, with regions of a tag counted from 0 in the order made.
+    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made.
 
-    regions: all that were entered or listed. One in which no operation runs counts too, so that the user's
-    count is kept.
+    regions: all that were entered or listed. A region without operations counts too, so that indices agree
+    with the user's count.
     """
     seen: dict[str, set[Mark]] = {}
     for region in regions:
@@ -96,7 +96,7 @@ def _check_tag(tag: str) -> None:
 
 
 def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the results, or what is written in place, depend on."""
+    """Return the nodes that the results, or writes in place, depend on."""
     stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
     reached: set[fx.Node] = set()
     while stack:

@@ -1,4 +1,4 @@
-"""Decides for every node of the captured graph to which region it belongs, and which nodes need no home."""
+"""Decides to which region each node of the captured graph belongs, and which nodes belong to none."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from piper.ir.chunk import Batch, Constant, Place, Tags
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """Where every node runs."""
+    """The region in which every node runs."""
 
     order: Mapping[fx.Node, int]  # position in the program
     homes: Mapping[fx.Node, Tags]  # of each node that runs in one place
@@ -43,7 +43,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     areas = _expert_areas(recording, nodes, copied | weights)
     sunk = _only_for_experts(nodes, weights, areas)
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
-    # A marker has no code to make a copy with, so what it reads is made somewhere.
+    # A marker has no code, so it cannot run its own copy of what it reads.
     placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
     homes = _homes(recording, placed)
     crossing = _crossing(recording, nodes, weights - routed, homes)
@@ -97,7 +97,7 @@ def _fixed(recording: Recording, nodes: list[fx.Node]) -> frozenset[fx.Node]:
 def _made_from(
     recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], tied: frozenset[fx.Node]
 ) -> frozenset[fx.Node]:
-    """The nodes that depend on inputs of these kinds alone, and give the same result wherever they run."""
+    """Return the nodes that depend on inputs of these kinds alone, with the same result on every device."""
     written = written_memory(nodes)
     made = {
         node
@@ -126,7 +126,10 @@ def _made_from(
 def _expert_areas(
     recording: Recording, nodes: list[fx.Node], made_anywhere: frozenset[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """What lies between each `route` and its `unroute`: all that depends on the rows that were routed."""
+    """Return the nodes between each `route` and its `unroute`, each with its `route`.
+
+    These are the nodes that depend on routed rows.
+    """
     anywhere = {node for node, origin in recording.origins.items() if not isinstance(origin, Batch)}
     anywhere |= made_anywhere
     routed: dict[fx.Node, fx.Node] = {}  # what a `route` returns and what is made of it
@@ -179,7 +182,7 @@ def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
 def _only_for_experts(
     nodes: list[fx.Node], weights: frozenset[fx.Node], areas: Mapping[fx.Node, fx.Node]
 ) -> frozenset[fx.Node]:
-    """The nodes made from parameters that only expert regions use: these sink into them."""
+    """Return the nodes made from parameters that only expert regions use. They move into those regions."""
     sunk: set[fx.Node] = set()
     for node in reversed(nodes):
         if node in weights and node.users and all(user in areas or user in sunk for user in node.users):

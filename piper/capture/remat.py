@@ -1,8 +1,8 @@
-"""Chooses which values of a forward are kept for the backward, and which the backward makes again.
+"""Chooses which values of a forward are saved for the backward, and which the backward recomputes.
 
-Keeping is a cut through the forward, between what may not be made again and what the backward reads: the cut
-of the fewest bytes. A compiler joins cheap operations to the ones that read them, so there they may always
-run again. A budget allows more, those that cost least for the bytes they free first, until that is enough.
+The saved values are a minimum cut of the forward, in bytes, between values that must not be recomputed and
+those the backward reads. A compiler fuses cheap operations with their readers, so in compiled code these may
+always be recomputed. A budget allows more operations, cheapest per freed byte first, until it is met.
 """
 
 from collections.abc import Iterable
@@ -24,30 +24,30 @@ from piper.capture.cost import flops_of, traffic_of
 from piper.capture.mincut import INFINITE, Network
 from piper.capture.partition import Partition, backward_nodes, casts
 
-_FLOPS_PER_BYTE = 200  # computed in the time that one byte moves: only the order of costs depends on it
+_FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The values of a forward that are kept; a backward makes all others again."""
+    """The values of a forward that are saved. A backward recomputes all others."""
 
     keep: frozenset[fx.Node]
     budget: float | None
     kept_bytes: int
-    all_bytes: int  # what is kept when nothing is made again
+    all_bytes: int  # saved when nothing is recomputed
 
 
 def choose(plain: Partition, budget: float | None, *, joined: bool) -> Choice:
-    """Choose what is kept of a chunk whose partition without recomputation is `plain`.
+    """Choose the saved values of a chunk whose partition without recomputation is `plain`.
 
-    budget: the part of the bytes that may be kept; none: as many as free recomputation leaves.
-    joined: a compiler joins cheap operations to the ones that read them.
+    budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
+    joined: a compiler fuses cheap operations with their readers.
     """
     return _Chooser(plain, joined).run(budget)
 
 
 class _Chooser:
-    """Weighs the values of one joint graph against making them again."""
+    """Weighs the bytes of the values of one joint graph against the cost of recomputing them."""
 
     def __init__(self, plain: Partition, joined: bool) -> None:
         joint = plain.joint
@@ -76,7 +76,7 @@ class _Chooser:
         return Choice(keep=frozenset(keep), budget=budget, kept_bytes=self._bytes(keep), all_bytes=everything)
 
     def _region(self) -> list[fx.Node]:
-        """All that the forward made the saved values of, and buffers that it overwrites."""
+        """Return the nodes that the saved values depend on, and buffers that the forward overwrites."""
         stack, found = list(self.plain.saved), set[fx.Node]()
         while stack:
             node = stack.pop()
@@ -87,18 +87,18 @@ class _Chooser:
         return [node for node in self.plain.joint.graph.nodes if node in found]
 
     def _bytes(self, nodes: Iterable[fx.Node]) -> int:
-        """The memory that values hold, each storage once."""
+        """Return the bytes that values hold, with each storage counted once."""
         return sum({memory_of(node): self.sizes.storage_bytes(node.meta["val"]) for node in nodes}.values())
 
     def _passes(self, node: fx.Node) -> bool:
-        """Whether a value is made again anyway, or is only one result of an operation with several."""
+        """Return whether a value is recomputed anyway, or is one result of an operation with several."""
         return recomputable(node) or node in self.casts or takes_one(node)
 
     def _fixed(self, node: fx.Node) -> bool:
-        """Whether a value may not be made again: it is random, or a choice such as where a row goes.
+        """Return whether a value must not be recomputed: it is random, or a choice such as where a row goes.
 
-        A choice made twice, of numbers that may differ in their last bit, could be two choices. Attention's
-        whole numbers are none: they say where it stands in the random numbers that it does not draw.
+        A choice that is recomputed from numbers that differ in their last bit could come out differently.
+        Attention's integer results are no choice: they are the state of a generator that it does not use.
         """
         if self._passes(node):
             return False
@@ -108,17 +108,17 @@ class _Chooser:
         return whole and not {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & {*node.target.tags}
 
     def _in_memory(self, node: fx.Node) -> bool:
-        """Whether the backward needs a value in memory: making it again would cost a kernel."""
+        """Return whether the backward needs a value in memory, so that recomputing it would cost a kernel."""
         return read_from_memory(node, self.backward.__contains__)
 
     def _density(self, node: fx.Node) -> float:
-        """What making a value again costs, for each byte that it holds."""
+        """Return the cost of recomputing a value, per byte that it holds."""
         held = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
         cost = flops_of(node, self.sizes) + _FLOPS_PER_BYTE * traffic_of(node, self.sizes)
         return cost / max(held, 1)
 
     def _cut(self, allowed: int) -> list[fx.Node]:
-        """The values to keep where the first `allowed` of the costly operations may run again."""
+        """Return the values to save if the first `allowed` of the costly operations may be recomputed."""
         may = {*self.free, *self.costly[:allowed]}
         network = Network()
         into = {node: network.place() for node in self.region}
@@ -136,7 +136,7 @@ class _Chooser:
         return [node for node in self.region if out[node] in behind and into[node] not in behind]
 
     def _weight(self, node: fx.Node) -> int:
-        """The bytes of keeping a value. What is made again anyway, or is several tensors, cannot be kept."""
+        """Return the bytes that saving a value takes. Infinite: it cannot be saved."""
         several = not isinstance(node.meta["val"], Tensor)
         if several or recomputable(node) or node in self.casts:
             return INFINITE

@@ -1,4 +1,4 @@
-"""Makes a recorded graph fit to be cut: what an operation depends on is exactly what its arguments say."""
+"""Rewrites a recorded graph so that operations depend on exactly their arguments, and it can be cut."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,12 +32,12 @@ class Entangled:
 
 
 def value(node: fx.Node) -> object:
-    """What a node computes, as a fake."""
+    """Return the fake result of a node."""
     return node.meta.get("example_value")
 
 
 def simplify(recording: Recording) -> Sequence[Entangled]:
-    """Rewrite the graph in place; returns the writes that could not be made explicit."""
+    """Make dependencies through memory explicit, in place. Return the writes for which that fails."""
     _fill_by_size(recording)
     _merge_results(recording)
     return _explicit_writes(recording)
@@ -78,7 +78,7 @@ def _merge_results(recording: Recording) -> None:
 
 
 def _explicit_writes(recording: Recording) -> list[Entangled]:
-    """Let what reads a value after a write in place depend on the write.
+    """Make the reads of a value after a write in place depend on the write.
 
     y = x.add_(1); z = x * 2
     -->
@@ -98,7 +98,7 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
                 node.meta["example_value"] = value(written)
             if isinstance(value(node), Tensor):
                 _replace_later(written, node, order)
-            # A name made after the write was made from what was written.
+            # A view made after the write already depends on it.
             aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
             seen = [user for other in aliases for user in other.users if order[user] > order[node]]
             if seen:
@@ -107,7 +107,7 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
 
 
 def _check_owner(node: fx.Node, written: fx.Node, owner: fx.Node | None, origin: Origin | None) -> None:
-    """Refuse a write to what is not the forward's to change."""
+    """Refuse a write to a tensor that the forward must not change."""
     match origin:
         case FromParameter(name=name):
             raise CaptureError(
@@ -128,7 +128,7 @@ def _replace_later(node: fx.Node, by: fx.Node, order: Mapping[fx.Node, int]) -> 
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """The identity of the memory that a node's value lives in, if it is a tensor."""
+    """Return the storage id of a node's value. None: it is no tensor, or a tensor inside vmap."""
     made = value(node)
     if not isinstance(made, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(made):
         return None  # inside vmap a tensor has no memory of its own to ask for
@@ -137,7 +137,7 @@ def memory_of(node: fx.Node) -> int | None:
 
 
 def written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
-    """All memory that the nodes write in place, through whatever view."""
+    """Return the storage ids that the nodes write in place, directly or through a view."""
     return {memory_of(target) for node in nodes for target in writes(node)}
 
 

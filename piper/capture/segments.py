@@ -28,7 +28,7 @@ def split_nodes(
 
 
 def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]) -> set[int]:
-    """The positions before which a segment may end."""
+    """Return the positions before which a segment may end."""
     first = {node: position for position, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
@@ -72,5 +72,5 @@ class _Count:
 
 
 def _plain(made: Tensor) -> bool:
-    """Whether a value can pass between segments as it is: dense, and of known size."""
+    """Return whether a value can pass between segments as it is: contiguous, and of known size."""
     return all(isinstance(size, int) for size in made.shape) and made.is_contiguous()

@@ -16,34 +16,34 @@ class Sizes:
         self.rows = rows  # the symbols that count routed rows
 
     def number(self, size: int | torch.SymInt) -> int:
-        """A size as a number. A symbol nobody knows counts as its least size."""
+        """Return a size as a number. Count a symbol without a known size as 1."""
         if not isinstance(size, torch.SymInt):
             return int(size)
         expression = size.node.expr
         return int(expression.subs({symbol: self.balanced.get(str(symbol), 1) for symbol in _symbols(size)}))
 
     def shape(self, value: Tensor) -> tuple[int, ...]:
-        """A shape in numbers."""
+        """Return a tensor's shape in numbers."""
         return tuple(self.number(size) for size in value.shape)
 
     def nbytes(self, value: Tensor) -> int:
-        """The bytes of a tensor's elements."""
+        """Return the bytes of a tensor's elements."""
         total = value.element_size()
         for size in value.shape:
             total *= self.number(size)
         return total
 
     def storage_bytes(self, value: Tensor) -> int:
-        """The bytes of the memory a tensor lives in."""
+        """Return the bytes of a tensor's storage."""
         return self.number(value.untyped_storage().nbytes())
 
     def routed(self, value: Tensor) -> bool:
-        """Whether a tensor's size depends on routing."""
+        """Return whether a tensor's size depends on routing."""
         names = {str(symbol) for size in value.shape for symbol in _symbols(size)}
         return any(name in self.rows or name not in self.balanced for name in names)
 
     def spec(self, value: Tensor, storage: int = -1) -> TensorSpec:
-        """What the compiler is told of a tensor."""
+        """Return the shape, type and bytes of a tensor, as the compiler reads them."""
         return TensorSpec(
             shape=self.shape(value),
             dtype=dtype_name(value.dtype),
@@ -58,5 +58,5 @@ def _symbols(size: int | torch.SymInt) -> Iterable[object]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a type, without the module."""
+    """Return torch's name of a type, without the module."""
     return str(dtype).removeprefix("torch.")

@@ -18,16 +18,16 @@ def structural_key(
     device: torch.device,
     variant: str = "",
 ) -> str:
-    """A hash of all that decides what a body's code becomes. Parameters count by shape, not by name.
+    """Return a hash of all that decides a body's code. Parameters count by shape, not by name.
 
-    variant: how the code is made of the body, where that is not as usual.
+    variant: the settings by which the code is made from the body. Empty: the default ones.
     """
     lines = _lines(body, trained, tangents, ways, device)
     return digest_of([*lines, variant] if variant else lines)[:16]
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """A hash of lines of text."""
+    """Return a hash of lines of text."""
     digest = hashlib.sha256()
     for line in lines:
         digest.update(line.encode() + b"\n")
@@ -47,7 +47,7 @@ def _lines(
 
 
 def graph_lines(graph: fx.Graph, root: nn.Module) -> Iterator[str]:
-    """A graph in words: each operation and what it takes, without any names that a trace made up."""
+    """Yield a graph as text: each operation and its arguments, without the names that the trace chose."""
     numbers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         numbers[node] = len(numbers)
@@ -57,7 +57,7 @@ def graph_lines(graph: fx.Graph, root: nn.Module) -> Iterator[str]:
 
 
 def _shape(tensor: Tensor) -> str:
-    """A shape without the names of its symbols, which differ between layers that are otherwise the same."""
+    """Return a shape without the names of its symbols, which differ between otherwise equal layers."""
     return ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
 
 
@@ -79,7 +79,7 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     if isinstance(target, str):
         return target
     name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
-    return f"{name} {str(target).split(' at 0x')[0]}"  # where it lies in memory is nothing it does
+    return f"{name} {str(target).split(' at 0x')[0]}"  # an address is no part of what it does
 
 
 def _text(argument: object, numbers: Mapping[fx.Node, int]) -> str:

@@ -39,8 +39,8 @@ class Traced:
     rows: int
     pieces: tuple[Piece, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
-    library: Library  # the code of its chunks, as far as it has been asked for
-    recording: Recording  # what it was cut from
+    library: Library  # the code of its chunks, traced on demand
+    recording: Recording  # the graph that was cut into the pieces
     exact: bool = False  # it computes in fp64, so nothing may be cast down on the way
     means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
 
@@ -59,7 +59,7 @@ def trace(
     """Capture `loss_fn(model_fn(), batch)` for a slice of `rows` samples.
 
     Nothing is allocated: the model is built of fakes on the device it will run on. `batch` only gives names,
-    shapes and types. compiled: its code is to be compiled, and traced in the operations that takes.
+    shapes and types. compiled: the code will be compiled, and is traced into operations for the compiler.
     """
     check_batch(batch, rows)
     dtype, device = DTYPES[precision], torch.device(device)
@@ -200,7 +200,7 @@ def build_fake(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """Build the model of fakes, with its floating-point state in the type that computes.
+    """Build the model with fake tensors, with its floating-point state in type `dtype`.
 
     A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
     """
@@ -231,7 +231,7 @@ def build_fake(
 
 def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
     """Build the model with memory, on the CPU: its constructor reads values, as `orthogonal` does."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's own numbers stay as they are
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's random state stays as it is
         try:
             return model_fn()
         except Exception as error:
@@ -268,7 +268,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
-    """Every parameter once, with the other names of a tied one."""
+    """Return every parameter once, with the other names of a tied one."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
@@ -285,7 +285,7 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
 
 
 def buffers_of(model: nn.Module) -> tuple[Buffer, ...]:
-    """Every buffer once, with the names that a state_dict has of a tied one."""
+    """Return every buffer once, with the names a state_dict has for a tied one."""
     passing = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Foretells the memory that lives only while a phase runs."""
+"""Predicts the memory that lives only while a phase runs."""
 
 import functools
 import itertools
@@ -27,10 +27,12 @@ _WRITES_INTO = (
 def workspace_of(
     section: Section, sizes: Sizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
 ) -> int:
-    """The most bytes that live at once, beyond what is read and what is returned.
+    """Return the peak memory of a phase in bytes, beyond its arguments and its results.
 
-    fleeting: given for compiled code, which lets go of what was kept for it as soon as it has read it, mostly
-    before it makes the last of its results, so that the two are never there together.
+    It can be negative for compiled code, which frees a saved value after its last read. Most saved values are
+    freed before the last results are allocated, so the two are never in memory together.
+
+    fleeting: the storages that compiled code never allocates. None: the phase is not compiled.
     """
     results = {memory_of(write.node) for write in section.writes}
     kept = _kept(section, lasting) - results if fleeting is not None else set()
@@ -57,9 +59,9 @@ def workspace_of(
 
 
 def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
-    """For each operation, where in the body its reads are over.
+    """Return the position in the body after which each operation has read its arguments.
 
-    One whose result has no memory runs within those that read it, and so do its own reads.
+    An operation whose result has no memory is fused into its readers, and reads its arguments there.
     """
     found: dict[fx.Node, int] = {}
     for position in reversed(range(len(body))):
@@ -71,10 +73,10 @@ def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
 
 
 def _together(body: Sequence[fx.Node], sizes: Sizes, fleeting: Set[int]) -> dict[int, int]:
-    """Where compiled code makes several results in one go: for each one's memory, the place of the last.
+    """Return, by storage, the position of the last result of a kernel that makes several.
 
-    That is what it does with results of one size that read the same memory, unless one of them needs the
-    other for something that is not joined to its readers. What was to read the first waits for the last.
+    Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
+    depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
     """
     place = {node: position for position, node in enumerate(body)}
     readers = _joined_readers(body, fleeting)
@@ -94,8 +96,8 @@ def _length(node: fx.Node, sizes: Sizes) -> int:
 
 
 def _joined_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, list[fx.Node]]:
-    """For each memory, the results of joined operations that are made of what it holds."""
-    sources: dict[fx.Node, set[int]] = {}  # of a value without memory of its own: what it is made of
+    """Return, for each storage, the fusible operations that read it directly or through fused operations."""
+    sources: dict[fx.Node, set[int]] = {}  # the storages that a value without its own is computed from
     found: dict[int, list[fx.Node]] = {}
     for node in body:
         made_of: set[int] = set()
@@ -111,7 +113,7 @@ def _joined_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, li
 
 
 def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[fx.Node, fx.Node], bool]:
-    """Tells whether between one result and a later one lies more than what is joined."""
+    """Return a function that says whether an operation that cannot be fused lies between two results."""
     bit = {node: 1 << number for number, node in enumerate(results)}
     reached: dict[fx.Node, int] = {}
     behind: dict[fx.Node, int] = {}
@@ -126,13 +128,13 @@ def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[f
 
 
 def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
-    """The memory of what other phases keep for this one alone."""
+    """Return the storages that other phases save for this phase alone."""
     given = [*section.reads.get("saved", {}).values(), *section.reads.get("carried", {}).values()]
     return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
 
 
 def _reused(section: Section) -> dict[int, int]:
-    """Where compiled code writes in place: the memory of each such result is that of what it began from."""
+    """Return, for results that compiled code writes in place, the storage that each one reuses."""
     body, found = set(section.body), dict[int, int]()
     for node in section.body:
         if node.target in _WRITES_INTO:
@@ -143,7 +145,7 @@ def _reused(section: Section) -> dict[int, int]:
 
 
 def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: Mapping[int, int]) -> int:
-    """The most bytes alive at one of `length` positions."""
+    """Return the most bytes alive at any of `length` positions."""
     change: list[int] = [0] * (length + 1)
     for storage, nbytes in size.items():
         change[first[storage]] += nbytes

@@ -17,7 +17,7 @@ class Batches(ABC):
 
     The samples of all epochs form one sequence, of which every step takes the next `batch`: a batch may reach
     into the next epoch, and no sample is left over. State is the number of the next step: as with torchdata,
-    `load_state_dict` is for the next `iter`, and `state_dict` tells of the last one.
+    `load_state_dict` sets it for the next `iter`, and `state_dict` returns that of the last one.
     """
 
     def __init__(self, samples: int, batch: int, seed: int, shuffle: bool) -> None:
@@ -36,10 +36,10 @@ class Batches(ABC):
 
     @abstractmethod
     def collect(self, samples: Places) -> Batch:
-        """These samples as one batch."""
+        """Return these samples as one batch."""
 
     def samples_of(self, step: int) -> Places:
-        """Which samples step `step` gets, in order; steps count from 0."""
+        """Return the samples of step `step`, in order. Steps count from 0."""
         places = np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)
         epochs, places = places // self.samples, places % self.samples
         if self.shuffle:
@@ -49,7 +49,7 @@ class Batches(ABC):
         return places
 
     def at(self, step: int) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         return self.collect(self.samples_of(step))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -60,7 +60,7 @@ class Batches(ABC):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches the last `iter` has given."""
+        """Return how many batches the last `iter` has given."""
         return {"step": self._next}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

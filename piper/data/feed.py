@@ -1,4 +1,4 @@
-"""A job's batches as a run takes them: step after step, from any step on, whatever gives them."""
+"""A job's batches in the order of its steps, from any step on and from any kind of data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from piper.errors import ConfigError, PiperError
 from piper.usercode import named
 
 DataState = dict[str, object]
-MAKING = 1  # sets what is drawn to make an epoch apart from what a step draws
+MAKING = 1  # separates the random numbers that make an epoch from those of a step
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Data that can be asked where it is and put there, such as torchdata's StatefulDataLoader."""
+    """Data that can save and restore its position, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, object]: ...
     def load_state_dict(self, state: dict[str, object], /) -> None: ...
@@ -28,7 +28,7 @@ class Feed:
     """The batches of `make()`, over and over: when they end, `make()` is called for the next epoch.
 
     Random numbers that the data draws in this process come from (seed, step), so a loader that shuffles or a
-    transform that rolls dice does the same in every run, and again after a resume.
+    transform that draws random numbers gives the same in every run, and after a resume.
     """
 
     def __init__(self, make: Callable[[], Iterable[Given]], seed: int) -> None:
@@ -65,9 +65,9 @@ class Feed:
         return batch
 
     def _made(self) -> Iterable[Given]:
-        """The data of this epoch; samplers that shuffle by epoch are told which one it is.
+        """Make the data of this epoch. Give its number to samplers that shuffle by epoch.
 
-        Some draw their order when they are made, so this too depends on the seed alone.
+        Some samplers draw their order when they are made, so that draw depends on the seed alone too.
         """
         with dice(self.seed, self.epoch, MAKING):
             data = call_data(self.make)
@@ -79,7 +79,7 @@ class Feed:
         return data
 
     def state_dict(self) -> DataState:
-        """Where the data is; the data's own state is part of it, where it has one."""
+        """Return the position in the data, with the data's own state if it has one."""
         with naming(self.make, "state_dict()"):
             own = self._data.state_dict() if isinstance(self._data, Stateful) else None
         return {"step": self.step, "epoch": self.epoch, "data": own}
@@ -114,7 +114,7 @@ def naming(make: Callable[[], Iterable[Given]], call: str) -> Iterator[None]:
 
 @contextmanager
 def dice(seed: int, *numbers: int) -> Iterator[None]:
-    """Let what is drawn inside depend on these numbers, and what is drawn after not depend on it."""
+    """Seed torch's generator inside with these numbers, and restore it afterwards."""
     drawn = np.random.SeedSequence([abs(seed), *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(drawn))

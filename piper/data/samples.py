@@ -1,4 +1,4 @@
-"""Datasets of others: what gives samples by number, and what gives one after another."""
+"""Datasets of other libraries: those that give samples by index, and those that are only iterated."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,7 +20,7 @@ class Dataset(Protocol):
 
 
 class Samples(Batches):
-    """Batches of a dataset that gives its samples by number, each a dict of tensors or numbers."""
+    """Batches of a dataset that gives its samples by index, each a dict of tensors or numbers."""
 
     def __init__(self, dataset: Dataset, batch: int, seed: int = 0, shuffle: bool = True) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -33,14 +33,14 @@ class Samples(Batches):
         self.dataset = dataset
 
     def collect(self, samples: Places) -> Batch:
-        """These samples as one batch."""
+        """Return these samples as one batch."""
         return stacked([self.dataset[int(index)] for index in samples], "Samples")
 
 
 class Stream:
-    """Batches of a dataset that can only be iterated, in its own order; at its end it starts anew.
+    """Batches of a dataset that can only be iterated, in its own order. At its end it is iterated again.
 
-    A batch may reach over the end, so no sample is left over. Going on from a step reads what came before.
+    A batch may span the end, so no sample is left out. Resuming at a step reads all samples before it.
     """
 
     def __init__(self, dataset: Iterable[Mapping[str, object]], batch: int) -> None:
@@ -69,7 +69,7 @@ class Stream:
 
 
 def stacked(samples: Sequence[Mapping[str, object]], by: str) -> Batch:
-    """Samples as one batch: each field stacked along a new first axis."""
+    """Stack samples into one batch, each field along a new first axis."""
     if not all(isinstance(sample, Mapping) for sample in samples):
         odd = next(type(sample).__name__ for sample in samples if not isinstance(sample, Mapping))
         raise ConfigError(
@@ -81,7 +81,7 @@ def stacked(samples: Sequence[Mapping[str, object]], by: str) -> Batch:
 
 
 def joined(values: Sequence[object], field: str, by: str) -> Tensor:
-    """One field of several samples as a tensor."""
+    """Stack one field of several samples into a tensor."""
     try:
         return torch.stack([torch.as_tensor(value) for value in values])
     except (TypeError, ValueError, RuntimeError) as error:

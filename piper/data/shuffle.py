@@ -1,4 +1,4 @@
-"""A permutation that is computed place by place instead of stored."""
+"""A permutation that is computed index by index instead of stored."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,9 @@ ROUNDS = 6
 class Shuffle:
     """A permutation of 0 ... size - 1 that a seed and an epoch decide.
 
-    A Feistel network: it swaps and mixes the two halves of a number's bits, so every round can be undone and
-    no two numbers meet. It permutes the next power of four; a number that lands outside goes through again,
-    which ends inside, because it started there.
+    A Feistel network: each round swaps and mixes the two halves of a number's bits and can be inverted, so
+    no two numbers map to one. It permutes the next power of four. A number that lands outside the range is
+    permuted again until it lands inside (cycle walking), which it does because it started inside.
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
@@ -24,7 +24,7 @@ class Shuffle:
         self.keys: Words = state.astype(np.uint64)
 
     def __call__(self, places: Places) -> Places:
-        """What lies at these places of the permutation."""
+        """Return the entries of the permutation at these places."""
         found = self._rounds(places.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._rounds(found[outside])

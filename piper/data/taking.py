@@ -1,4 +1,4 @@
-"""Batches taken from the user's data: what it raises, and what is no batch, becomes one message."""
+"""Takes batches from the user's data. Its exceptions, and values that are no batch, become one message."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
@@ -71,7 +71,7 @@ def batches_of(make: Make) -> Iterator[Given]:
 def failed(error: Exception, make: Make, at: str) -> ConfigError:
     """Return the error of data that raises."""
     return raised(
-        "data() failed", error, role="data", thing=make, facts={"at": at}, hint="mend the data at that line"
+        "data() failed", error, role="data", thing=make, facts={"at": at}, hint="fix the data at that line"
     )
 
 

@@ -1,4 +1,4 @@
-"""From text to tokens: bytes, which need no vocabulary, or a file of the `tokenizers` library."""
+"""Tokenizers: bytes, which need no vocabulary, or a file of the `tokenizers` library."""
 
 import os
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ DTYPE = "uint16"  # of a token file, unless it says otherwise
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens."""
+    """A tokenizer: turns text into tokens and back."""
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are."""
+        """Return the number of distinct tokens."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
 
 
 class ByteTokenizer:
@@ -34,11 +34,11 @@ class ByteTokenizer:
     vocab = 256
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of bytes; what is no UTF-8, as a character cut in two, becomes a mark."""
+        """Return the text of bytes. Invalid UTF-8, such as half a character, becomes a replacement mark."""
         return bytes(tokens).decode(errors="replace")
 
 
@@ -69,20 +69,20 @@ class FileTokenizer:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are."""
+        """Return the number of distinct tokens."""
         return int(self._loaded.get_vocab_size())
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return np.asarray(self._loaded.encode(text).ids, dtype=np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self._loaded.decode([*tokens]))
 
 
 def write_tokens(tokenizer: Tokenizer, text: str, path: Path | str, dtype: str = DTYPE) -> int:
-    """Write a text as a token file; how many tokens it has. A reader never sees half a file."""
+    """Write a text as a token file and return its number of tokens. A reader never sees half a file."""
     most = np.iinfo(dtype).max
     if tokenizer.vocab - 1 > most:
         raise ConfigError(

@@ -31,7 +31,7 @@ class Windows(Batches):
         self.tokens, self.length = tokens, length
 
     def collect(self, samples: Places) -> Batch:
-        """These windows as one batch."""
+        """Return these windows as one batch."""
         starts = (int(index) * self.length for index in samples)
         rows = [np.asarray(self.tokens[start : start + self.length + 1], dtype=np.int64) for start in starts]
         windows = torch.from_numpy(np.stack(rows))
@@ -79,7 +79,7 @@ class TextFile(Windows):
 
 
 def mapped(path: Path, dtype: str) -> NDArray[np.integer]:
-    """A token file as an array that the system reads where it is looked at."""
+    """Map a token file as an array, of which only the parts that are read are loaded."""
     try:
         kind = np.dtype(dtype)
     except TypeError:
@@ -97,7 +97,7 @@ def mapped(path: Path, dtype: str) -> NDArray[np.integer]:
             "the token file cannot be read",
             by=str(path),
             facts={"why": str(error)},
-            hint="write one with piper.data.write_tokens, or mend the path",
+            hint="write one with piper.data.write_tokens, or fix the path",
         ) from None
     if size % kind.itemsize or not size:
         raise ConfigError(

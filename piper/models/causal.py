@@ -1,4 +1,4 @@
-"""What the reference decoders share: their sizes, the way from tokens to logits, and their losses."""
+"""The parts that the reference decoders share: their sizes, tokens to logits, and losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -59,12 +59,12 @@ class Sizes:
 
     @property
     def rotary(self) -> int:
-        """The features of a head that are turned by position."""
+        """Return the number of features of a head that rotary embedding turns."""
         return self.head_dim
 
 
 def stage_ranges(layers: int, stages: int) -> Sequence[range]:
-    """Each stage's layers, as even as the numbers allow."""
+    """Return each stage's layers, as evenly divided as possible."""
     return [range(layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages)]
 
 
@@ -76,7 +76,7 @@ class CausalDecoder(nn.Module):
     """
 
     def __init__(self, sizes: Sizes, block: Callable[[int], nn.Module]) -> None:
-        """`block` makes a layer, given its number."""
+        """Build the decoder. `block` makes a layer, given its number."""
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocab, sizes.dim)
@@ -90,13 +90,13 @@ class CausalDecoder(nn.Module):
                 nn.init.normal_(module.weight, std=sizes.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, length] -> [batch, length, vocab]."""
+        """Compute logits: [batch, length] -> [batch, length, vocab]."""
         sizes, x = self.sizes, tokens
         for stage, layers in enumerate(stage_ranges(sizes.layers, sizes.stages)):
             with annotate("PP"):
                 if stage == 0:
                     x = self.embedding(x)
-                # Each stage makes its own rotation: less work than receiving one.
+                # Each stage computes its own rotation, which is less work than receiving one.
                 rotation = rope(tokens.shape[1], sizes.rotary, sizes.rope_base, like=x)
                 for layer in layers:
                     with annotate("LAYER") if sizes.by_layer else nullcontext():
@@ -109,7 +109,7 @@ class CausalDecoder(nn.Module):
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count.
 
-    Exact where every row has as many labels that count; `token_loss` always is.
+    It is exact if every row has equally many labels that count; `token_loss` is always exact.
     """
     return mean_cross_entropy(model(batch["tokens"]), batch["labels"])
 
@@ -120,11 +120,11 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the labels that count."""
+    """Return the mean cross-entropy over the labels that are not ignored."""
     return F.cross_entropy(*_flat(logits, labels), ignore_index=IGNORED)
 
 
 def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """One row per position. bf16 logits are widened: a sum over the vocabulary needs the digits."""
+    """Flatten to one row per position. bf16 logits become fp32, for the sum over the vocabulary."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.flatten(0, 1).to(wide), labels.flatten()

@@ -17,7 +17,7 @@ class Config(Sizes):
 
     @classmethod
     def tiny(cls, *, layers: int = 4, stages: int = 2, tied: bool = False) -> "Config":
-        """A size for tests: a step takes milliseconds."""
+        """Return a size for tests: a step takes milliseconds."""
         return cls(
             vocab=64,
             dim=32,
@@ -32,17 +32,17 @@ class Config(Sizes):
 
     @classmethod
     def small(cls, *, stages: int = 1) -> "Config":
-        """0.12 billion parameters: a size for one accelerator."""
+        """Return a size for one accelerator: 0.12 billion parameters."""
         return cls(dim=768, layers=12, heads=12, kv_heads=4, hidden=2048, stages=stages)
 
     @classmethod
     def medium(cls, *, stages: int = 1) -> "Config":
-        """1.1 billion parameters."""
+        """Return a size with 1.1 billion parameters."""
         return cls(dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=8192, stages=stages)
 
     @classmethod
     def large(cls, *, stages: int = 1) -> "Config":
-        """9 billion parameters."""
+        """Return a size with 9 billion parameters."""
         return cls(
             vocab=151_936,
             dim=4096,
@@ -65,7 +65,7 @@ class Decoder(CausalDecoder):
 
 
 def block(config: Config) -> Block:
-    """A layer: attention and one feed-forward."""
+    """Build a layer: attention and one feed-forward."""
     attention = Attention(
         config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=config.qk_norm, eps=config.eps
     )

@@ -1,4 +1,4 @@
-"""A DeepSeek-V3-style decoder: latent attention, a shared expert beside routed ones, balance by a bias."""
+"""A DeepSeek-V3-style decoder: latent attention, a shared expert and routed ones, balance by a bias."""
 
 from dataclasses import dataclass
 
@@ -53,12 +53,12 @@ class Config(Sizes):
 
     @property
     def rotary(self) -> int:
-        """The features of a head that are turned by position."""
+        """Return the number of features of a head that rotary embedding turns."""
         return self.rope_dim
 
     @classmethod
     def tiny(cls, *, layers: int = 4, stages: int = 2, experts: int = 8, tied: bool = False) -> "Config":
-        """A size for tests: a step takes milliseconds."""
+        """Return a size for tests: a step takes milliseconds."""
         return cls(
             vocab=64,
             dim=32,
@@ -80,7 +80,7 @@ class Config(Sizes):
 
     @classmethod
     def small(cls, *, stages: int = 1) -> "Config":
-        """0.27 billion parameters: a size for one accelerator."""
+        """Return a size for one accelerator: 0.27 billion parameters."""
         return cls(
             dim=768,
             layers=8,
@@ -95,7 +95,7 @@ class Config(Sizes):
 
     @classmethod
     def large(cls, *, stages: int = 1) -> "Config":
-        """9 billion parameters, of which about a fifth works for a token."""
+        """Return a size with 9 billion parameters, of which about a fifth is active for a token."""
         return cls(
             vocab=129_280,
             dim=2048,
@@ -146,9 +146,9 @@ class LatentAttention(nn.Module):
 class SharedAndRouted(nn.Module):
     """Experts that see every token, and routed ones of which each token sees the `top_k` that score highest.
 
-    A score is a sigmoid of its own, so experts do not compete for weight. The bias has a say in the choice,
-    not in the weights: each forward in training raises it for experts that saw too few tokens, and lowers it
-    for those that saw too many.
+    Each score is a separate sigmoid, so experts do not compete for weight. The bias changes the choice of
+    experts, not their weights. Each forward in training raises it for experts that saw too few tokens, and
+    lowers it for those that saw too many.
     """
 
     bias: Tensor
@@ -174,7 +174,7 @@ class SharedAndRouted(nn.Module):
         return result
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's experts and their weights, which add up to `scale`."""
+        """Return each token's experts and their weights, which add up to `scale`."""
         wide = torch.promote_types(tokens.dtype, torch.float32)
         scores = self.router(tokens).to(wide).sigmoid()
         chosen = (scores + self.bias).topk(self.top_k, dim=-1).indices
@@ -197,7 +197,7 @@ class DeepSeekDecoder(CausalDecoder):
 
 
 def block(config: Config, number: int) -> Block:
-    """A layer: latent attention, then the feed-forward or the experts."""
+    """Build a layer: latent attention, then the feed-forward or the experts."""
     attention = LatentAttention(config)
     dense = number < config.dense_layers
     ffn = SwiGLU(config.dim, config.dense_hidden) if dense else SharedAndRouted(config)

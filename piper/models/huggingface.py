@@ -61,7 +61,7 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count.
 
-    Exact where every row has as many labels that count; `token_loss` always is.
+    It is exact if every row has equally many labels that count; `token_loss` is always exact.
     """
     return mean_cross_entropy(_logits(model, batch), batch["labels"])
 

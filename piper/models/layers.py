@@ -1,4 +1,4 @@
-"""What the reference decoders are made of: rotary attention, a gated feed-forward, tokens to experts."""
+"""The modules of the reference decoders: rotary attention, a gated feed-forward, tokens to experts."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ from piper.experts import grouped_mm, route, unroute
 
 
 def rope(length: int, head_dim: int, base: float, like: Tensor) -> Tensor:
-    """The rotation of each position: [2, length, head_dim], cosines then sines, in the type of `like`.
+    """Return the rotation of each position: [2, length, head_dim], cosines then sines, in the type of `like`.
 
-    Angles are taken in fp32 whatever the type: in bf16 late positions would fall together.
+    Angles are computed in fp32 for every type: in bf16 late positions would become equal.
     """
     steps = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
     angles = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] / base**steps
@@ -68,7 +68,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward or experts, each of a norm, each added to what came in."""
+    """Attention, then a feed-forward or experts, each after a norm and inside a residual connection."""
 
     def __init__(self, dim: int, attention: nn.Module, ffn: nn.Module, *, eps: float) -> None:
         super().__init__()

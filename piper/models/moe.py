@@ -32,7 +32,7 @@ class Config(Sizes):
 
     @classmethod
     def tiny(cls, *, layers: int = 2, stages: int = 2, experts: int = 8, tied: bool = False) -> "Config":
-        """A size for tests: a step takes milliseconds."""
+        """Return a size for tests: a step takes milliseconds."""
         return cls(
             vocab=64,
             dim=32,
@@ -50,17 +50,17 @@ class Config(Sizes):
 
     @classmethod
     def small(cls, *, stages: int = 1) -> "Config":
-        """0.33 billion parameters: a size for one accelerator."""
+        """Return a size for one accelerator: 0.33 billion parameters."""
         return cls(dim=768, layers=8, heads=12, kv_heads=4, experts=32, top_k=4, hidden=448, stages=stages)
 
     @classmethod
     def medium(cls, *, stages: int = 1) -> "Config":
-        """1.7 billion parameters, of which about a fifth works for a token."""
+        """Return a size with 1.7 billion parameters, of which about a fifth is active for a token."""
         return cls(stages=stages)
 
     @classmethod
     def large(cls, *, stages: int = 1) -> "Config":
-        """9 billion parameters, of which about a fifth works for a token."""
+        """Return a size with 9 billion parameters, of which about a fifth is active for a token."""
         return cls(
             vocab=151_936,
             dim=2048,
@@ -90,7 +90,7 @@ class SparseFeedForward(nn.Module):
         return gated_experts(tokens, weights, chosen, self.gate_up, self.down).view(x.shape)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's experts and their weights, which add up to one."""
+        """Return each token's experts and their weights, which add up to one."""
         wide = torch.promote_types(tokens.dtype, torch.float32)
         weights, chosen = self.router(tokens).softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
         return (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype), chosen
@@ -104,7 +104,7 @@ class MoEDecoder(CausalDecoder):
 
 
 def block(config: Config) -> Block:
-    """A layer: attention, then the experts."""
+    """Build a layer: attention, then the experts."""
     attention = Attention(
         config.dim, config.heads, config.kv_heads, config.head_dim, qk_norm=True, eps=config.eps
     )

@@ -1,4 +1,4 @@
-"""Which weights of a Hugging Face model to divide for tensor parallelism, from the plan that it ships."""
+"""Finds the weights of a Hugging Face model to divide for tensor parallelism, from the plan it ships."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: 
 def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transformers' classes)
     """Return `weights` for `shard(..., axis="TP")` from a model's or a config's `base_model_tp_plan`.
 
-    The embedding and the head are divided by vocabulary besides. Experts are left to `shard` without an axis.
+    The embedding and the head are divided by vocabulary. Experts are left to `shard` without an axis.
     """
     config = getattr(model_or_config, "config", model_or_config)
     plan = getattr(config, "base_model_tp_plan", None)

@@ -111,7 +111,7 @@ def read(data: object, steps: int = 1) -> list[Tensor]:
             """
             {folder}/none.bin: the token file cannot be read
               why:  [Errno 2] No such file or directory: '{folder}/none.bin'
-              hint: write one with piper.data.write_tokens, or mend the path
+              hint: write one with piper.data.write_tokens, or fix the path
             """,
         ),
         (
