@@ -34,7 +34,7 @@ __all__ = [
 
 
 def apply(graph: Graph, strategy: Sequence[Directive]) -> Graph:
-    """The graph after every directive of a strategy, in order."""
+    """Return the graph after every directive of a strategy, in order."""
     for number, directive in enumerate(strategy):
         if not isinstance(directive, Directive):
             raise ScheduleError(

@@ -47,7 +47,7 @@ def parse_strategy(text: str, source: str = "strategy") -> list[Directive]:
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """Return the kind of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -132,7 +132,7 @@ def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
 
 
 def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
-    """The error for a value of the wrong kind."""
+    """Return the error for a value of the wrong kind."""
     return ConfigError(f"{key!r} is {json.dumps(value)}", by=where, hint=f"{key!r} is {wanted}")
 
 

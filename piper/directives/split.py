@@ -1,4 +1,4 @@
-"""`split`: the same work on parts of the samples."""
+"""`split`: the same work on microbatches of the samples."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -68,7 +68,7 @@ class Split(Directive):
             )
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
-        """A part must never meet an unsplit value: its samples would not line up."""
+        """Refuse a filter that mixes split and unsplit values: their samples would not line up."""
         names = {node.name for node in nodes}
         chunks = {node.chunk for node in nodes}
         inside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)

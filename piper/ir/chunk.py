@@ -1,4 +1,4 @@
-"""What capture tells the compiler about a model: its chunks, their values, what each phase reads and writes.
+"""The captured model as the compiler sees it: chunks, their values, and what each phase reads and writes.
 
 Pure data. A chunk is a piece of the captured graph that runs as a unit; its code stays with capture and is
 found by `Chunk.key` at run time.
@@ -113,7 +113,7 @@ class Chunk:
 
 
 def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
-    """The saved values in two bundles: those the weight gradients need live longer than the others."""
+    """Return the saved values in two bundles. Those that the weight gradients need live longer."""
     late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
     early = [i for i in range(len(chunk.saved)) if i not in late]
     both: tuple[tuple[SlotKind, list[int]], ...] = (("saved", early), ("kept", sorted(late)))
@@ -173,7 +173,7 @@ class Buffer:
 
     @property
     def saved_as(self) -> tuple[str, ...]:
-        """Every name under which a model's own state_dict has it."""
+        """Return every name of this buffer in the model's own state_dict."""
         return self.names or ((self.name,) if self.persistent else ())
 
 

@@ -1,4 +1,4 @@
-"""The kinds of work in a training step. Frozen, closed, and named by what they are.
+"""The kinds of nodes in a training step. Frozen, closed, and named by their content.
 
 Directives see only `Compute`. Lowering adds the rest and fills in what each node reads and writes; values are
 named by content too, so errors, plans, traces and tests all say the same thing.
@@ -36,12 +36,12 @@ class Compute:
 
     @property
     def run(self) -> Pass:
-        """The pass that it is."""
+        """Return the pass of this node."""
         return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
 
 def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
-    """The name of a compute node, known without having the node. One that runs again has an R for its F."""
+    """Return the name of a compute node. A recomputed forward has an R in place of its F."""
     return f"{phase}[{chunk}{show_part(part)}]"
 
 

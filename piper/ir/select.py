@@ -1,4 +1,4 @@
-"""`at`: which nodes a directive speaks of."""
+"""`at`: the filter by which a directive selects nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

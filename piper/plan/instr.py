@@ -82,7 +82,7 @@ Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instr:
-    """One step of a plan. The plan decides; whoever runs it obeys."""
+    """One instruction of a plan. The plan makes all decisions; the runtime only executes it."""
 
     op: Op
     node: str  # where it comes from in the graph
@@ -99,7 +99,7 @@ class Instr:
 
     @property
     def run(self) -> Pass | None:
-        """The pass that it is, or works for."""
+        """Return the pass that this instruction runs or works for. None: it belongs to no pass."""
         match self.payload:
             case Pass() as run:
                 return run
@@ -112,7 +112,7 @@ class Instr:
 
     @property
     def part(self) -> Tags:
-        """The microbatch of a load or a pass, or of rows on their way."""
+        """Return the microbatch of a load, a pass, an exchange or a collective."""
         match self.payload:
             case (
                 Pass(part=part)
@@ -125,7 +125,7 @@ class Instr:
 
     @property
     def again(self) -> bool:
-        """Whether a forward runs a second time, for what its region's backwards read."""
+        """Return whether this is a recomputed forward."""
         return isinstance(self.payload, Pass) and self.payload.again
 
     @property
@@ -142,7 +142,7 @@ class Instr:
 
     @property
     def computes(self) -> Pass:
-        """The pass that it is."""
+        """Return the pass of a compute instruction."""
         assert isinstance(self.payload, Pass), f"{self.node} computes nothing"
         return self.payload
 
@@ -154,12 +154,12 @@ class Instr:
 
     @property
     def loads(self) -> Field:
-        """The field that it loads."""
+        """Return the field of a load instruction."""
         assert isinstance(self.payload, Field), f"{self.node} loads nothing"
         return self.payload
 
     @property
     def bucket(self) -> str:
-        """The bucket that it gathers or reduces."""
+        """Return the bucket that this instruction gathers or reduces."""
         assert isinstance(self.payload, OfBucket), f"{self.node} is about no bucket"
         return self.payload.bucket

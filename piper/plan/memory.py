@@ -36,7 +36,7 @@ class Ledger:
                 self.live += nbytes
 
     def release(self, slot: SlotId) -> None:
-        """Uncount a slot that is freed."""
+        """Subtract a freed slot from the live bytes."""
         spec = self.plan.slots[slot]
         self.live -= spec.nbytes
         for storage, nbytes in spec.shares:
@@ -70,7 +70,10 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
-    """What is live while one instruction runs, largest first; a storage that slots share counts once."""
+    """Return the live slots while one instruction runs, with their bytes, largest first.
+
+    A storage that several slots share counts once.
+    """
     held: set[SlotId] = set()
     for ins in plan.instrs[:place]:
         held.update(ins.writes)
