@@ -1,4 +1,4 @@
-"""Tensors on disk: flat pieces of them in safetensors files, read and written in any other cut.
+"""Tensors on disk: flat pieces in safetensors files, which can be read back in other pieces.
 
 torch.distributed.checkpoint decides which stored pieces meet which wanted ones, and whether the pieces of all
 workers make whole tensors. Its own files are not used: their index is a pickle, which may run code when it is
@@ -148,7 +148,7 @@ def sync(path: Path) -> None:
 
 
 def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
-    """The index of what all workers wrote; torch's planner proves that the parts make whole tensors."""
+    """Return the index of what all workers wrote. torch's planner checks that parts make whole tensors."""
     writers = [*placed]
     plans = [SavePlan([write_item(part) for part in parts]) for parts in writers]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -168,7 +168,7 @@ def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
 
 
 def write_item(part: Placed) -> WriteItem:
-    """A part as torch's planner sees it."""
+    """Return a part in the form that torch's planner takes."""
     offsets = Size([part.start])
     return WriteItem(
         index=MetadataIndex(part.key, offsets),
@@ -182,7 +182,7 @@ def write_item(part: Placed) -> WriteItem:
 
 
 class Shelf:
-    """The tensors of a checkpoint, of which anyone reads only what is wanted."""
+    """The tensors of a checkpoint. A caller reads only the elements it needs."""
 
     def __init__(self, folder: Path, record: Record) -> None:
         self.folder, self.record = folder, record
@@ -259,7 +259,7 @@ class Shelf:
 
 
 def by_file(metadata: Metadata, parts: Iterable[Part]) -> Mapping[str, list[tuple[Part, ReadItem]]]:
-    """Which run of which stored piece goes where in which part, file by file."""
+    """Return, for each file, the runs of its stored pieces to read and the part that each belongs to."""
     found: dict[str, list[tuple[Part, ReadItem]]] = {}
     for part in parts:
         for item in reads(metadata, part):
@@ -268,7 +268,7 @@ def by_file(metadata: Metadata, parts: Iterable[Part]) -> Mapping[str, list[tupl
 
 
 def reads(metadata: Metadata, part: Part) -> Iterator[ReadItem]:
-    """The runs of stored pieces that make up a part."""
+    """Yield the runs of stored pieces that fill a part."""
     length = part.tensor.numel()
     if not length:
         return

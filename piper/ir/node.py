@@ -109,7 +109,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Tell the devices of an expert group how many rows each will get from each. The host waits for it."""
+    """Send each device of an expert group the number of rows it will get from each. The host waits for it."""
 
     chunk: str
     part: Tags
@@ -222,7 +222,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """Square and sum the gradients of a device, beside its losses: over all, each parameter counts once."""
+    """Square and sum the gradients of a device. Over all devices, each parameter counts once."""
 
     devices: Devices
     reads: tuple[SlotId, ...]

@@ -112,7 +112,7 @@ class Instr:
 
     @property
     def part(self) -> Tags:
-        """Return the microbatch of a load, a pass, an exchange or a collective."""
+        """Return the microbatch of a load, pass, exchange or collective. Empty: it has no microbatch."""
         match self.payload:
             case (
                 Pass(part=part)

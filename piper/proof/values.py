@@ -157,7 +157,7 @@ class SymbolicRun:
         return True
 
     def meet(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
-        """Come to a collective; the last member to come runs it for all."""
+        """Join a collective. Return whether all members have joined: the last one runs it for all."""
         circle = self.circle(comm, program)
         key = (comm.name, circle[0], self.met[comm.name, program])
         there = self.waiting.setdefault(key, [])

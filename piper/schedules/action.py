@@ -1,4 +1,4 @@
-"""What a rank does at a time: one action, or a pair that may interleave. Both have torch's text form."""
+"""The moves of a rank: one action, or a pair that may interleave. Both have torch's text form."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ Group = tuple[Action, ...]  # one action; or a forward and a backward that may i
 
 
 def group_text(group: Group) -> str:
-    """A group as torch writes it: `2F0`, or `(0F3;7B1)OVERLAP_F_B`."""
+    """Return a group as torch writes it: `2F0`, or `(0F3;7B1)OVERLAP_F_B`."""
     if len(group) == 1:
         return str(group[0])
     return f"({';'.join(map(str, group))})OVERLAP_F_B"
@@ -71,6 +71,6 @@ def shorten(text: str, limit: int = 40) -> str:
 
 
 def is_overlap(group: Group) -> bool:
-    """Is this a pair that may interleave: one forward, and one backward that sends a gradient on?"""
+    """Return whether a group is a forward and a backward that may interleave. A BW half may not."""
     phases = [action.phase for action in group]
     return len(phases) == 2 and phases.count("F") == 1 and "BW" not in phases

@@ -1,4 +1,4 @@
-"""When each group of a grid runs, given what the phases cost, and what is alive meanwhile."""
+"""The start time of each group of a grid, from the costs of the phases, and the activations held."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Timeline:
 
 
 def makespan(grid: Grid, costs: Costs = UNIT) -> float:
-    """The time from the first action of a valid grid to the end of its last."""
+    """Return the time from the first action of a valid grid to the end of its last."""
     return timeline(grid, costs).end
 
 
@@ -61,14 +61,14 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
 
 
 def gives(action: Action) -> Value | None:
-    """The value that other actions wait for: weight gradients have no reader in the pipeline."""
+    """Return the value that other actions wait for. None: weight gradients have no reader in the pipeline."""
     if action.phase == "BW":
         return None
     return "activation" if action.phase == "F" else "gradient", action.stage, action.microbatch
 
 
 def needs(action: Action, last: int) -> tuple[Value, ...]:
-    """The values that an action waits for, where `last` is the last stage."""
+    """Return the values that an action waits for, where `last` is the last stage."""
     stage, microbatch = action.stage, action.microbatch
     match action.phase:
         case "F":
@@ -81,7 +81,7 @@ def needs(action: Action, last: int) -> tuple[Value, ...]:
 
 
 def group_needs(group: Group, last: int) -> tuple[Value, ...]:
-    """What a group waits for before it starts: a later member may use what an earlier one gives."""
+    """Return the values that a group waits for before it starts, without those its first member computes."""
     first, *others = group
     given = gives(first)
     return needs(first, last) + tuple(
@@ -116,7 +116,10 @@ def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int
 
 
 def peak_activations(grid: Grid, *, freed_by: Literal["BI", "BW"] = "BW") -> tuple[int, ...]:
-    """The most forwards each rank holds at once. A whole backward frees one, or the `freed_by` half."""
+    """Return the most forwards each rank holds at once.
+
+    A whole backward, or the `freed_by` half of it, frees one.
+    """
     peaks = []
     for row in grid.rows:
         alive = peak = 0

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: what each rank runs, in order. Builders make it; directives say it."""
+"""A pipeline schedule as a value: what each rank runs, in order."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Grid:
     rows: tuple[Row, ...]
 
     def actions(self) -> Iterator[Action]:
-        """Every action, rank by rank, in order."""
+        """Yield every action, rank by rank, in order."""
         return (action for row in self.rows for group in row for action in group)
 
     @property

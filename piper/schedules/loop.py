@@ -1,4 +1,4 @@
-"""How microbatches travel when rank r holds stages r, r + ranks, ...: in rounds, loop after loop."""
+"""The path of microbatches when rank r holds stages r, r + ranks, ...: in rounds, loop after loop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ class RowWriter:
 
     @property
     def owes(self) -> bool:
-        """Is there a weight gradient that can run now?"""
+        """Return whether there is a weight gradient that can run now."""
         return bool(self._owed)
 
     def forward(self, stage: int) -> None:
@@ -49,7 +49,7 @@ class RowWriter:
         self._write(self._next_forward(forward) + self._next_backward(backward))
 
     def finish(self) -> Row:
-        """Pay what is owed and return the row."""
+        """Write the weight gradients that are still owed, and return the row."""
         while self._owed:
             self.weights()
         return tuple(self._groups)
