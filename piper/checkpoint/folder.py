@@ -55,7 +55,7 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path, record: Record) -> None:
-    """Let the checkpoint that was begun take its place, complete."""
+    """Move the checkpoint that was begun, now complete, into its place."""
     written = hidden_path(path, "partial") / FILE
     try:
         written.write_text(record.to_json(), encoding="utf-8")
@@ -70,7 +70,7 @@ def commit(path: Path, record: Record) -> None:
 
 
 def take_place(path: Path) -> None:
-    """Put the folder that was begun in its place, and drop the checkpoint that was there."""
+    """Move the folder that was begun into its place, and drop the checkpoint that was there."""
     partial, old = hidden_path(path, "partial"), hidden_path(path, "old")
     sync(partial)
     check_taken(path)  # again: a save may take long
@@ -86,7 +86,7 @@ def take_place(path: Path) -> None:
 
 
 def aside(path: Path) -> Path:
-    """Return a free name for a checkpoint that is damaged."""
+    """Return a free name for a damaged checkpoint."""
     number, name = 1, path.with_name(f"{path.name}.damaged")
     while os.path.lexists(name):
         number += 1
@@ -96,7 +96,7 @@ def aside(path: Path) -> Path:
 
 def discard(path: Path) -> None:
     """Remove a checkpoint that was begun, and put the one it was to replace back in its place."""
-    with suppress(OSError):  # the error that led here is the one to tell
+    with suppress(OSError):  # the error that led here is the one to report
         remove(hidden_path(path, "partial"))
     found = settled(path)
     if found != path and not path.exists():
@@ -110,7 +110,7 @@ def settled(path: Path) -> Path:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Return what looks like a checkpoint in a folder, the oldest first, complete and intact or not."""
+    """Return the paths named like checkpoints in a folder, the oldest first, intact or not."""
     names: dict[int, Path] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = STEP.fullmatch(path.name) or LEFT.fullmatch(path.name)

@@ -68,7 +68,7 @@ def export_hf(
 
 
 def mark_export(folder: Path, files: list[str]) -> None:
-    """Write down that a folder is an export of ours, and which files it has."""
+    """Write the mark that says that a folder is an export of ours, and lists its files."""
     text = json.dumps({"format": EXPORT, "files": [name for name in files if name != MARK]})
     (folder / MARK).write_text(text + "\n", encoding="utf-8")
 

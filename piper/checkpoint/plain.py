@@ -1,6 +1,6 @@
 """Nested state as JSON and back, exactly: what schedulers and datasets save. Nothing in it can run code.
 
-Numbers, texts, truths, none and lists are themselves; every other kind is an object with one tag to name it.
+Numbers, strings, bools, None and lists stay as they are. Any other type is an object with one tag to name it.
 """
 
 import base64

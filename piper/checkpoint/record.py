@@ -134,7 +134,7 @@ def seal(fields: Mapping[str, object]) -> str:
 
 
 def read_record(folder: Path) -> Record:
-    """Read what a checkpoint says of itself, and check that its files are there in full length."""
+    """Read the record of a checkpoint, and check that its files are there in full length."""
     try:
         text = (folder / FILE).read_bytes().decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -324,7 +324,7 @@ def check_size(record: Record, key: str, shape: tuple[int, ...]) -> None:
 
 
 def check_trainer_section(record: Record) -> None:
-    """Refuse an optimizer's state that is not the one that was saved with its settings."""
+    """Refuse optimizer or scheduler state without its settings, and optimizer state with values missing."""
     trainer = record.trainer
     if (trainer.optimizer is None) != (trainer.groups is None):
         raise ValueError("trainer has an optimizer or its groups, and not both")
@@ -349,7 +349,7 @@ def check_trainer_section(record: Record) -> None:
 def kept_by(
     moments: Mapping[str, Mapping[str, object]], numbers: Mapping[str, Mapping[str, object]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of what an optimizer keeps for each parameter, in order."""
+    """Return the names of the values that an optimizer saves for each parameter, in order."""
     return {
         name: tuple(sorted(moments.get(name, {}).keys() | numbers.get(name, {}).keys()))
         for name in sorted(moments.keys() | numbers.keys())

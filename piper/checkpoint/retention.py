@@ -61,7 +61,7 @@ class Retention:
 
 
 def signature_of(path: Path) -> Signature:
-    """Return what changes when a file of a checkpoint is written to."""
+    """Return the signature of a checkpoint's files. It changes when a file is written to."""
     try:
         found = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:

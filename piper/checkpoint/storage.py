@@ -52,7 +52,7 @@ CODES = {  # how safetensors names the types
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """Some elements of a tensor: `tensor`, flat, which begins at `start` of the `size` elements in all."""
+    """A range of a tensor's elements: `tensor`, flat, begins at `start` of the `size` elements in all."""
 
     key: str
     size: int
@@ -74,7 +74,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What one writer has put on the disk: its parts, and the file that holds them."""
+    """The result of one writer: its parts on disk, and the file that holds them."""
 
     placed: tuple[Placed, ...] = ()
     files: Mapping[str, FileRecord]

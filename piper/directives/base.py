@@ -63,7 +63,7 @@ class Directive:
 
 
 def verb_of(kind: type[Directive]) -> str:
-    """Return what users call a kind of directive."""
+    """Return the name by which users call a kind of directive."""
     return kind.__name__.lower()
 
 
@@ -84,7 +84,7 @@ _FORMS: dict[tuple[int, str], type[Directive]] = {}  # other forms of the one at
 
 
 def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
-    """Make a directive known to the JSON form, to hints and to `piper` itself; lists have it at `rank`.
+    """Register a directive with the JSON form, with hints and with `piper` itself, at `rank` in every list.
 
     key: it is another form of the directive at that rank, for entries that have this key.
     """
@@ -100,12 +100,12 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
 
 
 def known_directives() -> dict[str, type[Directive]]:
-    """Return every kind of directive, by what users call it, in the order that lists have them."""
+    """Return every kind of directive, by its name for users, in the order of their ranks."""
     return {verb_of(kind): kind for kind in sorted(_KNOWN, key=_KNOWN.__getitem__)}
 
 
 def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
-    """Return the kind of directive that an entry with some keys is."""
+    """Return the kind of directive that an entry with these keys is."""
     kind = known_directives()[verb]
     found = [_FORMS[_KNOWN[kind], key] for key in keys if (_KNOWN[kind], key) in _FORMS]
     return found[0] if found else kind
@@ -119,7 +119,7 @@ def spelt(
     default: object = MISSING,
     needed: bool = False,
 ) -> Any:  # noqa: ANN401  as `dataclasses.field` does
-    """Make a field that JSON calls by another name.
+    """Return a dataclass field that has another name in JSON.
 
     wanted: what its value must be, in words. flags: the field is the highest of these whose key is true.
     needed: JSON must have it, though Python need not.

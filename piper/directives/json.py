@@ -101,7 +101,7 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """How JSON says a field of a directive."""
+    """The key and the type of a directive's field in JSON."""
 
     field: str
     read: Read

@@ -106,8 +106,8 @@ def has_code(kind: str) -> bool:
 
 
 def remat(at: At, budget: float, across: str | None = None) -> Remat:
-    """Keep at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
+    """Save at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
 
-    across: a tag. Regions with it keep nothing from forward to backward but what comes into them.
+    across: a tag. Regions with it save only their inputs between forward and backward.
     """
     return Remat(at=given_filter("remat", at), budget=budget, across=given_tag("remat", "across", across))

@@ -13,7 +13,7 @@ from piper.ir.select import At
 @registered(3)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Split(Directive):
-    """Copy the selected sub-graph once per part of the samples.
+    """Copy the selected sub-graph once per microbatch.
 
     F[PP=0] --> F[PP=1]
     -->
@@ -94,5 +94,8 @@ class Split(Directive):
 
 
 def split(at: At, axis: str = "MB", parts: int = 1) -> Split:
-    """Copy the selected sub-graph once per part of each device's samples, tagged `axis=0`, `axis=1`, ..."""
+    """Copy the selected sub-graph once per microbatch, tagged `axis=0`, `axis=1`, ...
+
+    Each device's samples are divided into `parts` microbatches.
+    """
     return Split(at=given_filter("split", at), axis=axis, parts=parts)

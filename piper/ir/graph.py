@@ -49,7 +49,7 @@ class Policy:
 
     @property
     def degree(self) -> int:
-        """Return how many devices share the same samples."""
+        """Return the number of devices that share the same samples."""
         return math.prod(held.degree for held in self.axes)
 
     def sharding(self, name: str) -> Sharding:
@@ -68,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A member of an ordered group: a node by what it is, so that later rewrites can find its successors."""
+    """A member of an ordered group, named by its content, so that later rewrites can find its successors."""
 
     chunk: str
     phase: Phase
@@ -126,7 +126,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Compute nodes, how their chunks' parameters live, and the orders asked for."""
+    """Compute nodes, the policies of their chunks' parameters, and the orderings between them."""
 
     outline: Outline
     nodes: Mapping[str, Compute]

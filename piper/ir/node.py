@@ -16,7 +16,7 @@ COMPUTE_STREAM = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Run one chunk, in one phase, on one part of each device's samples."""
+    """Run one phase of one chunk on one microbatch."""
 
     chunk: str
     phase: Phase
@@ -47,7 +47,7 @@ def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Bring one field of the batch, for one part, to the devices that read it."""
+    """Load one field of the batch, for one microbatch, on the devices that read it."""
 
     batch_field: str
     part: Tags
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Move a value from one set of devices to another. A send and a receive in the plan."""
+    """Send a value from one set of devices to another. It becomes a send and a receive in the plan."""
 
     value: SlotId
     source: Devices
@@ -149,7 +149,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect:
-    """Bring a divided value into another layout within each group, or its gradient back."""
+    """Run a collective that changes the layout of a divided value, or of its gradient, within each group."""
 
     chunk: str
     phase: Phase  # F, B or BI
@@ -169,7 +169,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """Bring together a bucket's sharded parameters, for a run of uses or after an update."""
+    """All-gather a bucket's sharded parameters, for a run of uses or after an update."""
 
     bucket: str
     run: Pass | None  # the first of the passes that use it; None: all of them, after an update
@@ -186,7 +186,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
-    """Add one backward's weight gradients, or one part's loss, to what the step has so far."""
+    """Add one backward's weight gradients, or one microbatch's loss, to the sum of the step."""
 
     run: Pass  # whose results are added
     devices: Devices
@@ -204,7 +204,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """Sum a bucket's gradients over the replicas; with `scatter`, each keeps only its shard of the sum."""
+    """Sum a bucket's gradients over the replicas. With `scatter`, each replica keeps only its shard."""
 
     bucket: str
     run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
@@ -237,7 +237,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """Sum the norms, losses and weights over all devices: every device then knows the step's result."""
+    """Sum the norms, losses and weights over all devices, so that every device has the step's result."""
 
     devices: Devices
     reads: tuple[SlotId, ...]
@@ -267,7 +267,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Give the replicas the first one's buffers. Those of divided experts are not written."""
+    """Broadcast the first replica's buffers to the others. Buffers of divided experts are never written."""
 
     chunk: str
     devices: Devices

@@ -33,12 +33,12 @@ class Home:
 
     @property
     def lanes(self) -> Lanes:
-        """Return the devices, and how many neighbours among them share their samples."""
+        """Return the devices, and the number of neighbours among them that share their samples."""
         return self.devices, self.policy.degree
 
     @property
     def slices(self) -> int:
-        """Return into how many slices its devices cut the samples."""
+        """Return the number of slices into which the devices cut the samples."""
         return len(self.devices) // self.policy.degree
 
 
@@ -275,7 +275,7 @@ def tied_buckets(
 
 
 def shown_held(held: Held) -> str:
-    """Say how a parameter is divided."""
+    """Return text that says how a parameter is divided."""
     return f"ways {math.prod(sharding.ways for sharding in held.shardings)}"
 
 

@@ -18,7 +18,7 @@ from piper.proof.values import prove_values
 
 
 def emit(work: Work) -> Work:
-    """Cut the line into one plan for each distinct program.
+    """Cut the sequence of nodes into one plan for each distinct program.
 
     F[PP=0]@0  transfer  F[PP=1]@1
     -->

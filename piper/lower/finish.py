@@ -87,7 +87,7 @@ def every_field_is_loaded(work: Work) -> Iterator[str]:
 
 
 def add_losses(work: Work) -> Work:
-    """Add up each part's loss, and its weight, as soon as it is known.
+    """Add each microbatch's loss and weight to the step's sums, as soon as they are computed.
 
     F[PP=1 MB=0]  F[PP=1 MB=1]
     -->
@@ -143,7 +143,7 @@ def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
 
 
 def add_updates(work: Work) -> Work:
-    """End the step: the norm and the losses over all devices, the update, and what it makes stale made equal.
+    """End the step: total the norm and the losses, update, then gather parameters and broadcast buffers.
 
     reduce ...
     -->
@@ -215,7 +215,7 @@ def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucke
 
 
 def gather_updated(bucket: Bucket) -> Gather:
-    """Bring the updated shards of a bucket together again on every replica."""
+    """Add the gather of a bucket's updated shards on every replica."""
     return Gather(
         bucket=bucket.name,
         run=None,

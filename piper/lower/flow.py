@@ -105,7 +105,7 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
 
 
 def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
-    """Let a buffer live on the chunk's devices; where it is divided, each holds its own part."""
+    """Add a buffer's slot on the chunk's devices. Where it is divided, each device holds its slice."""
     home = flow.homes[chunk.name]
     sharding = replace(home.policy.sharding(name), stride=home.policy.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
@@ -181,7 +181,7 @@ def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[Slot
 
 
 class OfPart:
-    """The slots of one microbatch, each made once."""
+    """The slots of one microbatch, each created once."""
 
     def __init__(self, part: Tags, residents: Collection[SlotId]) -> None:
         self.part, self.residents = part, residents

@@ -21,11 +21,11 @@ class Weaving:
     renamed: dict[int, dict[SlotId, SlotId]] = field(default_factory=dict)  # by place: what it writes instead
 
     def put(self, place: int, node: Node, behind: int | None = None) -> None:
-        """Put a node after the place that makes what it reads, or further back."""
+        """Insert a node after the place that writes what it reads, or later."""
         self.behind.setdefault(place if behind is None else behind, []).append((place, node))
 
     def rename(self, place: int, value: SlotId, slot: SlotId) -> None:
-        """Let a node write a value into another slot."""
+        """Make a node write a value into another slot."""
         self.renamed.setdefault(place, {})[value] = slot
 
     def run(self, place: int) -> Pass:
@@ -70,7 +70,7 @@ def add_reductions(work: Work) -> Work:
 
 
 def every_gradient_is_reduced(work: Work) -> Iterator[str]:
-    """Yield each trained bucket whose gradient is not written and summed over all its replicas."""
+    """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
     read = {value for node in work.line for value in node.reads}
     written = {value for node in work.line for value in node.writes}
     reduced = {node.bucket for node in work.line if isinstance(node, Reduce)}
@@ -144,7 +144,7 @@ def accumulate(
 def reduce_node(
     weaving: Weaving, bucket: Bucket, place: int, value: SlotId, *, again: bool, behind: int | None = None
 ) -> None:
-    """Reduce the gradient made at a place in line, behind another; a scattered sum adds to the shard."""
+    """Add the reduction of the gradient written at a place. A reduce-scatter adds to the shard so far."""
     scatter = bucket.zero > 0
     result = shard_gradient(bucket) if scatter else full_gradient(bucket)
     if scatter:
@@ -163,7 +163,7 @@ def reduce_node(
 
 
 def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> None:
-    """Add everything up on each device, then reduce once."""
+    """Accumulate all gradients on each device, then reduce once."""
     total = full_gradient(bucket)
     weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
     begun: dict[Devices, None] = {}

@@ -11,7 +11,7 @@ from piper.plan.plan import Slot
 
 
 def add_reruns(work: Work) -> Work:
-    """Run a region's forwards again, as late as its backwards allow, and let these read the new results.
+    """Recompute a region's forwards as late as its backwards allow, which then read the new results.
 
     F[PP=0]  F[PP=0 #1] ... B[PP=0 #1]  B[PP=0]
     -->

@@ -32,7 +32,7 @@ class Web:
 
 
 def schedule(work: Work) -> Work:
-    """Put every node of the step in one order: what can start first, does; ties by urgency and path length.
+    """Put every node of the step in one order: ready nodes first, ties by urgency and path length.
 
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
     """

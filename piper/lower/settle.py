@@ -16,7 +16,7 @@ ROUTED = ("route", "expert", "unroute")
 
 
 def settle(work: Work) -> Work:
-    """Place a strategy without places on device 0, and check the rest: capture, which comes next, is costly.
+    """Place a strategy without placements on device 0, and run all checks before capture, which is slow.
 
     F[PP=0]  B[PP=0]
     -->
@@ -46,7 +46,7 @@ def every_chunk_has_one_home(work: Work) -> Iterator[str]:
 
 
 def capture(work: Work) -> Work:
-    """Give every chunk its phases, and drop the nodes that these leave nothing to do.
+    """Give every chunk its phases, and drop the nodes that then have nothing to do.
 
     F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
     -->

@@ -41,13 +41,13 @@ class Flow:
         return self.work.graph
 
     def passes_on(self, chunk: Chunk, *, backward: bool = False) -> bool:
-        """Return whether a chunk moves nothing: its outputs are its inputs; backward, its gradients."""
+        """Return whether a chunk does nothing but pass its inputs on or, with `backward`, its gradients."""
         if chunk.collective is not None:
             return (chunk.collective.back if backward else chunk.collective.op) == "none"
         return chunk.kind in ("route", "unroute") and self.graph.policy(chunk.name).ways == 1
 
     def resolve(self, source: Source, *, backward: bool = False) -> Source:
-        """Return the chunk that makes a value, or gets its gradient, past the chunks that only pass it on."""
+        """Return the source of a value, or of its gradient, past the chunks that only pass it on."""
         while isinstance(source, Output) and self.passes_on(self.chunks[source.chunk], backward=backward):
             source = self.chunks[source.chunk].inputs[source.index]
         return source

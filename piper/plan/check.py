@@ -128,7 +128,7 @@ def circle_problems(plans: Plans) -> Iterator[str]:
 
 
 def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
-    """Return the vertices such that each comes before its followers, and those that wait for a circle."""
+    """Return the vertices in topological order, and those that wait for a cycle."""
     waiting = [0] * len(followers)
     for vertices in followers:
         for vertex in vertices:

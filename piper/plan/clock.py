@@ -23,7 +23,7 @@ class StreamClock:
         return self._known[lane][self.lane[place]] >= place
 
     def learn(self, lane: int, place: int) -> None:
-        """Let a stream wait for an instruction, and so for all that the instruction's stream knew of then."""
+        """Let a stream wait for an instruction, and so know what the instruction's stream knew then."""
         mine = self._known[lane]
         for other, reached in enumerate(self._after[place]):
             if reached > mine[other]:

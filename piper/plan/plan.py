@@ -74,12 +74,12 @@ class Bucket:
 
     @property
     def ways(self) -> int:
-        """Return how many groups of devices hold it: each its own slices, or the same as another."""
+        """Return the number of device groups that hold this bucket, with different slices or the same."""
         return len(self.groups)
 
     @property
     def distinct(self) -> tuple[Devices, ...]:
-        """Return one group of devices for every different slice: together they hold each element once."""
+        """Return one group of devices for each different slice. Together they hold each element once."""
         found: dict[tuple[int, ...], Devices] = {}
         for group in self.groups:
             position = self.devices.index(group[0])

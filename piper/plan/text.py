@@ -47,7 +47,7 @@ PAYLOADS: Mapping[Op, type] = {
 
 
 def show_plans(plans: Plans) -> str:
-    """Write plans down."""
+    """Return the text form of plans."""
     return "\n".join(lines_of(plans)) + "\n"
 
 
@@ -228,13 +228,13 @@ def read_shardings(text: str) -> tuple[Sharding, ...]:
 
 
 def show_collective(how: Collective) -> str:
-    """Write what a group does with a value."""
+    """Return the text of a collective inside a region."""
     dims = f"{show_slicing(how.joined)}>{show_slicing(how.cut)}"
     return f"{shown(how.axis)} {how.degree} {how.op} {how.back} {dims}"
 
 
 def read_collective(text: str) -> Collective:
-    """Read what a group does with a value."""
+    """Read a collective inside a region."""
     axis, degree, op, back, dims = text.rsplit(" ", 4)
     joined, _, cut = dims.partition(">")
     if op not in get_args(CollectiveOp) or back not in get_args(CollectiveOp):
@@ -317,7 +317,7 @@ class Reading:
         self.said: Readers = {**slots, **INSTR, "run": lambda text: read_pass(text, self.axes)}
 
     def take(self, kind: str, first: str, words: list[str]) -> None:
-        """Take one line."""
+        """Read one line."""
         match kind:
             case "plans":
                 self.shared = read_fields([first, *words], SHARED)

@@ -38,7 +38,7 @@ def group_text(group: Group) -> str:
 
 
 def parse_group(text: str, *, by: str) -> Group:
-    """Read a group; the reverse of `group_text`. `by` says where the text stands."""
+    """Parse a group; the inverse of `group_text`. `by` says where the text is from."""
     if overlap := OVERLAP.fullmatch(text):
         group = tuple(parse_action(member.strip(), by=by) for member in overlap.groups())
         if not is_overlap(group):
@@ -66,7 +66,7 @@ def parse_action(text: str, *, by: str) -> Action:
 
 
 def shorten(text: str, limit: int = 40) -> str:
-    """Keep the start of a text that would drown a message."""
+    """Return the start of a text that is too long for a message."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

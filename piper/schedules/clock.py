@@ -17,7 +17,7 @@ UNIT: Costs = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When each group starts, per rank, and when everything is done."""
+    """The start time of each group, per rank, and the end of the step."""
 
     starts: tuple[tuple[float, ...], ...]
     end: float
@@ -90,7 +90,7 @@ def group_needs(group: Group, last: int) -> tuple[Value, ...]:
 
 
 def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int], by: str) -> ScheduleError:
-    """Explain why no rank can go on: the ranks that wait for each other in a circle."""
+    """Return the error that shows the ranks that wait for each other in a cycle."""
     maker = {
         value: (rank, action)
         for rank, row in enumerate(grid.rows)

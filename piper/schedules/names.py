@@ -16,7 +16,7 @@ from piper.schedules.zero_bubbles import interleaved_zero_bubble_grid, zero_bubb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """A schedule whose number of stages on a rank is part of what it is."""
+    """A schedule with a fixed number of stages per rank."""
 
     build: Callable[[int, int], Grid]
     stages_per_rank: int
@@ -25,7 +25,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved:
-    """A schedule that takes any number of stages on a rank."""
+    """A schedule with any number of stages per rank."""
 
     build: Callable[[int, int, int], Grid]
     stages_per_rank: int = 2  # unless asked otherwise
