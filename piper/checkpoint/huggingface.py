@@ -50,7 +50,7 @@ def export_hf(
     path = target_of(folder)
     partial = begin(path)
     try:
-        mark_export(partial, [])  # from now on all in it is ours, whenever this is interrupted
+        mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted
         with quiet():
             model.to(kinds.pop() if len(kinds) == 1 else torch.float32).save_pretrained(
                 partial, state_dict=given

@@ -29,7 +29,7 @@ from piper.checkpoint.plain import dtype_named
 from piper.checkpoint.record import SUFFIX, Record, Stored
 
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
-LONGEST = 2**30  # bytes of a header that is believed
+LONGEST = 2**30  # the largest header that is read, in bytes
 CODES = {  # how safetensors names the types
     torch.float64: "F64",
     torch.float32: "F32",
@@ -152,7 +152,7 @@ def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
     writers = [*placed]
     plans = [SavePlan([write_item(part) for part in parts]) for parts in writers]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.create_global_plan([*plans, SavePlan([])])  # it looks for gaps only among several plans
+    planner.create_global_plan([*plans, SavePlan([])])  # the planner looks for gaps only among several plans
     found: dict[str, list[Placed]] = {}
     for parts in writers:
         for part in parts:

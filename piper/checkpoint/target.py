@@ -168,7 +168,7 @@ def remove(folder: Path) -> None:
         return
     listed = listed_in(folder) or set()
     begun = listed == {MARK}  # an export that was never completed: all in its hidden folder is ours
-    for name in sorted(entries(folder), key=lambda name: name in (FILE, MARK)):  # what says so goes last
+    for name in sorted(entries(folder), key=lambda name: name in (FILE, MARK)):  # record and mark last
         if begun or name in listed or OURS.fullmatch(name):
             (folder / name).unlink()
     folder.rmdir()

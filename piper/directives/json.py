@@ -107,7 +107,7 @@ class Spelling:
     read: Read
     wanted: str  # what the value must be, in words
     needed: bool
-    level: int = 0  # a flag: the value that the field has at least where it is true
+    level: int = 0  # of a flag: the least value of the field where the flag is true
 
 
 def keys_of(kind: type[Directive]) -> dict[str, Spelling]:

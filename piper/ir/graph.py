@@ -134,8 +134,8 @@ class Graph:
     parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
     policies: Mapping[str, Policy] = field(default_factory=dict)
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
-    budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> what it may keep of what it saves
-    reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> the region whose forwards run again
+    budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
+    reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[Asked, ...] = ()  # by number
 

@@ -27,7 +27,7 @@ class Compute:
     reads: tuple[SlotId, ...] = ()
     writes: tuple[SlotId, ...] = ()
     keeps: tuple[SlotId, ...] = ()  # values it does not read but whose storage it still uses
-    again: bool = False  # a forward that runs a second time, for what its region's backwards read
+    again: bool = False  # a forward that is recomputed for the backwards of its region
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -218,7 +218,7 @@ def tied_buckets(
     """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all."""
     named = param.name
     while not {named, *(f"{named}@{home.chunk}" for home in homes)}.isdisjoint(taken):
-        named += "'"  # a parameter may be called as a chunk's bucket is
+        named += "'"  # a parameter may have the same name as a bucket
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)

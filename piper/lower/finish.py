@@ -102,7 +102,7 @@ def add_losses(work: Work) -> Work:
         result = output_slot(source.chunk, source.index)
         began = False
         for place, node in enumerate(work.line):
-            if not isinstance(node, Compute) or node.again:  # what runs again is counted already
+            if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
                 value = next(value for value in node.writes if value.base == result)

@@ -50,7 +50,7 @@ def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Step, ...
     if later == {()}:
         yield ordering.groups
         return
-    if len(later) == 1:  # every member was split alike: each part keeps the order
+    if len(later) == 1:  # every member was split alike: each microbatch keeps the order
         axes = later.pop()
         for indices in itertools.product(*(range(size) for _, size in axes)):
             part = tuple((axis, i) for (axis, _), i in zip(axes, indices, strict=True))

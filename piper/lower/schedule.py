@@ -16,8 +16,8 @@ from piper.lower.cost import cost_of
 from piper.lower.work import Work
 from piper.plan.check import in_order
 
-SEARCHED = 256  # orders looked at for the shortest circle; one is enough to correct the strategy
-SHOWN = 6  # nodes of a circle that an error names at each end
+SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
+SHOWN = 6  # nodes of a cycle that an error names at each end
 URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
 
 
@@ -27,7 +27,7 @@ class Web:
 
     nodes: tuple[Node, ...]
     followers: list[list[int]]
-    waiting: list[int]  # how many each one waits for
+    waiting: list[int]  # by node: the number of nodes it waits for
     said_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
 
 

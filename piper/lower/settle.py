@@ -61,7 +61,7 @@ def capture(work: Work) -> Work:
     chunks = graph.chunks
     graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
     check_expert_buffers(graph)
-    return replace(work, graph=graph, settings=settings, capture=None)  # what it holds is let go of
+    return replace(work, graph=graph, settings=settings, capture=None)  # frees what it holds
 
 
 def every_node_has_a_phase(work: Work) -> Iterator[str]:

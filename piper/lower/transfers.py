@@ -118,7 +118,7 @@ def send(
     sliced = True
     if there.slices != home.slices:
         sliced = is_sliced(left, spec, there.slices, home.slices)
-        # A value without samples that depends on them, such as a mean, is that of its slice.
+        # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
             raise ScheduleError(
                 f"{value} cannot be resliced by samples",

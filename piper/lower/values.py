@@ -11,7 +11,7 @@ from piper.lower.buckets import Home
 from piper.lower.work import Work
 from piper.plan.plan import Slot
 
-SEED = SlotId("seed")  # the gradient that each part's loss starts from
+SEED = SlotId("seed")  # the gradient of each microbatch's loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,8 @@ class Template:
     """A node that exists once per microbatch, with values that have no microbatch yet."""
 
     node: Compute | Counts | Exchange | Collect | Transfer | Add
-    chunk: str  # whose parts it follows
-    phase: Phase | None = None  # it exists where the chunk has this phase; none: always
+    chunk: str  # it exists once per microbatch of this chunk
+    phase: Phase | None = None  # it exists where the chunk has this phase; None: always
 
 
 @dataclass(slots=True, kw_only=True)

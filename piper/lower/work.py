@@ -9,14 +9,14 @@ from piper.ir.graph import Graph
 from piper.ir.node import Node
 from piper.plan.plan import Bucket, Plans, Slot
 
-Temporal = tuple[str, str, int]  # this node, before that one, said by this directive (-1: our own choice)
+Temporal = tuple[str, str, int]  # (first node, second node, number of the directive or -1: our own choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The facts of a job, beyond its graph, that lowering needs."""
 
-    samples: int | None = None  # in the global batch; None: whatever divides
+    samples: int | None = None  # in the global batch; None: any number that divides
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type

@@ -21,7 +21,7 @@ from piper.plan.plan import Comm, Plans
 from piper.plan.slots import SlotProof
 
 MOST_PROBLEMS = 20
-SEARCHED = 64  # stuck events from which the shortest circle is looked for
+SEARCHED = 64  # stuck events from which the shortest cycle is searched
 
 
 class ProofError(AssertionError):
@@ -41,7 +41,7 @@ def problems_of(plans: Plans) -> Iterator[str]:
         yield from SlotProof(plan).run()
     mismatches = list(match_problems(plans))
     yield from mismatches
-    if not mismatches:  # a circle is only meaningful between events that do meet
+    if not mismatches:  # cycles only mean something between events that match
         yield from circle_problems(plans)
 
 
@@ -134,7 +134,7 @@ def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
         for vertex in vertices:
             waiting[vertex] += 1
     order = [vertex for vertex, count in enumerate(waiting) if not count]
-    for vertex in order:  # it grows meanwhile
+    for vertex in order:  # the loop appends to it
         for after in followers[vertex]:
             waiting[after] -= 1
             if not waiting[after]:
@@ -164,7 +164,7 @@ def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
 
 def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
     """Return the shortest cycle through a vertex of some cycle that is cheap to find."""
-    before: dict[int, int] = {}  # each stuck vertex waits for another: going back, one comes round
+    before: dict[int, int] = {}  # each stuck vertex waits for another, so going back leads into a cycle
     for a in stuck:
         for b in followers[a]:
             if b in stuck:

@@ -50,7 +50,7 @@ class Collecting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfBucket:
-    """The payload of a gather or a reduction: a bucket, and the first pass that reads it or last that writes."""
+    """The payload of a gather or a reduction: a bucket, and the first pass to read it or last to write."""
 
     bucket: str
     run: Pass | None = None  # None: once a step

@@ -35,8 +35,8 @@ class Operation:
     op: Op
     label: str  # in words
     mark: str  # one letter, in drawings made of text
-    short: str = ""  # in a bar that has little room; default: the label
-    pattern: Pattern = "alone"  # how its members talk; direct: every pair by itself
+    short: str = ""  # in a narrow bar; default: the label
+    pattern: Pattern = "alone"  # how its members communicate; direct: every pair by itself
     may_be_alone: bool = False  # it communicates, but may have no peers
     agrees_on_size: bool = False  # members move equally many bytes
     sends: bool = True  # it communicates, and bytes leave the device

@@ -57,7 +57,7 @@ class Bucket:
     pieces: tuple[Piece, ...]
     devices: Devices
     groups: tuple[Devices, ...]
-    chunks: tuple[str, ...]  # who reads it
+    chunks: tuple[str, ...]  # the chunks that read it
     dtype: str
     itemsize: int
     zero: int = 0
@@ -144,13 +144,13 @@ class Plans:
     plans: tuple[Plan, ...]
     comms: Mapping[str, Comm]
     buckets: Mapping[str, Bucket]
-    seed: float  # what each part's loss gradient starts from
+    seed: float  # the gradient of each microbatch's loss
     weighted: bool  # gradients are divided by the total weight in the update
-    cells: int = 1  # slices of the samples before parts; every set of devices divides it
+    cells: int = 1  # slices of the samples before microbatches; every set of devices divides it
     copies: int = 1  # how many devices hold the loss of each slice
-    axes: Mapping[str, int] = field(default_factory=dict)  # how many parts along each axis
+    axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
     chunks: Mapping[str, Placed] = field(default_factory=dict)
-    why: tuple[str, ...] = ()  # what the compiler decided against, and the reason
+    why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
 
     def of(self, device: int) -> Plan:
         """Return the plan of one device."""

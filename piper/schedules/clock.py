@@ -11,7 +11,7 @@ from piper.schedules.action import Action, Group, group_text
 from piper.schedules.grid import Grid
 
 Costs = Mapping[Phase, float]
-Value = tuple[Literal["activation", "gradient"], int, int]  # what is handed on, of which stage and microbatch
+Value = tuple[Literal["activation", "gradient"], int, int]  # (kind, stage, microbatch)
 UNIT: Costs = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
 
 
@@ -37,7 +37,7 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
     starts: list[list[float]] = [[] for _ in grid.rows]
     free: list[float] = [0.0] * len(grid.rows)
     ready: dict[Value, float] = {}
-    waiting: dict[Value, list[int]] = {}  # the ranks that stopped for a value
+    waiting: dict[Value, list[int]] = {}  # the ranks that wait for each value
     todo = list(range(len(grid.rows)))
     while todo:
         rank = todo.pop()

@@ -20,7 +20,7 @@ class Fixed:
 
     build: Callable[[int, int], Grid]
     stages_per_rank: int
-    instead: str  # a schedule for those who want another number
+    instead: str  # a schedule that takes another number of stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ def zbv_grid(ranks: int, microbatches: int) -> Grid:
 def many(rank: int, ranks: int, microbatches: int) -> Row:
     """Return one rank's row when there are enough microbatches to fill the pipeline: the published order."""
     down, up = rank, 2 * ranks - 1 - rank
-    total = max(microbatches, 2 * ranks - 1)  # to have its whole shape; the writer drops what is too many
+    total = max(microbatches, 2 * ranks - 1)  # enough for the whole V; the writer drops moves past the last
     row = RowWriter(microbatches)
     for _ in range(2 * (ranks - rank) - 1):
         row.forward(down)
