@@ -139,13 +139,13 @@ class SymbolicRun:
         return self.meet(program, place, ins, comm)
 
     def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
-        """Hand a value to the devices at the other end."""
+        """Send a value to the devices at the other end."""
         self.sent.setdefault((comm.name, program), []).append(self.local.sent(program, place, ins))
         self.ready.extend(self.receiving.pop(comm.name, ()))
         return True
 
     def recv(self, program: int, place: int, comm: Comm) -> bool:
-        """Take what was sent, once all programs at the other end have sent it."""
+        """Receive a value, once all programs at the other end have sent it."""
         number = self.received[comm.name, program]
         senders = self.state.covers.sending_programs(comm, program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
@@ -224,7 +224,7 @@ class SymbolicRun:
             self.left_behind(program, slot, "the buffer of each replica", "that of the first replica")
 
     def left_behind(self, program: int, slot: SlotId, held: str, should: str) -> None:
-        """Note what a slot holds at the end of a step."""
+        """Note the contents of a slot at the end of a step."""
         device = self.plans.plans[program].devices[0]
         problem = f"at the end of the step {slot} on device {device} holds {held}; it should hold {should}"
         self.state.problems.append(problem)
