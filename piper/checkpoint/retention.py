@@ -52,7 +52,7 @@ class Retention:
         self.thread.start()
 
     def finish(self) -> ConfigError | None:
-        """Wait until old checkpoints are dropped, and return the error if that failed."""
+        """Wait until old checkpoints are dropped. Return the error if that failed. None: it did not."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None

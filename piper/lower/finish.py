@@ -215,7 +215,7 @@ def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucke
 
 
 def gather_updated(bucket: Bucket) -> Gather:
-    """Add the gather of a bucket's updated shards on every replica."""
+    """Return the gather that brings a bucket's updated shards together on every replica."""
     return Gather(
         bucket=bucket.name,
         run=None,

@@ -195,7 +195,7 @@ def show_slicing(slicing: Slicing | None) -> str:
 
 
 def read_slicing(text: str) -> Slicing | None:
-    """Read a divided dimension."""
+    """Read a divided dimension. None: it is not divided."""
     if text == "-":
         return None
     dim, _, blocks = text.removesuffix("z").partition("/")

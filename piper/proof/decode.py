@@ -66,13 +66,13 @@ def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:
 
 
 def exchanged(ins: Instr) -> Exchanged | None:
-    """Return the chunk of an exchange and its direction."""
+    """Return the chunk of an exchange and its direction. None: the instruction is no exchange."""
     found = ins.payload
     return Exchanged(chunk=found.run.chunk, outward=found.outward) if isinstance(found, Routing) else None
 
 
 def collected(ins: Instr) -> Collecting | None:
-    """Return the collective inside a region that an instruction takes part in."""
+    """Return the collective inside a region that an instruction runs. None: it runs none."""
     found = ins.payload if isinstance(ins.payload, Collecting) else None
     return found if found is not None and found.run.phase != "BW" and not found.run.again else None
 
@@ -95,7 +95,7 @@ def counted_chunk(ins: Instr) -> str:
 
 
 def loaded(ins: Instr) -> Field | None:
-    """Return the field of the batch that a load takes, and for which devices and microbatch."""
+    """Return the field, the devices and the microbatch of a load. None: the instruction is no load."""
     return ins.payload if isinstance(ins.payload, Field) else None
 
 
@@ -111,7 +111,7 @@ def bucket_named(ins: Instr) -> str:
 
 
 def accumulated_slot(ins: Instr) -> SlotId | None:
-    """Return the slot to which the runtime adds in an accumulation."""
+    """Return the slot to which the runtime adds in an accumulation. None: it is no accumulation."""
     return ins.writes[0] if isinstance(ins.payload, Adding) and ins.writes else None
 
 

@@ -157,7 +157,7 @@ class Expectations:
         return Expected(chunk=chunk.name, reads=(read,), writes=(written,))
 
     def of_counts(self, program: int, chunk: str) -> Expected | None:
-        """Return what the counting of a route's rows must read and write."""
+        """Return what the counting of a route's rows must read and write. None: there must be no counts."""
         key = (program, chunk, "counts")
         if key not in self._phases:
             found = self.spec.chunks.get(chunk)

@@ -118,7 +118,7 @@ class Local:
         return 0
 
     def sent(self, program: int, place: int, ins: Instr) -> Value | None:
-        """Return some rows of a value, as a send or a copy takes them."""
+        """Return the rows of a value that a send or a copy takes. None: there is no such value."""
         if len(ins.reads) != 1:
             self.state.complain(program, place, f"reads {len(ins.reads)} slots; it should read 1")
             return None

@@ -139,13 +139,13 @@ class SymbolicRun:
         return self.meet(program, place, ins, comm)
 
     def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
-        """Send a value to the devices at the other end."""
+        """Send a value to the devices at the other end. Return True: a send never waits."""
         self.sent.setdefault((comm.name, program), []).append(self.local.sent(program, place, ins))
         self.ready.extend(self.receiving.pop(comm.name, ()))
         return True
 
     def recv(self, program: int, place: int, comm: Comm) -> bool:
-        """Receive a value, once all programs at the other end have sent it."""
+        """Receive a value. Return False if a program at the other end has not sent it yet."""
         number = self.received[comm.name, program]
         senders = self.state.covers.sending_programs(comm, program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
