@@ -56,7 +56,7 @@ class Collectives:
             self.state.complain(program, place, f"takes the parts of devices {held}; it should be {should}")
 
     def _wanted(self, program: int, place: int, ins: Instr, found: Collecting | None) -> Collective | None:
-        """Check a collective against the specification, and return the one it should be. None: it must not run."""
+        """Check a collective against the specification, and return the right one. None: it must not run."""
         backward = found is not None and found.run.phase != "F"
         expected = None
         if found is not None:
