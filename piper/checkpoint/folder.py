@@ -1,6 +1,6 @@
 """Folders that appear complete or not at all: a kill at any moment leaves the last complete one loadable.
 
-[Note: names] A checkpoint `step-00000012` is written as `.step-00000012.partial` beside it, and renamed when
+[Note: names] A checkpoint `step-00000012` is written as `.step-00000012.partial` next to it, and renamed when
 all of it is on the disk. One that it replaces waits as `.step-00000012.old` for the moment between two
 renames, and one that is dropped becomes `.step-00000012.trash` before its files go. Nothing with a dot in
 front counts, but for an `.old` whose successor never came. One whose record is damaged and whose name is
@@ -33,18 +33,18 @@ LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08}"
 
 
-def beside(path: Path, what: str) -> Path:
-    """A name next to a checkpoint, see [Note: names]."""
+def hidden_path(path: Path, what: str) -> Path:
+    """Return a hidden path next to a checkpoint, see [Note: names]."""
     return path.with_name(f".{path.name}.{what}")
 
 
 def begin(path: Path) -> Path:
-    """An empty folder to write a checkpoint into, whatever an interrupted save has left there."""
-    partial = beside(target_of(path), "partial")
+    """Return an empty folder to write a checkpoint into. Remove what an interrupted save left there."""
+    partial = hidden_path(target_of(path), "partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
@@ -55,8 +55,8 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path, record: Record) -> None:
-    """Let the checkpoint that was begun take its place, complete."""
-    written = beside(path, "partial") / FILE
+    """Move the checkpoint that was begun, now complete, into its place."""
+    written = hidden_path(path, "partial") / FILE
     try:
         written.write_text(record.to_json(), encoding="utf-8")
         sync(written)
@@ -70,8 +70,8 @@ def commit(path: Path, record: Record) -> None:
 
 
 def take_place(path: Path) -> None:
-    """Put the folder that was begun in its place, and drop the checkpoint that was there."""
-    partial, old = beside(path, "partial"), beside(path, "old")
+    """Move the folder that was begun into its place, and drop the checkpoint that was there."""
+    partial, old = hidden_path(path, "partial"), hidden_path(path, "old")
     sync(partial)
     check_taken(path)  # again: a save may take long
     if path.is_dir() and damaged(path):
@@ -86,7 +86,7 @@ def take_place(path: Path) -> None:
 
 
 def aside(path: Path) -> Path:
-    """Return a free name for a checkpoint that is damaged."""
+    """Return a free name for a damaged checkpoint."""
     number, name = 1, path.with_name(f"{path.name}.damaged")
     while os.path.lexists(name):
         number += 1
@@ -95,22 +95,22 @@ def aside(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Forget a checkpoint that was begun; one that it was to replace is back in its place."""
-    with suppress(OSError):  # the error that led here is the one to tell
-        remove(beside(path, "partial"))
+    """Remove a checkpoint that was begun, and put the one it was to replace back in its place."""
+    with suppress(OSError):  # the error that led here is the one to report
+        remove(hidden_path(path, "partial"))
     found = settled(path)
     if found != path and not path.exists():
         found.rename(path)
 
 
 def settled(path: Path) -> Path:
-    """Where the complete checkpoint of a name is: in its place, or set aside by a save that was killed."""
-    old = beside(path, "old")
+    """Return the path of a complete checkpoint: its place, or where a save that was killed set it aside."""
+    old = hidden_path(path, "old")
     return old if not (path / FILE).exists() and (old / FILE).exists() else path
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Return what looks like a checkpoint in a folder, the oldest first, complete and intact or not."""
+    """Return the paths named like checkpoints in a folder, the oldest first, intact or not."""
     names: dict[int, Path] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = STEP.fullmatch(path.name) or LEFT.fullmatch(path.name)
@@ -121,12 +121,12 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints in a folder whose files are all there, the oldest first."""
+    """Return the checkpoints in a folder whose files are all there, the oldest first."""
     return [path for path in by_step(folder) if whole(path)]
 
 
 def whole(path: Path) -> bool:
-    """Whether all of a checkpoint is there. Its tensors are not read."""
+    """Return whether all files of a checkpoint are there. Its tensors are not read."""
     try:
         read_record(path)
     except ConfigError:
@@ -145,7 +145,7 @@ def verify(path: Path) -> Record:
 
 
 def intact(path: Path) -> bool:
-    """Whether every byte of a checkpoint is as it was written."""
+    """Return whether every byte of a checkpoint is as it was written."""
     try:
         verify(path)
     except ConfigError:
@@ -154,7 +154,7 @@ def intact(path: Path) -> bool:
 
 
 def latest(folder: Path | str) -> Path | None:
-    """The newest checkpoint in a folder that is intact, if there is one. Reads all of it."""
+    """Return the newest intact checkpoint in a folder. Reads all of it. None: there is none."""
     return next((path for path in reversed(complete(Path(folder))) if intact(path)), None)
 
 
@@ -198,8 +198,8 @@ def retain(folder: Path, keep: int, good: Callable[[Path], bool] = intact) -> No
 
 
 def drop(path: Path, newest: Path) -> None:
-    """Delete an old checkpoint: at once for every reader, then file by file."""
-    trash = beside(path.with_name(path.name.removeprefix(".").removesuffix(".old")), "trash")
+    """Remove an old checkpoint: at once for every reader, then file by file."""
+    trash = hidden_path(path.with_name(path.name.removeprefix(".").removesuffix(".old")), "trash")
     try:
         remove(trash)
         path.rename(trash)

@@ -50,7 +50,7 @@ def export_hf(
     path = target_of(folder)
     partial = begin(path)
     try:
-        mark_export(partial, [])  # from now on all in it is ours, whenever this is interrupted
+        mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted
         with quiet():
             model.to(kinds.pop() if len(kinds) == 1 else torch.float32).save_pretrained(
                 partial, state_dict=given
@@ -68,13 +68,13 @@ def export_hf(
 
 
 def mark_export(folder: Path, files: list[str]) -> None:
-    """Write down that a folder is an export of ours, and which files it has."""
+    """Write the mark that says that a folder is an export of ours, and lists its files."""
     text = json.dumps({"format": EXPORT, "files": [name for name in files if name != MARK]})
     (folder / MARK).write_text(text + "\n", encoding="utf-8")
 
 
 def shell(config: "PretrainedConfig") -> Any:  # noqa: ANN401  transformers has no types for it
-    """The model of a config, without any memory for its parameters."""
+    """Return the model of a config, without any memory for its parameters."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -82,7 +82,7 @@ def shell(config: "PretrainedConfig") -> Any:  # noqa: ANN401  transformers has 
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
-    """The names of each value of a model: several, where it is tied."""
+    """Return the names of each value of a model: several names where the value is tied."""
     groups: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(value), []).append(name)
@@ -124,7 +124,7 @@ def quiet() -> Iterator[None]:
 
 
 def import_hf(folder: Path | str) -> Mapping[str, Tensor]:
-    """The weights in a Hugging Face folder, by the names transformers gives them, each read when asked for.
+    """Return the weights in a Hugging Face folder, by their transformers names, each read when asked for.
 
     A folder stores every expert of Qwen3-MoE by itself; transformers, and so this, has those of a layer in
     one tensor.
@@ -133,7 +133,7 @@ def import_hf(folder: Path | str) -> Mapping[str, Tensor]:
 
 
 class Weights(Mapping[str, Tensor]):
-    """Tensors in safetensors files, experts fused."""
+    """The tensors of a folder of safetensors files by name, each layer's experts fused into one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -179,7 +179,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Which file of a folder holds which tensor."""
+    """Return the file that holds each tensor of a folder, by the tensor's name."""
     try:
         if (folder / INDEX).exists():
             found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -194,7 +194,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def unusable(folder: Path, why: str) -> ConfigError:
-    """The error of a folder that holds no weights."""
+    """Return the error for a folder that holds no weights."""
     return ConfigError(
         "there are no safetensors weights to read here",
         by="import_hf",

@@ -1,4 +1,4 @@
-"""Which run of which parameter lies where: from a device's flat buckets to full, flattened parameters."""
+"""Maps a device's flat buckets to full, flattened parameters."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from piper.sharding import runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A run of a parameter's elements that lies in a bucket without a gap."""
+    """A run of a parameter's elements that is contiguous in a bucket."""
 
     name: str
     start: int  # in the full parameter, flattened
@@ -19,7 +19,7 @@ class Span:
 
 
 def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
-    """The elements of a whole bucket that a device updates: its shard, or all of it."""
+    """Return the range of elements of a whole bucket that a device updates: its shard, or all of it."""
     if not bucket.zero:
         return 0, bucket.numel
     group = next(group for group in bucket.groups if device in group)
@@ -29,7 +29,7 @@ def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
 
 
 def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
-    """What lies between two elements of a bucket, parameter by parameter; padding is nothing."""
+    """Return the spans of parameters between two elements of a bucket. Padding has no span."""
     position = bucket.devices.index(device)
     found = []
     for piece in bucket.pieces:
@@ -57,12 +57,12 @@ def length_of(held: Iterable[Span]) -> int:
 
 
 def held_buckets(plans: Plans, device: int) -> list[Bucket]:
-    """The buckets that a device holds."""
+    """Return the buckets that a device holds."""
     return [bucket for bucket in plans.buckets.values() if device in bucket.devices]
 
 
 def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
-    """The buckets that a device writes down: each element of each parameter has one device that does.
+    """Return the buckets that a device saves. Each element of each parameter has one device that saves it.
 
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
     """
@@ -76,7 +76,7 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
 
 
 def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
-    """Whether an earlier bucket holds the same tied parameter."""
+    """Return whether an earlier bucket holds the same tied parameter."""
     names = {piece.name for piece in bucket.pieces}
     for earlier in buckets:
         if earlier is bucket:
@@ -87,12 +87,12 @@ def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
 
 
 def buffers_of(plans: Plans, device: int) -> list[str]:
-    """The buffers that a device holds."""
+    """Return the names of the buffers that a device holds."""
     return [slot.owner for slot in plans.of(device).residents if slot.kind == "buffer"]
 
 
 def saved_buffers(shares: Mapping[int, Mapping[str, Share]], device: int) -> list[str]:
-    """The buffers that a device writes down: those of whose part it has the first copy.
+    """Return the buffers that a device saves: those of whose slice it holds the first copy.
 
     shares: which part of which buffers each device holds.
     """

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a program: the same parameters and buffers, trained in the same way."""
+"""Checks that a checkpoint fits a program: the same parameters and buffers, trained in the same way."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ LOW = ("bfloat16", "float16")  # trained through a float32 copy
 
 
 def wanted_model(plans: Plans, outline: Outline) -> dict[str, Spec]:
-    """The parameters and buffers that a program's checkpoint holds, whatever its strategy."""
+    """Return the parameters and buffers that a program's checkpoint holds, whatever its strategy."""
     buckets = {piece.name: bucket for bucket in plans.buckets.values() for piece in bucket.pieces}
     found: dict[str, Spec] = {}
     for parameter in outline.parameters:
@@ -51,13 +51,13 @@ def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:
 
 
 def alike(saved: Spec, here: Spec) -> bool:
-    """Whether two specs agree in all that both know."""
+    """Return whether two specs agree in every field that both know."""
     pairs = ((saved.dtype, here.dtype), (saved.trainable, here.trainable))
     return saved.shape == here.shape and all(a == b for a, b in pairs if a is not None and b is not None)
 
 
 def listed(names: Iterable[str], separator: str = ", ") -> str:
-    """The first of some names, and how many more."""
+    """Return the first few names as text, and how many more there are."""
     found = [*names]
     more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
     return separator.join([*found[:MOST], *more])
@@ -84,5 +84,5 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
 
 
 def said(value: object) -> str:
-    """A value in words."""
+    """Return a value as text."""
     return "none" if value is None else str(value)

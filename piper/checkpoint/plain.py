@@ -1,6 +1,6 @@
-"""Nested state as JSON and back, exactly: what schedulers and datasets keep. Nothing in it can run code.
+"""Nested state as JSON and back, exactly: what schedulers and datasets save. Nothing in it can run code.
 
-Numbers, texts, truths, none and lists are themselves; every other kind is an object with one tag to name it.
+Numbers, strings, bools, None and lists stay as they are. Any other type is an object with one tag to name it.
 """
 
 import base64
@@ -18,7 +18,7 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
 def encode(value: object, where: str) -> Plain:
-    """A value as JSON can hold it; `where` names it in an error."""
+    """Return a value in the form that JSON can hold. `where` names it in an error."""
     match value:
         case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
             return value
@@ -49,24 +49,24 @@ def encode(value: object, where: str) -> Plain:
 
 
 def encode_mapping(value: Mapping[object, object], where: str) -> Plain:
-    """A dict: as an object where all its keys are texts, else as pairs."""
+    """Return a dict in JSON form: an object where all its keys are strings, otherwise a list of pairs."""
     if all(type(key) is str for key in value):
         return {"map": {cast(str, key): encode(item, f"{where}.{key}") for key, item in value.items()}}
     return {"pairs": pairs(value.items(), where)}
 
 
 def pairs(items: Iterable[tuple[object, object]], where: str) -> Plain:
-    """Keys with their values."""
+    """Return keys and their values as a JSON list of pairs."""
     return [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in items]
 
 
 def text_of(raw: bytes) -> str:
-    """Bytes as text."""
+    """Return bytes as base64 text."""
     return base64.b64encode(raw).decode("ascii")
 
 
 def decode(value: Plain) -> object:
-    """What `encode` wrote down. A ValueError, TypeError or KeyError: somebody else wrote it."""
+    """Return the value that `encode` encoded. Raise ValueError, TypeError or KeyError for any other JSON."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -91,7 +91,7 @@ def decode(value: Plain) -> object:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type of a name such as "float32"."""
+    """Return the dtype of a name such as "float32"."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name!r}")
@@ -99,7 +99,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def decode_tensor(dtype: str, shape: list[int], raw: bytes) -> Tensor:
-    """A tensor from its bytes."""
+    """Return a tensor from its bytes."""
     kind = dtype_named(dtype)
     flat = torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)
     return flat.view(shape)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `checkpoint.json`, beside the files that hold its tensors.
+"""The record of a checkpoint: `checkpoint.json`, next to the files that hold its tensors.
 
 [Note: seal] The record holds a digest of its own text, taken with zeros in place of the digest. So a change
 of any byte of it is noticed, as is a change of any byte of the files, whose digests it lists. Sections repeat
@@ -98,7 +98,7 @@ class Record:
 
     @property
     def sealed(self) -> bool:
-        """Whether the files have digests."""
+        """Return whether all files have digests."""
         return all(file.digests is not None for file in self.files.values())
 
     def to_json(self) -> str:
@@ -106,7 +106,7 @@ class Record:
         return seal(asdict(self))
 
     def metadata(self) -> Metadata:
-        """As torch.distributed.checkpoint describes a checkpoint."""
+        """Return the metadata by which torch.distributed.checkpoint describes a checkpoint."""
         tensors = {
             key: TensorStorageMetadata(
                 properties=TensorProperties(dtype=dtype_named(stored.dtype)),
@@ -134,7 +134,7 @@ def seal(fields: Mapping[str, object]) -> str:
 
 
 def read_record(folder: Path) -> Record:
-    """Read what a checkpoint says of itself, and check that its files are there in full length."""
+    """Read the record of a checkpoint, and check that its files are there in full length."""
     try:
         text = (folder / FILE).read_bytes().decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -190,7 +190,7 @@ def check_seal(text: str, digest: object) -> None:
 
 
 def record_of(found: Mapping[str, Any]) -> Record:
-    """The record in a JSON object, each field of the kind it should be."""
+    """Return the record in a JSON object. Check the type of each field."""
     files = {plain_name(name): file_of(file) for name, file in table(found, "files").items()}
     tensors = {
         key: Stored(
@@ -230,21 +230,21 @@ def record_of(found: Mapping[str, Any]) -> Record:
 
 
 def whole_number(value: object, what: str) -> int:
-    """A count: an integer that is not negative and not a truth value."""
+    """Return a count: an integer that is not negative and not a bool."""
     if type(value) is not int or not 0 <= value < LARGEST:
         raise ValueError(f"{what} is {value!r}, not a count")
     return value
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """The shape of a tensor."""
+    """Return the shape of a tensor."""
     if not isinstance(value, list):
         raise TypeError(f"a shape is {value!r}, not a list")
     return tuple(whole_number(size, "a dimension") for size in value)
 
 
 def spec_of(found: Mapping[str, Any]) -> Spec:
-    """What is known of a parameter or buffer."""
+    """Return the spec of a parameter or buffer."""
     if found["dtype"] is not None:
         dtype_named(found["dtype"])
     if not (found["trainable"] is None or isinstance(found["trainable"], bool)):
@@ -253,7 +253,7 @@ def spec_of(found: Mapping[str, Any]) -> Spec:
 
 
 def file_of(found: object) -> FileRecord:
-    """What is known of a file; without digests it is only its size."""
+    """Return the record of a file. Without digests it holds only the size."""
     if not isinstance(found, dict):
         return FileRecord(size=whole_number(found, "the size of a file"))
     digests = tuple(found["digests"])
@@ -263,7 +263,7 @@ def file_of(found: object) -> FileRecord:
 
 
 def table(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A field that is an object."""
+    """Return a field that must be a JSON object."""
     value = found[name]
     if not isinstance(value, dict):
         raise TypeError(f"{name} is not an object")
@@ -271,7 +271,7 @@ def table(found: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a file in the checkpoint's own folder, and nowhere else."""
+    """Return the name of a file. Refuse a path to anywhere but the checkpoint's own folder."""
     if Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file")
     return name
@@ -324,7 +324,7 @@ def check_size(record: Record, key: str, shape: tuple[int, ...]) -> None:
 
 
 def check_trainer_section(record: Record) -> None:
-    """Refuse an optimizer's state that is not the one that was saved with its settings."""
+    """Refuse optimizer or scheduler state without its settings, and optimizer state with values missing."""
     trainer = record.trainer
     if (trainer.optimizer is None) != (trainer.groups is None):
         raise ValueError("trainer has an optimizer or its groups, and not both")
@@ -349,7 +349,7 @@ def check_trainer_section(record: Record) -> None:
 def kept_by(
     moments: Mapping[str, Mapping[str, object]], numbers: Mapping[str, Mapping[str, object]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of what an optimizer keeps for each parameter, in order."""
+    """Return the names of the values that an optimizer saves for each parameter, in order."""
     return {
         name: tuple(sorted(moments.get(name, {}).keys() | numbers.get(name, {}).keys()))
         for name in sorted(moments.keys() | numbers.keys())
@@ -357,7 +357,7 @@ def kept_by(
 
 
 def covered(stored: Stored) -> None:
-    """Every element of a tensor lies in one piece."""
+    """Check that the pieces of a tensor hold every element exactly once."""
     end = 0
     for offset, length, _ in sorted(stored.pieces):
         if offset != end or length < 0:

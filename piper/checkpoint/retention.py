@@ -1,4 +1,4 @@
-"""Drops old checkpoints while training goes on. What this process wrote or loaded is known to be intact."""
+"""Removes old checkpoints during training. Those this process wrote or loaded are known to be intact."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ Signature = tuple[tuple[str, int, int, int], ...]  # of each file: its name, num
 
 
 class Retention:
-    """Keeps the newest good checkpoints of a folder, in a thread: those it does not know it reads in full."""
+    """Keeps the newest intact checkpoints of a folder, in a thread. Reads those it does not know in full."""
 
     def __init__(self) -> None:
         self.known: dict[Path, tuple[Signature, bool]] = {}
@@ -24,7 +24,7 @@ class Retention:
         self.known[path] = (signature_of(path), True)
 
     def good(self, path: Path) -> bool:
-        """Whether a checkpoint is intact. It is read once, and again only when its files have changed."""
+        """Return whether a checkpoint is intact. Read it once, and again only when its files change."""
         now = signature_of(path)
         if path not in self.known or self.known[path][0] != now:
             self.known[path] = (now, intact(path))
@@ -52,7 +52,7 @@ class Retention:
         self.thread.start()
 
     def finish(self) -> ConfigError | None:
-        """Wait until old checkpoints are dropped, and return the error if that failed."""
+        """Wait until old checkpoints are dropped. Return the error if that failed. None: it did not."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -61,7 +61,7 @@ class Retention:
 
 
 def signature_of(path: Path) -> Signature:
-    """Return what changes when a file of a checkpoint is written to."""
+    """Return the signature of a checkpoint's files. It changes when a file is written to."""
     try:
         found = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:

@@ -1,4 +1,4 @@
-"""Tensors on disk: flat pieces of them in safetensors files, read and written in any other cut.
+"""Tensors on disk: flat pieces in safetensors files, which can be read back in other pieces.
 
 torch.distributed.checkpoint decides which stored pieces meet which wanted ones, and whether the pieces of all
 workers make whole tensors. Its own files are not used: their index is a pickle, which may run code when it is
@@ -29,7 +29,7 @@ from piper.checkpoint.plain import dtype_named
 from piper.checkpoint.record import SUFFIX, Record, Stored
 
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
-LONGEST = 2**30  # bytes of a header that is believed
+LONGEST = 2**30  # the largest header that is read, in bytes
 CODES = {  # how safetensors names the types
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,7 +52,7 @@ CODES = {  # how safetensors names the types
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """Some elements of a tensor: `tensor`, flat, which begins at `start` of the `size` elements in all."""
+    """A range of a tensor's elements: `tensor`, flat, begins at `start` of the `size` elements in all."""
 
     key: str
     size: int
@@ -74,7 +74,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What one writer has put on the disk: its parts, and the file that holds them."""
+    """The result of one writer: its parts on disk, and the file that holds them."""
 
     placed: tuple[Placed, ...] = ()
     files: Mapping[str, FileRecord]
@@ -153,11 +153,11 @@ def sync(path: Path) -> None:
 
 
 def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
-    """The index of what all workers wrote; torch's planner proves that the parts make whole tensors."""
+    """Return the index of what all workers wrote. torch's planner checks that parts make whole tensors."""
     writers = [*placed]
     plans = [SavePlan([write_item(part) for part in parts]) for parts in writers]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.create_global_plan([*plans, SavePlan([])])  # it looks for gaps only among several plans
+    planner.create_global_plan([*plans, SavePlan([])])  # the planner looks for gaps only among several plans
     found: dict[str, list[Placed]] = {}
     for parts in writers:
         for part in parts:
@@ -173,7 +173,7 @@ def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
 
 
 def write_item(part: Placed) -> WriteItem:
-    """A part as torch's planner sees it."""
+    """Return a part in the form that torch's planner takes."""
     offsets = Size([part.start])
     return WriteItem(
         index=MetadataIndex(part.key, offsets),
@@ -187,7 +187,7 @@ def write_item(part: Placed) -> WriteItem:
 
 
 class Shelf:
-    """The tensors of a checkpoint, of which anyone reads only what is wanted."""
+    """The tensors of a checkpoint. A caller reads only the elements it needs."""
 
     def __init__(self, folder: Path, record: Record) -> None:
         self.folder, self.record = folder, record
@@ -277,7 +277,7 @@ class Shelf:
 
 
 def by_file(metadata: Metadata, parts: Iterable[Part]) -> Mapping[str, list[tuple[Part, ReadItem]]]:
-    """Which run of which stored piece goes where in which part, file by file."""
+    """Return, for each file, the runs of its stored pieces to read and the part that each belongs to."""
     found: dict[str, list[tuple[Part, ReadItem]]] = {}
     for part in parts:
         for item in reads(metadata, part):
@@ -286,7 +286,7 @@ def by_file(metadata: Metadata, parts: Iterable[Part]) -> Mapping[str, list[tupl
 
 
 def reads(metadata: Metadata, part: Part) -> Iterator[ReadItem]:
-    """The runs of stored pieces that make up a part."""
+    """Yield the runs of stored pieces that fill a part."""
     length = part.tensor.numel()
     if not length:
         return

@@ -28,7 +28,7 @@ class UndroppedError(ConfigError):
 
 
 def unwritten(path: Path, why: str) -> UnwrittenError:
-    """The error of a save that came to nothing."""
+    """Return the error for a save that failed."""
     return UnwrittenError(
         "the checkpoint could not be written",
         by="save",
@@ -38,7 +38,7 @@ def unwritten(path: Path, why: str) -> UnwrittenError:
 
 
 def not_ours(path: str, why: str) -> UnwrittenError:
-    """The error of a place that a checkpoint or an export must not take."""
+    """Return the error for a path where a checkpoint or an export must not be written."""
     return UnwrittenError(
         "nothing is written here, because something of yours could be lost",
         by="save",
@@ -137,7 +137,7 @@ def listed_in(path: Path) -> set[str] | None:
 
 
 def damaged(path: Path) -> bool:
-    """Whether a folder can only be a checkpoint of ours with a damaged or lost record: its names say so."""
+    """Return whether a folder is a checkpoint of ours with a damaged or lost record, by its file names."""
     names = entries(path)
     if not names or not all(OURS.fullmatch(name) for name in names):
         return False
@@ -154,7 +154,7 @@ def damaged(path: Path) -> bool:
 
 
 def other_format(text: str) -> bool:
-    """Whether a text is a record of another program, and whole."""
+    """Return whether a text is a complete record of another program."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -168,7 +168,7 @@ def remove(folder: Path) -> None:
         return
     listed = listed_in(folder) or set()
     begun = listed == {MARK}  # an export that was never completed: all in its hidden folder is ours
-    for name in sorted(entries(folder), key=lambda name: name in (FILE, MARK)):  # what says so goes last
+    for name in sorted(entries(folder), key=lambda name: name in (FILE, MARK)):  # record and mark last
         if begun or name in listed or OURS.fullmatch(name):
             (folder / name).unlink()
     folder.rmdir()

@@ -14,7 +14,7 @@ from piper.checkpoint.storage import Part, Shelf
 
 
 class Values(Mapping[str, Tensor]):
-    """The parameters and buffers of a checkpoint; of a tied parameter's names, the first."""
+    """The parameters and buffers of a checkpoint. A tied parameter has its first name."""
 
     def __init__(self, path: Path | str) -> None:
         self.folder = settled(Path(path))

@@ -1,4 +1,4 @@
-"""What every directive shares: where the user wrote it, and the checks on what it selects."""
+"""The base of all directives: their source line in the user's code, and checks on what they select."""
 
 import difflib
 import re
@@ -20,7 +20,7 @@ D = TypeVar("D", bound="Directive")
 
 
 def source_line() -> str:
-    """The file and line outside this package that is constructing a directive: `llama.py:41`."""
+    """Return the file and line outside this package that constructs a directive: `llama.py:41`."""
     frame = sys._getframe(1)
     while frame.f_back and (
         frame.f_code.co_filename.startswith((PACKAGE, "<string>"))
@@ -40,7 +40,7 @@ class Directive:
 
     @property
     def verb(self) -> str:
-        """What the user calls it: `place`."""
+        """Return the name by which users call this directive: `place`."""
         return verb_of(type(self))
 
     def __repr__(self) -> str:
@@ -54,16 +54,16 @@ class Directive:
         return f"{self.verb}({', '.join(given)})"
 
     def title(self, number: int) -> str:
-        """How messages name it: its number in the strategy, from 0, and where it was written."""
+        """Return the directive's name in messages: its number in the strategy and its source line."""
         return f"{self.verb} #{number} ({self.source})"
 
     def apply(self, graph: Graph, number: int) -> Graph:
-        """The graph after this directive. Raises ScheduleError when it cannot be applied."""
+        """Return the graph after this directive. Raise ScheduleError when it cannot be applied."""
         raise AssertionError(f"{self.verb} does not say what it does")
 
 
 def verb_of(kind: type[Directive]) -> str:
-    """Return what users call a kind of directive."""
+    """Return the name by which users call a kind of directive."""
     return kind.__name__.lower()
 
 
@@ -84,7 +84,7 @@ _FORMS: dict[tuple[int, str], type[Directive]] = {}  # other forms of the one at
 
 
 def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
-    """Make a directive known to the JSON form, to hints and to `piper` itself; lists have it at `rank`.
+    """Register a directive with the JSON form, with hints and with `piper` itself, at `rank` in every list.
 
     key: it is another form of the directive at that rank, for entries that have this key.
     """
@@ -100,12 +100,12 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
 
 
 def known_directives() -> dict[str, type[Directive]]:
-    """Return every kind of directive, by what users call it, in the order that lists have them."""
+    """Return every kind of directive, by its name for users, in the order of their ranks."""
     return {verb_of(kind): kind for kind in sorted(_KNOWN, key=_KNOWN.__getitem__)}
 
 
 def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
-    """Return the kind of directive that an entry with some keys is."""
+    """Return the kind of directive that an entry with these keys is."""
     kind = known_directives()[verb]
     found = [_FORMS[_KNOWN[kind], key] for key in keys if (_KNOWN[kind], key) in _FORMS]
     return found[0] if found else kind
@@ -119,7 +119,7 @@ def spelt(
     default: object = MISSING,
     needed: bool = False,
 ) -> Any:  # noqa: ANN401  as `dataclasses.field` does
-    """Make a field that JSON calls by another name.
+    """Return a dataclass field that has another name in JSON.
 
     wanted: what its value must be, in words. flags: the field is the highest of these whose key is true.
     needed: JSON must have it, though Python need not.
@@ -129,12 +129,12 @@ def spelt(
 
 
 def refused(verb: str, what: str, hint: str) -> ScheduleError:
-    """The error for an argument of the wrong kind; the directive has no number yet, but a line."""
+    """Return the error for an argument of the wrong kind, with the line that wrote the directive."""
     return ScheduleError(what, by=f"{verb} ({source_line()})", hint=hint)
 
 
 def given_filter(verb: str, at: object) -> At:
-    """The filter that a directive is given."""
+    """Return the filter that a directive is given, or refuse it."""
     if not isinstance(at, At):
         raise refused(
             verb, f"{at!r} is not a filter", "select nodes with at(): at(PP=0), or at() for all of them"
@@ -143,33 +143,33 @@ def given_filter(verb: str, at: object) -> At:
 
 
 def given_devices(verb: str, devices: object) -> Devices:
-    """The devices that a directive is given, as a tuple; their values are checked where it is applied."""
+    """Return the devices that a directive is given, as a tuple. `apply` checks their values."""
     if isinstance(devices, str | bytes | set | frozenset | dict) or not isinstance(devices, Iterable):
         raise refused(verb, f"devices={devices!r} is not a list", "list the devices in order: devices=[0, 1]")
     return tuple(devices)
 
 
 def given_stream(verb: str, key: str, stream: object) -> str | None:
-    """The name of a stream that a directive is given, or none."""
+    """Return the stream name that a directive is given. None: no stream is given."""
     if stream is not None and not (isinstance(stream, str) and STREAM.fullmatch(stream)):
         raise refused(verb, f"{key}={stream!r} is not a name", f'name the stream in one word: {key}="pp"')
     return stream
 
 
 def given_tag(verb: str, key: str, tag: object) -> str | None:
-    """The tag that a directive is given, or none; whether the model has it is checked where it is applied."""
+    """Return the tag that a directive is given. `apply` checks that the model has it. None: no tag."""
     if tag is not None and not isinstance(tag, str):
         raise refused(verb, f"{key}={tag!r} is not a tag", f'name a tag of the model: {key}="PP"')
     return tag
 
 
 def is_whole(number: object) -> bool:
-    """Whether a value is a whole number; True and False are not."""
+    """Return whether a value is a whole number. True and False are not."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
 def selected(graph: Graph, at: At, by: str) -> list[Compute]:
-    """The nodes that `at` selects: at least one, by tags that exist."""
+    """Return the nodes that `at` selects. Refuse unknown tags and an empty selection."""
     check_tags(graph, at, by)
     nodes = graph.select(at)
     if not nodes:
@@ -219,7 +219,7 @@ def check_tags(graph: Graph, at: At, by: str) -> None:
 
 
 def extent(graph: Graph) -> str:
-    """The tags of a graph with their ranges: `MB=0..7, PP=0..3`."""
+    """Return the tags of a graph with their ranges: `MB=0..7, PP=0..3`."""
     ranges = []
     for tag in sorted(graph.index.tags):
         indices = graph.index.indices[tag]
@@ -229,7 +229,7 @@ def extent(graph: Graph) -> str:
 
 
 def checked_devices(devices: Sequence[int], by: str) -> Devices:
-    """The devices as a tuple: whole numbers from 0, at least one, none twice."""
+    """Return the devices as a tuple: whole numbers from 0, at least one, none twice."""
     bad = [device for device in devices if not is_whole(device) or device < 0]
     if bad or not devices:
         raise ScheduleError(
@@ -252,5 +252,5 @@ def checked_devices(devices: Sequence[int], by: str) -> Devices:
 
 
 def touched(node: Compute, number: int) -> tuple[int, ...]:
-    """A node's origin once directive `number` has touched it too."""
+    """Return a node's origin with directive `number` added."""
     return node.origin if number in node.origin else (*node.origin, number)

@@ -47,7 +47,7 @@ def parse_strategy(text: str, source: str = "strategy") -> list[Directive]:
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """Return the kind of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -101,13 +101,13 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """How JSON says a field of a directive."""
+    """The key and the type of a directive's field in JSON."""
 
     field: str
     read: Read
     wanted: str  # what the value must be, in words
     needed: bool
-    level: int = 0  # a flag: the value that the field has at least where it is true
+    level: int = 0  # of a flag: the least value of the field where the flag is true
 
 
 def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
@@ -132,7 +132,7 @@ def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
 
 
 def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:
-    """The error for a value of the wrong kind."""
+    """Return the error for a value of the wrong kind."""
     return ConfigError(f"{key!r} is {json.dumps(value)}", by=where, hint=f"{key!r} is {wanted}")
 
 

@@ -93,7 +93,7 @@ def order(groups: Sequence[Sequence[At] | At]) -> Order:
 
 
 def given_group(group: object) -> tuple[At, ...]:
-    """One group that an order is given: a filter, or several."""
+    """Return one group that an order is given, as a tuple of filters."""
     if isinstance(group, At):
         return (group,)
     if isinstance(group, str | dict) or not isinstance(group, Iterable):
@@ -102,7 +102,7 @@ def given_group(group: object) -> tuple[At, ...]:
 
 
 def ordered(graph: Graph, at: At, by: str) -> list[Compute]:
-    """The nodes that a filter puts in order: none where it names a backward and nothing trains."""
+    """Return the nodes that a filter puts in order: none where it names a backward and nothing trains."""
     check_tags(graph, at, by)
     nodes = graph.select(at)
     if nodes:

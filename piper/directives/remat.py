@@ -1,4 +1,4 @@
-"""`remat`: fewer activations kept, the others made again."""
+"""`remat`: save fewer activations and recompute the others."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,14 +14,14 @@ from piper.ir.select import At
 @registered(5)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Remat(Directive):
-    """Keep at most a part of what the selected chunks' forwards save; their backwards make the rest again.
+    """Save at most a share of the selected chunks' activations; their backwards recompute the rest.
 
     F[PP=0] --480 MB--> B[PP=0]
     -->
     F[PP=0] --120 MB--> B[PP=0] with some of F      (budget=0.25)
 
-    With `across`, a region around them keeps nothing but what comes into it. Its forwards run a second time
-    before its backwards, which read what that run saved; the budget says how much of it.
+    With `across`, a region around them saves only its inputs. Its forwards are recomputed before its
+    backwards, which read what the second run saved; the budget says how much that is.
     """
 
     places: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class Remat(Directive):
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _regions(self, graph: Graph, names: list[str], by: str) -> dict[str, str]:
-        """For each chunk, the region around it whose forwards run again, by the tags down to `across`."""
+        """Return, for each chunk, the region around it that is recomputed, by the tags down to `across`."""
         if self.across is None:
             return {}
         regions: dict[str, str] = {}
@@ -83,7 +83,11 @@ class Remat(Directive):
             )
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
-        """A chunk's code is the same on all its parts, and forward and backward agree on what is kept."""
+        """Refuse a filter that selects only some nodes of a chunk.
+
+        The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
+        is saved.
+        """
         names = {node.name for node in nodes}
         chunks = {node.chunk for node in nodes}
         outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
@@ -97,13 +101,13 @@ class Remat(Directive):
 
 
 def has_code(kind: str) -> bool:
-    """Whether a chunk of this kind computes anything."""
+    """Return whether a chunk of this kind computes anything."""
     return kind in ("compute", "expert")
 
 
 def remat(at: At, budget: float, across: str | None = None) -> Remat:
-    """Keep at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
+    """Save at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
 
-    across: a tag. Regions with it keep nothing from forward to backward but what comes into them.
+    across: a tag. Regions with it save only their inputs between forward and backward.
     """
     return Remat(at=given_filter("remat", at), budget=budget, across=given_tag("remat", "across", across))

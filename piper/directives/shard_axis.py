@@ -69,7 +69,7 @@ class ShardAxis(Directive):
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
     def _check_words(self, by: str) -> None:
-        """Refuse what no model can be divided by."""
+        """Refuse arguments that fit no model."""
         if not self.axis.isidentifier() or self.axis == "PASS":
             raise ScheduleError(
                 f"axis={self.axis!r} is not a name", by=by, hint='name the axis in one word: axis="TP"'
@@ -107,7 +107,7 @@ class ShardAxis(Directive):
 
 
 def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
-    """Return names with a dimension each, from a dict."""
+    """Return the names and dimensions that a directive is given as a dict."""
     if not isinstance(given, Mapping):
         raise refused("shard", f"{key}={given!r} is not a dict", f'write {key}={{"name": dimension}}')
     for name, dim in given.items():

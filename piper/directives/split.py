@@ -1,4 +1,4 @@
-"""`split`: the same work on parts of the samples."""
+"""`split`: the same work on microbatches of the samples."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,7 +13,7 @@ from piper.ir.select import At
 @registered(3)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Split(Directive):
-    """Copy the selected sub-graph once per part of the samples.
+    """Copy the selected sub-graph once per microbatch.
 
     F[PP=0] --> F[PP=1]
     -->
@@ -68,7 +68,7 @@ class Split(Directive):
             )
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
-        """A part must never meet an unsplit value: its samples would not line up."""
+        """Refuse a filter that mixes split and unsplit values: their samples would not line up."""
         names = {node.name for node in nodes}
         chunks = {node.chunk for node in nodes}
         inside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
@@ -94,5 +94,8 @@ class Split(Directive):
 
 
 def split(at: At, axis: str = "MB", parts: int = 1) -> Split:
-    """Copy the selected sub-graph once per part of each device's samples, tagged `axis=0`, `axis=1`, ..."""
+    """Copy the selected sub-graph once per microbatch, tagged `axis=0`, `axis=1`, ...
+
+    Each device's samples are divided into `parts` microbatches.
+    """
     return Split(at=given_filter("split", at), axis=axis, parts=parts)

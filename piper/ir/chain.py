@@ -1,4 +1,4 @@
-"""Outlines made by hand: a chain of stages to try directives and schedules on without a model."""
+"""Hand-made outlines: a chain of stages to try directives and schedules on without a model."""
 
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +29,7 @@ def chain(
     tied: bool = False,
     split_cost: tuple[int, int, int] = (1, 1, 1),
 ) -> Outline:
-    """A chain of `stages`, each with `layers` weight matrices; F, I and W cost `split_cost` units.
+    """Return a chain of `stages`, each with `layers` weight matrices. F, I and W cost `split_cost` units.
 
     With `experts`, each stage routes to an expert region EP=stage between two dense pieces. With `tied`, the
     first and the last stage share one parameter.
@@ -82,7 +82,7 @@ class _Chain:
         return TensorSpec(shape=(experts,), dtype="int64", nbytes=8 * experts)
 
     def weight(self, name: str, lead: tuple[int, ...] = ()) -> str:
-        """A square parameter, or one for each expert."""
+        """Add a square parameter, or one for each expert, and return its name."""
         self.parameters[name] = Parameter(name=name, shape=(*lead, self.width, self.width), dtype="float32")
         return name
 
@@ -92,7 +92,7 @@ class _Chain:
     def dense(
         self, name: str, tags: Tags, source: Source, params: tuple[str, ...], outputs: tuple[TensorSpec, ...]
     ) -> None:
-        """A chunk that reads one value and its weights, and saves one value."""
+        """Add a chunk that reads one value and its weights, and saves one value."""
         self.chunks.append(self._matmuls(name, tags, (source,), params, (self.hidden,), outputs))
 
     def _matmuls(
@@ -137,7 +137,10 @@ class _Chain:
         )
 
     def routed(self, owner: str, tags: Tags, experts: int, params: tuple[str, ...]) -> Output:
-        """A route, an expert chunk and an unroute, as capture cuts them; the owner gives rows and counts."""
+        """Add a route, an expert chunk and an unroute, as capture cuts them, and return the last output.
+
+        The owner computes the rows and the counts.
+        """
         name = f"{owner} {tags[-1][0]}={tags[-1][1]}"
         rows = replace(self.hidden, dynamic_rows=True)
         counts = self.counts(experts)

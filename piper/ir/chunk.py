@@ -1,4 +1,4 @@
-"""What capture tells the compiler about a model: its chunks, their values, what each phase reads and writes.
+"""The captured model as the compiler sees it: chunks, their values, and what each phase reads and writes.
 
 Pure data. A chunk is a piece of the captured graph that runs as a unit; its code stays with capture and is
 found by `Chunk.key` at run time.
@@ -54,7 +54,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """An input that says which place a device has in its group along an axis, from 0."""
+    """An input that is the position of a device in its group along an axis, from 0."""
 
     axis: str
 
@@ -64,7 +64,7 @@ Source = Batch | Output | Constant | Place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSpec:
-    """What one phase of a chunk reads and writes: its code takes and returns exactly these, in order.
+    """The values that one phase of a chunk reads and writes: the arguments and results of its code, in order.
 
     Reads: inputs, params, buffers, saved, carried, tangents.
     Writes: F: outputs, saved, mutated buffers. B: grad_inputs, grad_params. BI: grad_inputs, all of
@@ -113,7 +113,7 @@ class Chunk:
 
 
 def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
-    """The saved values in two bundles: those the weight gradients need live longer than the others."""
+    """Return the saved values in two bundles. Those that the weight gradients need live longer."""
     late = set(chunk.phases["BW"].saved) if "BW" in chunk.phases else set()
     early = [i for i in range(len(chunk.saved)) if i not in late]
     both: tuple[tuple[SlotKind, list[int]], ...] = (("saved", early), ("kept", sorted(late)))
@@ -122,7 +122,7 @@ def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlice:
-    """How the devices along one axis hold a tensor: each a slice of one dimension, or each all of it."""
+    """How the devices along one axis hold a tensor: each holds a slice of one dimension, or all of it."""
 
     axis: str
     degree: int
@@ -134,7 +134,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of the model, once, whatever its aliases."""
+    """A parameter of the model. A tied parameter occurs once."""
 
     name: str  # its first fully qualified name
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class Parameter:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of what one device holds of it, before ZeRO."""
+        """Return the shape of the slice of this parameter that one device holds, before ZeRO."""
         sizes = list(self.shape)
         for held in self.slices:
             if held.dim is not None:
@@ -173,7 +173,7 @@ class Buffer:
 
     @property
     def saved_as(self) -> tuple[str, ...]:
-        """Every name under which a model's own state_dict has it."""
+        """Return every name of this buffer in the model's own state_dict."""
         return self.names or ((self.name,) if self.persistent else ())
 
 
@@ -199,5 +199,5 @@ class Outline:
     )  # regions without operations: their lines
 
     def degree(self, chunk: Chunk) -> int:
-        """Return how many neighbouring devices share the samples of a chunk."""
+        """Return the number of neighbouring devices that share the samples of a chunk."""
         return self.degrees.get(chunk.tags, 1)

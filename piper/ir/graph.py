@@ -1,4 +1,4 @@
-"""The training graph that directives rewrite: what must happen, on which devices.
+"""The training graph that directives rewrite: which nodes run, and on which devices.
 
 Replicas are not expanded: a node carries its whole set of devices, so the graph does not grow with the degree
 of data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
@@ -49,17 +49,17 @@ class Policy:
 
     @property
     def degree(self) -> int:
-        """Return how many devices share the same samples."""
+        """Return the number of devices that share the same samples."""
         return math.prod(held.degree for held in self.axes)
 
     def sharding(self, name: str) -> Sharding:
-        """How a parameter or a buffer is divided."""
+        """Return how a parameter or a buffer is divided."""
         return self.shardings.get(name, WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One chunk on one part of the samples: the node of each of its phases, and its saved values."""
+    """One chunk on one microbatch: the node of each of its phases, and its saved values."""
 
     chunk: str
     part: Tags
@@ -68,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A member of an ordered group: a node by what it is, so that later rewrites can find its successors."""
+    """A member of an ordered group, named by its content, so that later rewrites can find its successors."""
 
     chunk: str
     phase: Phase
@@ -96,7 +96,7 @@ class Index:
         self._tables: dict[tuple[str, ...], dict[tuple[int | None, ...], list[Cell]]] = {}
 
     def find(self, at: At) -> list[Cell]:
-        """The cells whose tags `at` asks for."""
+        """Return the cells whose tags match `at`."""
         exact = tuple(tag for tag, index in at.tags if isinstance(index, int))
         if exact not in self._tables:
             table = self._tables[exact] = {}
@@ -114,7 +114,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A directive that was applied, as messages speak of it."""
+    """A directive that was applied, as messages name it."""
 
     verb: str
     title: str  # "place #0 (llama.py:41)"
@@ -126,7 +126,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Compute nodes, how their chunks' parameters live, and the orders asked for."""
+    """Compute nodes, the policies of their chunks' parameters, and the orderings between them."""
 
     outline: Outline
     nodes: Mapping[str, Compute]
@@ -134,22 +134,22 @@ class Graph:
     parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
     policies: Mapping[str, Policy] = field(default_factory=dict)
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
-    budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> what it may keep of what it saves
-    reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> the region whose forwards run again
+    budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
+    reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[Asked, ...] = ()  # by number
 
     @property
     def chunks(self) -> dict[str, Chunk]:
-        """The chunks by name, in topological order."""
+        """Return the chunks by name, in topological order."""
         return {chunk.name: chunk for chunk in self.outline.chunks}
 
     def policy(self, chunk: str) -> Policy:
-        """How a chunk's parameters live; the default where no directive said."""
+        """Return how a chunk's parameters live: the default where no directive set it."""
         return self.policies.get(chunk, Policy())
 
     def select(self, at: At) -> list[Compute]:
-        """The nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
+        """Return the nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
         found = []
         phases = SELECTED[at.phase]
         for cell in self.index.find(at):
@@ -160,11 +160,11 @@ class Graph:
         return found
 
     def update(self, nodes: Iterable[Compute]) -> "Graph":
-        """The graph with some nodes replaced by others of the same name."""
+        """Return the graph with some nodes replaced by others of the same name."""
         return replace(self, nodes={**self.nodes, **{node.name: node for node in nodes}})
 
     def splice(self, successors: Mapping[str, tuple[Compute, ...]]) -> "Graph":
-        """The graph with each named node replaced, where it stood, by its successors."""
+        """Return the graph with each named node replaced, in its place, by its successors."""
         nodes: dict[str, Compute] = {}
         for name, node in self.nodes.items():
             for successor in successors.get(name, (node,)):
@@ -172,21 +172,21 @@ class Graph:
         return replace(self, nodes=nodes)
 
     def link(self, ordering: Ordering) -> "Graph":
-        """The graph with one more order asked for."""
+        """Return the graph with one more ordering."""
         return replace(self, orderings=(*self.orderings, ordering))
 
     def drop(self, names: Iterable[str]) -> "Graph":
-        """The graph without some nodes."""
+        """Return the graph without some nodes."""
         gone = set(names)
         return replace(self, nodes={name: node for name, node in self.nodes.items() if name not in gone})
 
     def devices(self) -> Devices:
-        """Every device that some node is placed on."""
+        """Return every device that some node is placed on."""
         sets = {node.devices for node in self.nodes.values()}
         return tuple(sorted({device for devices in sets for device in devices}))
 
     def placed_by(self, node: Compute) -> str:
-        """The directive that put a node where it is: errors about places name it."""
+        """Return the title of the directive that placed a node, for errors about its placement."""
         for number in reversed(node.origin):
             if self.directives[number].places:
                 return self.directives[number].title
@@ -194,7 +194,7 @@ class Graph:
 
 
 def start(outline: Outline) -> Graph:
-    """The graph of one step on one device: a forward and, where there is one, a backward for each chunk."""
+    """Return the graph of one step on one device: a forward per chunk, and a backward where there is one."""
     nodes: dict[str, Compute] = {}
     for chunk in outline.chunks:
         node = Compute(chunk=chunk.name, phase="F")
@@ -208,12 +208,12 @@ def start(outline: Outline) -> Graph:
 
 
 def has_backward(chunk: Chunk) -> bool:
-    """Whether a chunk has anything to differentiate."""
+    """Return whether a chunk has anything to differentiate."""
     return not chunk.phases or "B" in chunk.phases
 
 
 def inputs_from_chunks(chunk: Chunk) -> Iterator[tuple[int, Output]]:
-    """A chunk's inputs that other chunks produce, with their positions."""
+    """Yield a chunk's inputs that other chunks produce, with their positions."""
     for position, source in enumerate(chunk.inputs):
         if isinstance(source, Output):
             yield position, source

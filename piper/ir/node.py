@@ -1,4 +1,4 @@
-"""The kinds of work in a training step. Frozen, closed, and named by what they are.
+"""The kinds of nodes in a training step. Frozen, closed, and named by their content.
 
 Directives see only `Compute`. Lowering adds the rest and fills in what each node reads and writes; values are
 named by content too, so errors, plans, traces and tests all say the same thing.
@@ -16,7 +16,7 @@ COMPUTE_STREAM = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Run one chunk, in one phase, on one part of each device's samples."""
+    """Run one phase of one chunk on one microbatch."""
 
     chunk: str
     phase: Phase
@@ -27,7 +27,7 @@ class Compute:
     reads: tuple[SlotId, ...] = ()
     writes: tuple[SlotId, ...] = ()
     keeps: tuple[SlotId, ...] = ()  # values it does not read but whose storage it still uses
-    again: bool = False  # a forward that runs a second time, for what its region's backwards read
+    again: bool = False  # a forward that is recomputed for the backwards of its region
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -36,18 +36,18 @@ class Compute:
 
     @property
     def run(self) -> Pass:
-        """The pass that it is."""
+        """Return the pass of this node."""
         return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
 
 def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
-    """The name of a compute node, known without having the node. One that runs again has an R for its F."""
+    """Return the name of a compute node. A recomputed forward has an R in place of its F."""
     return f"{phase}[{chunk}{show_part(part)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Bring one field of the batch, for one part, to the devices that read it."""
+    """Load one field of the batch, for one microbatch, on the devices that read it."""
 
     batch_field: str
     part: Tags
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Move a value from one set of devices to another. A send and a receive in the plan."""
+    """Send a value from one set of devices to another. It becomes a send and a receive in the plan."""
 
     value: SlotId
     source: Devices
@@ -109,7 +109,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Tell the devices of an expert group how many rows each will get from each. The host waits for it."""
+    """Send each device of an expert group the number of rows it will get from each. The host waits for it."""
 
     chunk: str
     part: Tags
@@ -149,7 +149,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect:
-    """Bring a divided value into another layout within each group, or its gradient back."""
+    """Run a collective that changes the layout of a divided value, or of its gradient, within each group."""
 
     chunk: str
     phase: Phase  # F, B or BI
@@ -169,7 +169,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """Bring together a bucket's sharded parameters, for a run of uses or after an update."""
+    """All-gather a bucket's sharded parameters, for a run of uses or after an update."""
 
     bucket: str
     run: Pass | None  # the first of the passes that use it; None: all of them, after an update
@@ -186,7 +186,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
-    """Add one backward's weight gradients, or one part's loss, to what the step has so far."""
+    """Add one backward's weight gradients, or one microbatch's loss, to the sum of the step."""
 
     run: Pass  # whose results are added
     devices: Devices
@@ -204,7 +204,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """Sum a bucket's gradients over the replicas; with `scatter`, each keeps only its shard of the sum."""
+    """Sum a bucket's gradients over the replicas. With `scatter`, each replica keeps only its shard."""
 
     bucket: str
     run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
@@ -222,7 +222,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """Square and sum the gradients of a device, beside its losses: over all, each parameter counts once."""
+    """Square and sum the gradients of a device. Over all devices, each parameter counts once."""
 
     devices: Devices
     reads: tuple[SlotId, ...]
@@ -237,7 +237,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """Sum the norms, losses and weights over all devices: every device then knows the step's result."""
+    """Sum the norms, losses and weights over all devices, so that every device has the step's result."""
 
     devices: Devices
     reads: tuple[SlotId, ...]
@@ -267,7 +267,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Give the replicas the first one's buffers. Those of divided experts are not written."""
+    """Broadcast the first replica's buffers to the others. Buffers of divided experts are never written."""
 
     chunk: str
     devices: Devices

@@ -1,4 +1,4 @@
-"""`at`: which nodes a directive speaks of."""
+"""`at`: the filter by which a directive selects nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class At:
-    """Selects nodes by tag and phase. A tag that is not named does not matter."""
+    """Selects nodes by tag and phase. Tags that the filter does not name may have any index."""
 
     tags: tuple[tuple[str, Index], ...] = ()
     phase: Phase | None = None  # None: any
@@ -68,7 +68,7 @@ def at(PASS: str | None = None, **tags: Asked) -> At:  # noqa: N803  the contrac
 
 
 def _given_index(tag: str, asked: Asked) -> Index:
-    """Return what a user asks of a tag, checked: several indices as a tuple, one of them as itself."""
+    """Check the index of a tag that a user gives, and return it. Several indices become a tuple."""
     if isinstance(asked, range | list | tuple):
         if asked and all(map(_is_index, asked)):
             several = tuple(sorted(set(asked)))

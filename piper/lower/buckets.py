@@ -23,7 +23,7 @@ Lanes = tuple[Devices, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """Where a chunk's parameters live, and how."""
+    """The placement of a chunk's parameters: its devices and its policy."""
 
     chunk: str
     devices: Devices
@@ -33,12 +33,12 @@ class Home:
 
     @property
     def lanes(self) -> Lanes:
-        """Return the devices, and how many neighbours among them share their samples."""
+        """Return the devices, and the number of neighbours among them that share their samples."""
         return self.devices, self.policy.degree
 
     @property
     def slices(self) -> int:
-        """Return into how many slices its devices cut the samples."""
+        """Return the number of slices into which the devices cut the samples."""
         return len(self.devices) // self.policy.degree
 
 
@@ -81,7 +81,7 @@ def make_buckets(work: Work) -> Work:
 
 
 def every_parameter_has_a_bucket(work: Work) -> Iterator[str]:
-    """Each chunk finds each of its parameters in exactly one of its buckets."""
+    """Yield each parameter that is not in exactly one of its chunk's buckets."""
     for chunk in work.graph.outline.chunks:
         held = [p.name for b in work.chunk_buckets[chunk.name] for p in work.buckets[b].pieces]
         for name in chunk.params:
@@ -90,7 +90,7 @@ def every_parameter_has_a_bucket(work: Work) -> Iterator[str]:
 
 
 def homes_of(graph: Graph) -> dict[str, Home]:
-    """Where each chunk lives."""
+    """Return where the parameters of each chunk live, by chunk."""
     homes: dict[str, Home] = {}
     for node in graph.nodes.values():
         if node.chunk not in homes:
@@ -105,7 +105,7 @@ def homes_of(graph: Graph) -> dict[str, Home]:
 
 
 def trained(outline: Outline) -> Iterator[Parameter]:
-    """The parameters, those that no backward reaches as frozen: an optimizer leaves both alone."""
+    """Yield all parameters, with `trainable` False for those that no backward reaches."""
     reached = {
         name for chunk in outline.chunks if "B" in chunk.phases for name in chunk.phases["B"].grad_params
     }
@@ -157,7 +157,10 @@ def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[
 
 
 def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iterator[Bucket]:
-    """A chunk's own parameters in buckets of at most `bucket_mb`, alike in type and in who holds what."""
+    """Yield buckets of a chunk's own parameters, each at most `bucket_mb` large.
+
+    Parameters of one bucket have the same dtype and are held by the devices in the same way.
+    """
     kinds: dict[tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, Held]]] = {}
     for param in params:
         held = held_by(param, home)
@@ -180,7 +183,7 @@ def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iter
 
 
 def itemsize(dtype: str) -> int:
-    """The bytes of one element."""
+    """Return the number of bytes of one element of a dtype."""
     bits = BITS.search(dtype)
     return int(bits[0]) // 8 if bits else 1  # bool
 
@@ -188,7 +191,7 @@ def itemsize(dtype: str) -> int:
 def bucket_for(
     name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool, held: Held
 ) -> Bucket:
-    """A bucket that lives on the homes' devices: the same set for each of them."""
+    """Return a bucket that lives on the devices of `homes`, which all have the same devices."""
     home = homes[0]
     groups = groups_apart(home.devices, held.apart)
     zero = min(h.policy.zero for h in homes) if len(groups[0]) > 1 else 0
@@ -212,10 +215,10 @@ def bucket_for(
 def tied_buckets(
     param: Parameter, homes: list[Home], taken: Collection[str]
 ) -> tuple[list[Bucket], list[str]]:
-    """Buckets for a parameter that several chunks use: one per set of devices, or one over them all."""
+    """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all."""
     named = param.name
     while not {named, *(f"{named}@{home.chunk}" for home in homes)}.isdisjoint(taken):
-        named += "'"  # a parameter may be called as a chunk's bucket is
+        named += "'"  # a parameter may have the same name as a bucket
     by_set: dict[Devices, list[Home]] = {}
     for home in homes:
         by_set.setdefault(home.devices, []).append(home)
@@ -272,12 +275,12 @@ def tied_buckets(
 
 
 def shown_held(held: Held) -> str:
-    """Say how a parameter is divided."""
+    """Return text that says how a parameter is divided."""
     return f"ways {math.prod(sharding.ways for sharding in held.shardings)}"
 
 
 def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, Slot]:
-    """The slots that outlive a step: parameters, master copies and optimizer state."""
+    """Return the slots that outlive a step: parameters, master copies and optimizer state."""
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
         whole = bucket.zero < 3
@@ -291,5 +294,5 @@ def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, 
 
 
 def param_slot(bucket: Bucket) -> SlotId:
-    """The slot of a bucket's parameters between uses."""
+    """Return the slot that holds a bucket's parameters between uses."""
     return SlotId("param", bucket.name)

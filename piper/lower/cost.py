@@ -1,4 +1,4 @@
-"""A rough cost of each node, only to choose between orders: the simulator has the careful ones."""
+"""A rough cost of each node, used only to choose between orders. The simulator has accurate costs."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ LATENCY = 5e-6
 
 
 def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slot]) -> float:
-    """Seconds a node takes, roughly."""
+    """Estimate the seconds that a node takes."""
     if isinstance(node, Compute):
         spec = chunks[node.chunk].phases[node.phase]
         return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)

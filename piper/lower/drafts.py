@@ -1,4 +1,4 @@
-"""A node's instructions on each of the programs that run it, over which communicator, moving how much."""
+"""The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Emission:
     begun: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, total): it has something to reduce
 
     def within(self, devices: Devices) -> list[int]:
-        """The classes that make up a set of devices."""
+        """Return the numbers of the device classes that make up a set of devices."""
         found = self.classes_in.get(id(devices))
         if found is None:
             found = (devices, list(dict.fromkeys(self.class_of[device] for device in devices)))
@@ -60,14 +60,17 @@ class Emission:
         return found[1]
 
     def size(self, value: SlotId) -> int:
-        """The bytes of a value, with the storages it shares."""
+        """Return the bytes of a value, including the storages it shares."""
         slot = self.work.values.get(value.base) or self.work.residents[value]
         return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
 
     def comm(
         self, key: tuple[str, ...], groups: Callable[[], tuple[Devices, ...]], stream: str
     ) -> tuple[str | None, int]:
-        """The communicator of these groups on this stream, none for groups of one, and their size."""
+        """Return the name of the communicator of these groups on this stream, and the size of a group.
+
+        The name is None for groups of one device.
+        """
         if key not in self.comm_cache:
             made = groups()
             if len(made[0]) == 1:
@@ -93,7 +96,7 @@ def draft_node(emission: Emission, node: Node) -> None:
 
 
 def draft_for(emission: Emission, node: Node, number: int) -> Draft:
-    """The instruction of a node on one class of its devices."""
+    """Return the draft instruction of a node on one class of its devices."""
     draft = Draft(op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes)
     match node:
         case Compute():
@@ -126,7 +129,7 @@ def draft_for(emission: Emission, node: Node, number: int) -> Draft:
 
 
 def draft_communication(emission: Emission, node: Communication, draft: Draft, number: int) -> None:
-    """What a collective adds to its instruction: the communicator and the bytes it moves."""
+    """Add the communicator and the number of bytes moved to the draft of a communication node."""
     match node:
         case Counts() | Exchange():
             draft_exchange(emission, node, draft)
@@ -154,7 +157,7 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
 
 
 def draft_collective(emission: Emission, node: Collect, draft: Draft) -> None:
-    """A collective on the devices of each group that differ only in their place along its axis."""
+    """Fill in the draft of a collective over the devices of each group that differ only along its axis."""
     ways, stride = node.how.degree, node.stride
     key = ("axis", show(node.devices), str(ways), str(stride), node.stream)
     run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
@@ -184,7 +187,7 @@ def moved(how: Collective, given: int, made: int) -> int:
 
 
 def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) -> None:
-    """An all-to-all within each expert group: of row counts, or of rows."""
+    """Fill in the draft of an all-to-all within each expert group: of row counts, or of rows."""
     ways = node.ways
     key = ("axis", show(node.devices), str(ways), str(node.stride), node.stream)
     draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, node.stride), node.stream)
@@ -197,7 +200,7 @@ def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) ->
 
 
 def draft_reduce(emission: Emission, node: Reduce, draft: Draft, number: int) -> None:
-    """A reduction over a bucket's replicas, or over the copies of a tied parameter."""
+    """Fill in the draft of a reduction over a bucket's replicas, or over the copies of a tied parameter."""
     work = emission.work
     bucket = work.buckets[node.bucket]
     draft.op = "reduce_scatter" if node.scatter else "all_reduce"
@@ -222,15 +225,18 @@ def draft_reduce(emission: Emission, node: Reduce, draft: Draft, number: int) ->
 
 
 def scatter_workspace(bucket: Bucket, node: Reduce, *, summed: bool) -> int:
-    """What a scattered reduction needs beside its slots: gradients laid one after another, if no sum has done
-    so before, and this device's shard before it is added to the shard so far."""
+    """Return the bytes of workspace that a reduce-scatter needs in addition to its slots.
+
+    It flattens the gradients, unless an accumulation already has. It also holds this device's reduced shard
+    before that is added to the shard accumulated so far.
+    """
     again = len(node.reads) > 1
     apart = not summed and len(bucket.pieces) > 1
     return (bucket.numel * bucket.itemsize if apart else 0) + (bucket.shard_nbytes if again else 0)
 
 
 def draft_transfer(emission: Emission, node: Transfer) -> None:
-    """Sends where the value is, receives where it goes, and the pieces joined where it comes in several."""
+    """Append the sends and receives of a transfer, and the copies that join a value received in pieces."""
     name = node.name
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
@@ -277,7 +283,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
 
 
 def pair_comm(emission: Emission, channel: Channel) -> str:
-    """The communicator of a channel's pairs."""
+    """Return the name of the communicator of a channel's pairs, and register it if it is new."""
     if channel.name not in emission.pairs:
         pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
         emission.pairs[channel.name] = Comm(name=channel.name, kind="pairs", groups=pairs)

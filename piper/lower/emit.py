@@ -1,4 +1,4 @@
-"""From the line to plans: each program's instructions, on its streams, over its communicators."""
+"""Turns the sequence of nodes into plans: the instructions of each program, its streams and communicators."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ from piper.proof.values import prove_values
 
 
 def emit(work: Work) -> Work:
-    """Cut the line into one plan for each distinct program.
+    """Cut the sequence of nodes into one plan for each distinct program.
 
     F[PP=0]@0  transfer  F[PP=1]@1
     -->
@@ -54,7 +54,7 @@ def emit(work: Work) -> Work:
 
 
 def plans_can_run(work: Work) -> Iterator[str]:
-    """The plans of all devices are proven together: first their order, then the values that they compute."""
+    """Prove the plans of all devices together: first their order, then the values they compute."""
     assert work.plans is not None, "they are emitted"
     prove(work.plans)
     prove_values(work.plans, work.graph, clip=work.settings.clip)
@@ -62,7 +62,7 @@ def plans_can_run(work: Work) -> Iterator[str]:
 
 
 def device_sets(work: Work) -> Iterator[Devices]:
-    """Every set of devices that does something together, and every role in a transfer."""
+    """Yield the devices of every node, and the sender and receiver sets of every transfer."""
     seen: set[object] = set()
     for node in work.line:
         if not isinstance(node, Transfer):
@@ -79,7 +79,7 @@ def device_sets(work: Work) -> Iterator[Devices]:
 
 
 def plan_of(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
-    """The plan of one program."""
+    """Return the plan of one program."""
     slots = slots_of(drafts, work)
     used = {slot for draft in drafts for slot in (*draft.reads, *draft.writes) if slot in work.residents}
     held = {name: work.residents[name] for name in residents_held(work, devices[0], used)}
@@ -88,7 +88,7 @@ def plan_of(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
 
 
 def slots_of(drafts: Iterable[Draft], work: Work) -> dict[SlotId, Slot]:
-    """The size of every slot a program uses within the step."""
+    """Return the size of every slot that a program uses within the step."""
     slots: dict[SlotId, Slot] = {}
     for draft in drafts:
         for made in draft.writes:
@@ -103,7 +103,7 @@ def slots_of(drafts: Iterable[Draft], work: Work) -> dict[SlotId, Slot]:
 
 
 def residents_held(work: Work, device: int, used: set[SlotId]) -> Iterator[SlotId]:
-    """What a device holds between steps: what it uses, and the optimizer state of its buckets."""
+    """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
     states = {SlotId("state", b.name) for b in work.buckets.values() if device in b.devices}
     for name in work.residents:
         if name in used or name in states:

@@ -1,4 +1,4 @@
-"""Expert regions whose experts are divided: rows travel to them and back, by counts told beforehand."""
+"""Expert regions whose experts are divided: rows travel to the experts and back, by counts sent first."""
 
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Phase
@@ -10,7 +10,7 @@ IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values tra
 
 
 def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
-    """Rows to their experts, after the counts; or back."""
+    """Add the forward exchange of rows: to their experts, after the counts, or back from them."""
     splits = splits_slot(chunk)
     if chunk.kind == "route":
         policy = flow.graph.policy(chunk.name)
@@ -32,7 +32,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
 
 
 def exchange_backward(flow: Flow, chunk: Chunk, tangent: SlotId) -> None:
-    """Gradients travel the way of their rows, in reverse, by the forward's counts."""
+    """Add the backward exchange: gradients travel back along their rows' path, by the forward's counts."""
     for phase in IN_FRONT:
         reads = (tangent, splits_slot(chunk))
         exchange(flow, chunk, phase, chunk.kind == "unroute", reads, input_gradient(chunk.name, 0))
@@ -41,7 +41,7 @@ def exchange_backward(flow: Flow, chunk: Chunk, tangent: SlotId) -> None:
 def exchange(
     flow: Flow, chunk: Chunk, phase: Phase, outward: bool, reads: tuple[SlotId, ...], written: SlotId
 ) -> None:
-    """One all-to-all of rows within each expert group."""
+    """Add one all-to-all of rows within each expert group."""
     policy = flow.graph.policy(chunk.name)
     node = Exchange(
         chunk=chunk.name,

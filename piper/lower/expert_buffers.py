@@ -1,4 +1,4 @@
-"""Buffers of divided expert regions: what is read is divided as they are, what is written cannot be."""
+"""Buffers of divided expert regions: read ones are divided as the experts are, written ones cannot be."""
 
 from piper.devices import show
 from piper.errors import ScheduleError

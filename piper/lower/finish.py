@@ -1,4 +1,4 @@
-"""The ends of a step: fields loaded when first read; from the last gradient to equal parameters."""
+"""The start and the end of a step: batch fields loaded at first use, then losses, norms and updates."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -76,7 +76,7 @@ def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, 
 
 
 def every_field_is_loaded(work: Work) -> Iterator[str]:
-    """Each batch value is loaded before it is read, once."""
+    """Yield each batch value that is read before it is loaded, or loaded twice."""
     seen: set[SlotId] = set()
     for node in work.line:
         for value in node.reads:
@@ -87,7 +87,7 @@ def every_field_is_loaded(work: Work) -> Iterator[str]:
 
 
 def add_losses(work: Work) -> Work:
-    """Add up each part's loss, and its weight, as soon as it is known.
+    """Add each microbatch's loss and weight to the step's sums, as soon as they are computed.
 
     F[PP=1 MB=0]  F[PP=1 MB=1]
     -->
@@ -102,7 +102,7 @@ def add_losses(work: Work) -> Work:
         result = output_slot(source.chunk, source.index)
         began = False
         for place, node in enumerate(work.line):
-            if not isinstance(node, Compute) or node.again:  # what runs again is counted already
+            if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
                 value = next(value for value in node.writes if value.base == result)
@@ -121,7 +121,10 @@ def add_losses(work: Work) -> Work:
 
 
 def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
-    """Each value is written before, on every device that reads it; only a sum takes what there is."""
+    """Yield each value that some device reads before it is written on that device.
+
+    Only an accumulation may read a value that is not there yet.
+    """
     held: dict[SlotId, Devices] = {}
     for node in work.line:
         source, target = (
@@ -140,7 +143,7 @@ def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
 
 
 def add_updates(work: Work) -> Work:
-    """End the step: the norm and the losses over all devices, the update, and what it makes stale made equal.
+    """End the step: total the norm and the losses, update, then gather parameters and broadcast buffers.
 
     reduce ...
     -->
@@ -181,12 +184,12 @@ def add_updates(work: Work) -> Work:
         residents={
             **work.residents,
             TOTAL: Slot(nbytes=24),
-        },  # the step's result: whoever runs the plan reads it
+        },  # the step's result: the runtime reads it
     )
 
 
 def every_gradient_is_applied(work: Work) -> Iterator[str]:
-    """Each final gradient is read by an update on every device of its bucket, after the last write to it."""
+    """Yield each final gradient that some device of its bucket does not apply after its last write."""
     applied: dict[SlotId, set[int]] = {}
     for node in work.line:
         if isinstance(node, Update):
@@ -200,7 +203,7 @@ def every_gradient_is_applied(work: Work) -> Iterator[str]:
 
 
 def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
-    """The devices that do the same work, with the buckets they update, if any."""
+    """Return the groups of devices that run the same work, with the buckets that each group updates."""
     sets: dict[Devices, None] = {}
     for node in work.line:
         for devices in (node.source, node.target) if isinstance(node, Transfer) else (node.devices,):
@@ -212,7 +215,7 @@ def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucke
 
 
 def gather_updated(bucket: Bucket) -> Gather:
-    """Bring the updated shards of a bucket together again on every replica."""
+    """Return the gather that brings a bucket's updated shards together on every replica."""
     return Gather(
         bucket=bucket.name,
         run=None,
@@ -225,7 +228,7 @@ def gather_updated(bucket: Bucket) -> Gather:
 
 
 def broadcasts(work: Work) -> Iterator[Broadcast]:
-    """Buffers that a chunk writes follow the first replica."""
+    """Yield a broadcast of the first replica's buffers for each replicated chunk that writes buffers."""
     homes = homes_of(work.graph)
     for chunk in work.graph.outline.chunks:
         home = homes[chunk.name]

@@ -1,4 +1,4 @@
-"""The flow of values through a step: what each node reads and writes, on every part."""
+"""The flow of values through a step: what each node reads and writes, for every microbatch."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ def bind_values(work: Work) -> Work:
 
 
 def no_value_crosses_devices(work: Work) -> Iterator[str]:
-    """Every value is written exactly once, on the very devices that read it."""
+    """Yield each value that is not written exactly once, on the devices that read it."""
     written: dict[SlotId, Devices] = {}
     for node in work.nodes:
         for value in node.writes:
@@ -62,7 +62,7 @@ def no_value_crosses_devices(work: Work) -> Iterator[str]:
 
 
 def forward(flow: Flow, chunk: Chunk) -> None:
-    """The forward of a chunk, after the transfers that bring its inputs."""
+    """Add the forward of a chunk, after the transfers that bring its inputs."""
     inputs = [incoming(flow, chunk, position) for position in range(len(chunk.inputs))]
     for index, output in enumerate(chunk.outputs):
         flow.values[output_slot(chunk.name, index)] = slot_of(chunk, [output])
@@ -93,7 +93,7 @@ def forward(flow: Flow, chunk: Chunk) -> None:
 
 
 def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
-    """The buckets and buffers that a phase reads."""
+    """Yield the slots of the buckets and buffers that a phase reads."""
     wanted = set(spec.params)
     for name in flow.work.chunk_buckets[chunk.name]:
         bucket = flow.work.buckets[name]
@@ -105,7 +105,7 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
 
 
 def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
-    """Let a buffer live on the chunk's devices; where it is divided, each holds its own part."""
+    """Add a buffer's slot on the chunk's devices. Where it is divided, each device holds its slice."""
     home = flow.homes[chunk.name]
     sharding = replace(home.policy.sharding(name), stride=home.policy.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
@@ -115,7 +115,7 @@ def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
 
 
 def backward(flow: Flow, chunk: Chunk) -> None:
-    """The backward of a chunk, whole and in halves, once its outputs' gradients are summed where it lives."""
+    """Add the backward of a chunk, whole and in halves, after its outputs' gradients are summed."""
     loss = flow.graph.outline.loss
     tangents = {
         index: SEED if (chunk.name, index) == (loss.chunk, loss.index) else outgoing(flow, chunk, index)
@@ -141,7 +141,7 @@ def backward(flow: Flow, chunk: Chunk) -> None:
 
 
 def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int, SlotId]) -> None:
-    """One phase of a chunk's backward."""
+    """Add one phase of a chunk's backward."""
     spec = chunk.phases[phase]
     saved = set(spec.saved)
     names = [incoming(flow, chunk, position) for position in range(len(chunk.inputs))]
@@ -170,7 +170,7 @@ def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int,
 
 
 def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
-    """The slots, one for each bucket, of the gradients that a backward gives for its parameters."""
+    """Yield the slots of the weight gradients that a backward writes, one for each bucket."""
     wanted = set(spec.grad_params)
     for name in flow.work.chunk_buckets[chunk.name]:
         bucket = flow.work.buckets[name]
@@ -181,7 +181,7 @@ def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[Slot
 
 
 class OfPart:
-    """The slots of one microbatch, each made once."""
+    """The slots of one microbatch, each created once."""
 
     def __init__(self, part: Tags, residents: Collection[SlotId]) -> None:
         self.part, self.residents = part, residents
@@ -196,7 +196,7 @@ class OfPart:
 
 
 def instances(flow: Flow, residents: dict[SlotId, Slot]) -> Iterator[Node]:
-    """Every template on every microbatch where it exists, with that microbatch's values."""
+    """Yield every template node once per microbatch of its chunk, with the values of that microbatch."""
     parts: dict[str, list[tuple[Tags, OfPart]]] = {}
     known: dict[Tags, OfPart] = {}
     for cell in flow.graph.index.cells:

@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters gathered before each run of uses and freed after it, between parts too."""
+"""ZeRO-3: gathers parameters before each run of uses and frees them after it, also between microbatches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ def add_gathers(work: Work) -> Work:
 
 
 def sharded_parameters_are_gathered(work: Work) -> Iterator[str]:
-    """No compute node reads a shard where it needs the whole."""
+    """Yield each compute node that reads a shard where it needs the whole bucket."""
     shards = {param_slot(bucket) for bucket in work.buckets.values() if bucket.zero == 3}
     for node in work.line:
         if isinstance(node, Compute):
@@ -67,18 +67,24 @@ def sharded_parameters_are_gathered(work: Work) -> Iterator[str]:
 
 
 def ahead_of(use: int, reads_shards: Sequence[bool]) -> int:
-    """The compute node that a gather may overlap: the one before the use, or two before, where that one holds
-    no gathered parameters. So at most two chunks are whole at a time, one in use and one on its way."""
+    """Return the compute node that a gather may overlap: the one before the use, or two before.
+
+    It is two before where the one before reads no gathered parameters. So at most two chunks are gathered at
+    a time: one in use, and one prefetched.
+    """
     before = max(0, use - 1)
     return before if reads_shards[before] else max(0, before - 1)
 
 
 def whole(bucket: Bucket) -> SlotId:
-    """The slot of a bucket's gathered parameters."""
+    """Return the slot of a bucket's gathered parameters."""
     return SlotId("whole", bucket.name)
 
 
 def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:
-    """The runs of neighbouring compute nodes that read a bucket; weight gradients, which do not, end one."""
+    """Yield the runs of neighbouring compute nodes that read a bucket.
+
+    A weight-gradient node (BW) does not read parameters, so it ends a run.
+    """
     slot = param_slot(bucket)
     return runs([slot in line[place].reads for place in places])

@@ -1,4 +1,4 @@
-"""Putting nodes into the line, before or after those already there."""
+"""Inserts nodes into the sequence of all nodes of a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from piper.ir.node import Compute, Node
 def woven(
     line: Sequence[Node], before: dict[int, list[Node]], after: dict[int, list[Node]]
 ) -> tuple[Node, ...]:
-    """The line with some nodes put before and after certain places."""
+    """Return the sequence with nodes inserted before and after the given places."""
     result: list[Node] = []
     for place, node in enumerate(line):
         result += before.get(place, ())
@@ -19,7 +19,7 @@ def woven(
 
 
 def computes_by_set(line: Sequence[Node], sets: Iterable[Devices]) -> dict[Devices, list[int]]:
-    """For each set of devices, the places in line of the compute nodes that touch any of them."""
+    """Return, for each set of devices, the places of the compute nodes that run on any of them."""
     found: dict[Devices, list[int]] = {devices: [] for devices in sets}
     touching: dict[Devices, list[list[int]]] = {}
     for place, node in enumerate(line):
@@ -34,7 +34,7 @@ def computes_by_set(line: Sequence[Node], sets: Iterable[Devices]) -> dict[Devic
 
 
 def runs(uses: Sequence[bool]) -> Iterator[list[int]]:
-    """Maximal runs of neighbouring uses, by their positions."""
+    """Yield the maximal runs of neighbouring uses, each as a list of positions."""
     current: list[int] = []
     for i, use in enumerate(uses):
         if use:

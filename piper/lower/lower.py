@@ -1,4 +1,4 @@
-"""The compiler from a directed graph to proven plans: read the list to know it."""
+"""The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
 from piper.collector import no_collection
 from piper.ir.chunk import Outline

@@ -1,4 +1,4 @@
-"""Temporal edges: what `order` directives ask for on each device, or a pipeline order where nobody asked."""
+"""Temporal edges: those that `order` directives ask for, or a pipeline order where there are none."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -36,7 +36,7 @@ def add_orders(work: Work) -> Work:
 
 
 def edges_join_nodes_that_exist(work: Work) -> Iterator[str]:
-    """Temporal edges join two nodes of the graph."""
+    """Yield each temporal edge that does not join two nodes of the graph."""
     names = {node.name for node in work.nodes}
     for first, then, _ in work.temporal:
         if first not in names or then not in names:
@@ -44,13 +44,13 @@ def edges_join_nodes_that_exist(work: Work) -> Iterator[str]:
 
 
 def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Step, ...], ...]]:
-    """The groups as asked, or once per part where a later split cut all of them along an axis."""
+    """Yield the groups as given, or once per microbatch where a later split divided all of them alike."""
     steps = [step for group in ordering.groups for step in group]
     later = {graph.parts[step.chunk][len(step.part) :] for step in steps}
     if later == {()}:
         yield ordering.groups
         return
-    if len(later) == 1:  # every member was split alike: each part keeps the order
+    if len(later) == 1:  # every member was split alike: each microbatch keeps the order
         axes = later.pop()
         for indices in itertools.product(*(range(size) for _, size in axes)):
             part = tuple((axis, i) for (axis, _), i in zip(axes, indices, strict=True))
@@ -60,7 +60,7 @@ def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Step, ...
 
 
 def copies(graph: Graph, step: Step) -> Iterator[Step]:
-    """A step, on every part that a later split made of it."""
+    """Yield the copies of a step, one for each microbatch that a later split made of it."""
     axes = graph.parts[step.chunk][len(step.part) :]
     for indices in itertools.product(*(range(size) for _, size in axes)):
         yield replace(
@@ -71,7 +71,7 @@ def copies(graph: Graph, step: Step) -> Iterator[Step]:
 def chain_groups(
     graph: Graph, by: int, groups: tuple[tuple[Step, ...], ...], nodes: dict[str, Node]
 ) -> Iterator[Temporal]:
-    """Edges from each group to the next one on every device they share."""
+    """Yield edges from each group to the next one on every device they share."""
     found = [list(existing(group, nodes)) for group in groups]
     present = [members for members in found if members]
     sets = dict.fromkeys(node.devices for members in present for node in members)
@@ -86,7 +86,7 @@ def chain_groups(
 
 
 def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
-    """A group's nodes; a backward that was split later stands for its halves."""
+    """Yield the nodes of a group. A backward that was split later stands for its two halves."""
     for step in group:
         for phase in HALVES[step.phase]:
             node = nodes.get(compute_name(step.chunk, phase, step.part))
@@ -95,7 +95,7 @@ def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute 
 
 
 def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchange | Collect]]) -> None:
-    """Neighbouring groups must share a device: an order says nothing across devices."""
+    """Refuse an order whose neighbouring groups share no device: an order holds on one device only."""
     seen: set[int] = set()
     for place, members in enumerate(groups):
         sets = {node.devices for node in members}
@@ -115,7 +115,7 @@ def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchang
 
 
 def chain_on_device(by: int, groups: list[list[Compute | Exchange | Collect]]) -> Iterator[Temporal]:
-    """Edges between consecutive groups, from nodes that end one to nodes that start the next."""
+    """Yield edges between consecutive groups, from the last nodes of one to the first of the next."""
     for before, after in itertools.pairwise(groups):
         for first in ends(before):
             for then in starts(after):
@@ -123,7 +123,7 @@ def chain_on_device(by: int, groups: list[list[Compute | Exchange | Collect]]) -
 
 
 def ends(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange | Collect]:
-    """The members of a group whose results no other member reads."""
+    """Return the members of a group whose results no other member reads."""
     if len(members) == 1:
         return members
     readers: dict[SlotId, set[str]] = {}
@@ -135,7 +135,7 @@ def ends(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange
 
 
 def starts(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange | Collect]:
-    """The members of a group that read no other member's result."""
+    """Return the members of a group that read no other member's result."""
     if len(members) == 1:
         return members
     writer = {value: node.name for node in members for value in node.writes}
@@ -145,9 +145,10 @@ def starts(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchan
 
 
 def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
-    """Without an order, let no region run further ahead of its backward than the pipeline behind it is deep.
+    """Yield edges that limit the microbatches in flight, for a graph without an `order`.
 
-    Backwards go first where both can run, so this is 1F1B for a plain pipeline.
+    No region runs further ahead of its backward than the pipeline after it is deep. Backwards go first where
+    both can run, so this is 1F1B for a plain pipeline.
     """
     depth = depths(graph)
     parts: dict[str, list[Tags]] = {}
@@ -163,7 +164,7 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
 
 
 def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
-    """Without an order, let a region that writes buffers see the parts of the samples one after another."""
+    """Yield edges that make a region that writes buffers run its microbatches in order."""
     writes = {chunk.name for chunk in graph.outline.chunks if chunk.mutated}
     last: dict[str, Tags] = {}
     for cell in graph.index.cells:
@@ -175,7 +176,7 @@ def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
 
 
 def depths(graph: Graph) -> dict[str, int]:
-    """For each chunk, how many sets of devices in a row its results still pass through, its own included."""
+    """Return the number of device sets in a row that each chunk's results pass through, its own included."""
     homes = {node.chunk: node.devices for node in graph.nodes.values()}
     depth = {chunk.name: 1 for chunk in graph.outline.chunks}
     for chunk in reversed(graph.outline.chunks):

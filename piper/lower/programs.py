@@ -9,7 +9,7 @@ from piper.devices import Devices, show
 
 
 def classes_of(sets: Iterable[Devices]) -> list[Devices]:
-    """The coarsest groups such that every set is a union of groups, in the order of their first device."""
+    """Return the coarsest groups such that every set is a union of groups, ordered by first device."""
     membership: dict[int, list[int]] = {}
     for number, devices in enumerate(sets):
         for device in devices:
@@ -36,7 +36,9 @@ class Channel:
 def channels(
     source: Devices, target: Devices, stream: str, sliced: bool, degrees: tuple[int, int] = (1, 1)
 ) -> tuple[Channel, ...]:
-    """How a value travels from one set of devices to another, each holding an equal slice of the samples.
+    """Return the channels by which a value travels from one set of devices to another.
+
+    Each device holds an equal slice of the samples.
 
     The samples are cut into as many cells as both sets divide; a device holds neighbouring cells. A value
     that is the same for all samples comes to each receiver whole, from one sender. Where neighbours share

@@ -1,4 +1,4 @@
-"""Gradients on their way to the update: added up, reduced over replicas, summed over tied copies."""
+"""Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from piper.plan.plan import Bucket, Slot
 
 @dataclass(slots=True)
 class Weaving:
-    """Nodes to put into the line, and the values they need."""
+    """Nodes to insert into the sequence, and the values they need."""
 
     line: tuple[Node, ...]
     values: dict[SlotId, Slot] = field(default_factory=dict)
@@ -21,21 +21,21 @@ class Weaving:
     renamed: dict[int, dict[SlotId, SlotId]] = field(default_factory=dict)  # by place: what it writes instead
 
     def put(self, place: int, node: Node, behind: int | None = None) -> None:
-        """Put a node after the place that makes what it reads, or further back."""
+        """Insert a node after the place that writes what it reads, or later."""
         self.behind.setdefault(place if behind is None else behind, []).append((place, node))
 
     def rename(self, place: int, value: SlotId, slot: SlotId) -> None:
-        """Let a node write a value into another slot."""
+        """Make a node write a value into another slot."""
         self.renamed.setdefault(place, {})[value] = slot
 
     def run(self, place: int) -> Pass:
-        """The pass at a place."""
+        """Return the pass at a place."""
         node = self.line[place]
         assert isinstance(node, Compute), f"{node.name} gives no gradients"
         return node.run
 
     def woven(self) -> tuple[Node, ...]:
-        """The line with all that was put into it."""
+        """Return the sequence with all the nodes of this weaving inserted."""
         line = list(self.line)
         for place, names in self.renamed.items():
             line[place] = replace(line[place], writes=tuple(names.get(v, v) for v in line[place].writes))
@@ -43,7 +43,7 @@ class Weaving:
 
     @property
     def after(self) -> dict[int, list[Node]]:
-        """The nodes to put after each place; what was made first comes first."""
+        """Return the nodes to insert after each place, in the order they were created."""
         first_made = {place: sorted(nodes, key=lambda made: made[0]) for place, nodes in self.behind.items()}
         return {place: [node for _, node in nodes] for place, nodes in first_made.items()}
 
@@ -70,7 +70,7 @@ def add_reductions(work: Work) -> Work:
 
 
 def every_gradient_is_reduced(work: Work) -> Iterator[str]:
-    """Each trained bucket ends with a gradient, summed over its replicas, and no partial one is lost."""
+    """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
     read = {value for node in work.line for value in node.reads}
     written = {value for node in work.line for value in node.writes}
     reduced = {node.bucket for node in work.line if isinstance(node, Reduce)}
@@ -88,7 +88,7 @@ def every_gradient_is_reduced(work: Work) -> Iterator[str]:
 
 
 def gradient_givers(work: Work) -> dict[str, dict[int, SlotId]]:
-    """For each bucket: where in line a backward gives it a gradient, and in which slot."""
+    """Return, for each bucket, the places of the backwards that write its gradient, with their slots."""
     givers: dict[str, dict[int, SlotId]] = {}
     for place, node in enumerate(work.line):
         if isinstance(node, Compute) and node.phase in ("B", "BW"):
@@ -99,17 +99,17 @@ def gradient_givers(work: Work) -> dict[str, dict[int, SlotId]]:
 
 
 def full_gradient(bucket: Bucket) -> SlotId:
-    """The slot where a bucket's gradients of several backwards are added up, before any reduction."""
+    """Return the slot where a bucket's gradients are accumulated before any reduction."""
     return SlotId("grad", bucket.name)
 
 
 def shard_gradient(bucket: Bucket) -> SlotId:
-    """The slot of a device's shard of the reduced gradient."""
+    """Return the slot of a device's shard of the reduced gradient."""
     return SlotId("grad_shard", bucket.name)
 
 
 def final_gradient(bucket: Bucket) -> SlotId:
-    """The slot that the update reads."""
+    """Return the slot of the gradient that the update reads."""
     return shard_gradient(bucket) if bucket.zero else full_gradient(bucket)
 
 
@@ -144,7 +144,7 @@ def accumulate(
 def reduce_node(
     weaving: Weaving, bucket: Bucket, place: int, value: SlotId, *, again: bool, behind: int | None = None
 ) -> None:
-    """Reduce the gradient made at a place in line, behind another; a scattered sum adds to the shard."""
+    """Add the reduction of the gradient written at a place. A reduce-scatter adds to the shard so far."""
     scatter = bucket.zero > 0
     result = shard_gradient(bucket) if scatter else full_gradient(bucket)
     if scatter:
@@ -163,7 +163,7 @@ def reduce_node(
 
 
 def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> None:
-    """Add everything up on each device, then reduce once."""
+    """Accumulate all gradients on each device, then reduce once."""
     total = full_gradient(bucket)
     weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
     begun: dict[Devices, None] = {}
@@ -235,7 +235,7 @@ def add_tied_sums(work: Work) -> Work:
 
 
 def every_tied_copy_is_summed(work: Work) -> Iterator[str]:
-    """Each trainable parameter with copies in several buckets is in a sum over them."""
+    """Yield each trainable tied parameter whose gradients are not summed over its buckets."""
     sums = [node for node in work.line if isinstance(node, Reduce) and node.run is None]
     summed = {slot for node in sums for slot in node.writes}
     gives = gradient_givers(work)

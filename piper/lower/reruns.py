@@ -1,4 +1,4 @@
-"""Forwards that run again: those of a region that keeps only what came into it until its backwards."""
+"""Recomputed forwards: those of a region that saves only its inputs until its backwards."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from piper.plan.plan import Slot
 
 
 def add_reruns(work: Work) -> Work:
-    """Run a region's forwards again, as late as its backwards allow, and let these read the new results.
+    """Recompute a region's forwards as late as its backwards allow, which then read the new results.
 
     F[PP=0]  F[PP=0 #1] ... B[PP=0 #1]  B[PP=0]
     -->
@@ -24,7 +24,7 @@ def add_reruns(work: Work) -> Work:
     for place, node in enumerate(work.line):
         if isinstance(node, Compute) and node.phase != "F":
             before[place] = reruns.missing_for(node)
-            line[place] = reruns.reading_anew(node)
+            line[place] = reruns.reading_recomputed(node)
     values = {**work.values, **dict(sizes_again(reruns.makers, work.values))}
     regions = dict.fromkeys(work.graph.reruns.values())
     why = [
@@ -35,7 +35,7 @@ def add_reruns(work: Work) -> Work:
 
 
 def backwards_read_what_ran_last(work: Work) -> Iterator[str]:
-    """In a region that runs again, no backward and no second forward reads a result of the first run."""
+    """Yield each value of a first run that a backward or a recomputed forward of its region reads."""
     makers = makers_of(work)
     for node in work.line:
         if isinstance(node, Compute) and (node.phase != "F" or node.again):
@@ -47,7 +47,7 @@ Makers = Mapping[SlotId, tuple[int, Compute]]
 
 
 def makers_of(work: Work) -> Makers:
-    """The forwards of regions that run again, with their places in line, by what they write at first."""
+    """Return the first forwards of recomputed regions, with their places, by the values they write."""
     return {
         value: (place, node)
         for place, node in enumerate(work.line)
@@ -58,7 +58,10 @@ def makers_of(work: Work) -> Makers:
 
 
 def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[SlotId]:
-    """The values that a node uses and that its own region's forwards computed: what arrives there is kept."""
+    """Return the values a node uses that forwards of its own region computed.
+
+    The inputs of the region are not among them: they are saved.
+    """
     region = regions.get(node.chunk)
     used = [value for value in (*node.reads, *node.keeps) if value in makers]
     return [value for value in used if regions[makers[value][1].chunk] == region]
@@ -66,14 +69,14 @@ def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[Slo
 
 @dataclass(slots=True)
 class _Reruns:
-    """Which forwards run again, as far as the line has been walked."""
+    """The forwards that are recomputed, for the part of the sequence walked so far."""
 
     regions: Mapping[str, str]
     makers: Makers
     placed: set[str] = field(default_factory=set)
 
     def missing_for(self, node: Compute) -> list[Node]:
-        """The forwards that must run again before a node, those already there apart, in their order."""
+        """Return the forwards to recompute before a node, in order, without those already placed."""
         found: dict[int, Compute] = {}
         stack = [node]
         while stack:
@@ -85,24 +88,24 @@ class _Reruns:
                     stack.append(maker)
         return [self._copy(found[place]) for place in sorted(found)]
 
-    def reading_anew(self, node: Compute) -> Compute:
-        """A node that reads what ran last."""
-        anew = {value: value.made_again() for value in inner(node, self.makers, self.regions)}
-        if not anew:
+    def reading_recomputed(self, node: Compute) -> Compute:
+        """Return the node with its reads and keeps changed to the recomputed values."""
+        recomputed = {value: value.made_again() for value in inner(node, self.makers, self.regions)}
+        if not recomputed:
             return node
         return replace(
             node,
-            reads=tuple(anew.get(value, value) for value in node.reads),
-            keeps=tuple(anew.get(value, value) for value in node.keeps),
+            reads=tuple(recomputed.get(value, value) for value in node.reads),
+            keeps=tuple(recomputed.get(value, value) for value in node.keeps),
         )
 
     def _copy(self, maker: Compute) -> Compute:
         writes = tuple(value.made_again() for value in maker.writes)
-        return replace(self.reading_anew(maker), again=True, writes=writes)
+        return replace(self.reading_recomputed(maker), again=True, writes=writes)
 
 
 def sizes_again(makers: Makers, values: Mapping[SlotId, Slot]) -> Iterator[tuple[SlotId, Slot]]:
-    """The sizes of what forwards that run again write, in storages of their own."""
+    """Yield the slots that recomputed forwards write, with sizes and storages of their own."""
     for value in dict.fromkeys(value.base for value in makers):
         if value in values:  # a buffer outlives the step
             shares = tuple((storage.made_again(), nbytes) for storage, nbytes in values[value].shares)

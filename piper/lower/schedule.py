@@ -16,23 +16,23 @@ from piper.lower.cost import cost_of
 from piper.lower.work import Work
 from piper.plan.check import in_order
 
-SEARCHED = 256  # orders looked at for the shortest circle; one is enough to mend the strategy
-SHOWN = 6  # nodes of a circle that an error names at each end
+SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
+SHOWN = 6  # nodes of a cycle that an error names at each end
 URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
 
 
 @dataclass(slots=True)
 class Web:
-    """The nodes as numbers, with who must wait for whom."""
+    """The dependency graph: nodes by number, with the nodes that wait for each."""
 
     nodes: tuple[Node, ...]
     followers: list[list[int]]
-    waiting: list[int]  # how many each one waits for
+    waiting: list[int]  # by node: the number of nodes it waits for
     said_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
 
 
 def schedule(work: Work) -> Work:
-    """Put every node of the step in one order: what can start first, does; ties by urgency and path length.
+    """Put every node of the step in one order: ready nodes first, ties by urgency and path length.
 
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
     """
@@ -47,7 +47,7 @@ def schedule(work: Work) -> Work:
 
 
 def line_respects_every_edge(work: Work) -> Iterator[str]:
-    """Each node stands after what it reads and after what was ordered before it."""
+    """Yield each node that comes before a value it reads, or before a node ordered before it."""
     place = {node.name: i for i, node in enumerate(work.line)}
     if len(place) != len(work.nodes):
         yield f"{len(work.nodes)} nodes, {len(place)} in line"
@@ -87,7 +87,7 @@ def connect(work: Work) -> Web:
 
 
 def topological(web: Web, work: Work) -> list[int]:
-    """Some order that respects every edge; a circle is an error that shows it."""
+    """Return an order that respects every edge. Raise the error that shows the cycle if there is none."""
     order, stuck = in_order(web.followers)
     if stuck:
         raise circle_error(web, stuck, work)
@@ -95,7 +95,7 @@ def topological(web: Web, work: Work) -> list[int]:
 
 
 def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
-    """The shortest circle that an order closes, with the path that contradicts it."""
+    """Return the error for the shortest cycle that an order closes, with the path that contradicts it."""
     best: list[int] = []
     stuck = on_circles(web, stuck)
     closing = [pair for pair in web.said_by if pair[0] in stuck and pair[1] in stuck]
@@ -127,13 +127,13 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
 
 
 def closed_by_latest(web: Web, circle: list[int]) -> list[int]:
-    """A circle, turned so that the latest directive's order closes it: the earlier ones were there first."""
+    """Return a cycle rotated so that the order of the latest directive closes it."""
     first = max(range(len(circle)), key=lambda i: web.said_by.get((circle[i - 1], circle[i]), -1))
     return circle[first:] + circle[:first]
 
 
 def on_circles(web: Web, stuck: set[int]) -> set[int]:
-    """Of the nodes that wait for a circle, those that also lead back to one."""
+    """Return those of the stuck nodes that lie on a cycle, or on a path between cycles."""
     left = {i: sum(j in stuck for j in web.followers[i]) for i in stuck}
     before: dict[int, list[int]] = {i: [] for i in stuck}
     for i in stuck:
@@ -153,7 +153,7 @@ def on_circles(web: Web, stuck: set[int]) -> set[int]:
 
 
 def shortest_path(web: Web, start: int, goal: int, among: set[int], limit: int) -> list[int]:
-    """The shortest path between two nodes, or nothing."""
+    """Return the shortest path between two nodes, empty if there is none."""
     came: dict[int, int] = {start: -1}
     frontier = [start]
     while frontier and goal not in came and limit > 0:
@@ -174,7 +174,7 @@ def shortest_path(web: Web, start: int, goal: int, among: set[int], limit: int) 
 
 
 def path_lengths(web: Web, order: list[int], costs: list[float]) -> list[float]:
-    """For each node, the longest way from its start to the end of the step."""
+    """Return, for each node, the length of the longest path from its start to the end of the step."""
     tails = [0.0] * len(order)
     for i in reversed(order):
         tails[i] = costs[i] + max((tails[j] for j in web.followers[i]), default=0.0)
@@ -182,7 +182,11 @@ def path_lengths(web: Web, order: list[int], costs: list[float]) -> list[float]:
 
 
 def priorities(web: Web, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
-    """Who goes first where several could: the urgent, then earlier parts, then the longest way to go."""
+    """Return the sort key of each node.
+
+    Nodes with the lowest key go first: by urgency, then earlier microbatches, then the longest remaining
+    path.
+    """
     result = []
     for i, node in enumerate(web.nodes):
         if isinstance(node, Compute):
@@ -194,7 +198,7 @@ def priorities(web: Web, tails: list[float]) -> list[tuple[int, tuple[int, ...],
 
 
 def lane_of(node: Node) -> tuple[int, str]:
-    """What a node occupies while it runs: a stream of its first device."""
+    """Return what a node occupies while it runs: a stream of its first device."""
     if isinstance(node, Transfer):
         return (node.source[0], f"{node.stream}.send")
     return (node.devices[0], node.stream)
@@ -203,7 +207,7 @@ def lane_of(node: Node) -> tuple[int, str]:
 def simulate(
     web: Web, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
 ) -> list[int]:
-    """The nodes in the order they would start if each stream always took its most urgent ready node."""
+    """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
     lanes: dict[tuple[int, str], int] = {}
     lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in web.nodes]
     turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in lanes.items()]  # sends go early

@@ -1,4 +1,4 @@
-"""Settle what directives left open, refuse what cannot be, and give every chunk its phases."""
+"""Decides what directives left open, refuses what cannot run, and gives every chunk its phases."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ROUTED = ("route", "expert", "unroute")
 
 
 def settle(work: Work) -> Work:
-    """Place a strategy without places on device 0, and check the rest: capture, which comes next, is costly.
+    """Place a strategy without placements on device 0, and run all checks before capture, which is slow.
 
     F[PP=0]  B[PP=0]
     -->
@@ -36,7 +36,7 @@ def settle(work: Work) -> Work:
 
 
 def every_chunk_has_one_home(work: Work) -> Iterator[str]:
-    """Each chunk's nodes are all placed, and on one set of devices."""
+    """Yield each node that is not placed, or placed on other devices than the rest of its chunk."""
     homes: dict[str, tuple[int, ...]] = {}
     for node in work.graph.nodes.values():
         if not node.devices:
@@ -46,7 +46,7 @@ def every_chunk_has_one_home(work: Work) -> Iterator[str]:
 
 
 def capture(work: Work) -> Work:
-    """Give every chunk its phases, and drop the nodes that these leave nothing to do.
+    """Give every chunk its phases, and drop the nodes that then have nothing to do.
 
     F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
     -->
@@ -61,11 +61,14 @@ def capture(work: Work) -> Work:
     chunks = graph.chunks
     graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
     check_expert_buffers(graph)
-    return replace(work, graph=graph, settings=settings, capture=None)  # what it holds is let go of
+    return replace(work, graph=graph, settings=settings, capture=None)  # frees what it holds
 
 
 def every_node_has_a_phase(work: Work) -> Iterator[str]:
-    """Each node is a phase that its chunk has; of a route's or a collective's backward, half is all of it."""
+    """Yield each node that has nothing to do.
+
+    The backward of a route or a collective is done in its BI half; it has no BW half.
+    """
     chunks = work.graph.chunks
     for node in work.graph.nodes.values():
         chunk = chunks[node.chunk]
@@ -75,7 +78,7 @@ def every_node_has_a_phase(work: Work) -> Iterator[str]:
 
 
 def is_idle(chunk: Chunk, node: Compute) -> bool:
-    """Whether a node of this phase would do nothing."""
+    """Return whether a node of this phase would do nothing."""
     if node.phase == "F" or not chunk.phases:
         return False
     if "B" not in chunk.phases:
@@ -89,7 +92,7 @@ def is_idle(chunk: Chunk, node: Compute) -> bool:
 
 
 def check_placed(graph: Graph) -> None:
-    """Every node must be placed by now."""
+    """Refuse a graph with nodes that are not placed."""
     unplaced = [node.name for node in graph.nodes.values() if not node.devices]
     if unplaced:
         placed = next(node for node in graph.nodes.values() if node.devices)
@@ -106,7 +109,7 @@ def check_placed(graph: Graph) -> None:
 
 
 def check_groups(graph: Graph) -> None:
-    """The devices of a divided region form groups, whichever directive placed it last."""
+    """Refuse a divided region whose devices do not form groups, whichever directive placed it last."""
     for node in graph.nodes.values():
         degree = graph.policy(node.chunk).degree
         if len(node.devices) % degree:
@@ -120,7 +123,7 @@ def check_groups(graph: Graph) -> None:
 
 
 def check_one_home(graph: Graph) -> None:
-    """A chunk's parameters and saved values live where it runs, so all its nodes share one set of devices."""
+    """Refuse a chunk on two sets of devices: its parameters and saved values live where it runs."""
     homes: dict[str, Compute] = {}
     for node in graph.nodes.values():
         first = homes.setdefault(node.chunk, node)
@@ -134,7 +137,7 @@ def check_one_home(graph: Graph) -> None:
 
 
 def check_expert_regions(graph: Graph) -> None:
-    """Rows between route and unroute belong to no sample, so a region stays on one set of devices."""
+    """Refuse an expert region on two sets of devices: rows after a route belong to no sample."""
     homes = {node.chunk: node for node in graph.nodes.values()}
     chunks = graph.chunks
     for chunk in graph.outline.chunks:
@@ -167,7 +170,7 @@ def check_expert_regions(graph: Graph) -> None:
 
 
 def check_buffers(graph: Graph) -> None:
-    """A buffer that a chunk writes is the same for all who read it, so they share one set of devices."""
+    """Refuse a written buffer whose readers are on other devices: all readers must see the same values."""
     homes = {node.chunk: node for node in graph.nodes.values()}
     writers = {name: homes[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated}
     for chunk in graph.outline.chunks:
@@ -186,7 +189,7 @@ def check_buffers(graph: Graph) -> None:
 
 
 def check_reruns(graph: Graph) -> None:
-    """What uses buffers that change cannot run twice: the second time it would see what was written since."""
+    """Refuse to recompute chunks that use written buffers: the second run would read other values."""
     homes = {node.chunk: node for node in graph.nodes.values()}
     written = {name for chunk in graph.outline.chunks for name in chunk.mutated}
     for chunk in graph.outline.chunks:
@@ -203,18 +206,18 @@ def check_reruns(graph: Graph) -> None:
 
 
 def cells_per_device(graph: Graph) -> int:
-    """How many slices the samples are cut into before parts: a number every set of devices divides."""
+    """Return the number of slices of the samples before microbatches: every set of devices divides it."""
     sizes = {(node.chunk, len(node.devices)) for node in graph.nodes.values()}
     return math.lcm(*{size // graph.policy(chunk).degree for chunk, size in sizes})
 
 
 def parts_of(graph: Graph, chunk: str) -> int:
-    """Into how many parts a chunk's samples are split."""
+    """Return the number of microbatches of a chunk."""
     return math.prod(size for _, size in graph.parts[chunk])
 
 
 def check_batch(graph: Graph, samples: int | None) -> None:
-    """The samples must divide evenly over devices and parts."""
+    """Refuse a batch whose samples do not divide evenly over devices and microbatches."""
     if samples is None:
         return
     slices = cells_per_device(graph)

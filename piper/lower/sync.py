@@ -12,7 +12,7 @@ from piper.plan.plan import Slot
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """An instruction before it knows whom to wait for and what to free."""
+    """An instruction before its waits and frees are known."""
 
     op: Op
     node: str
@@ -27,7 +27,7 @@ class Draft:
 
 
 class Accesses:
-    """Who last wrote each live slot, or shared storage, and who has read it since, by stream."""
+    """The last writer of each live slot or shared storage, and its readers since, by stream."""
 
     def __init__(self, slots: Mapping[SlotId, Slot], lane: Sequence[int]) -> None:
         self._lane = lane  # the stream of each place
@@ -38,7 +38,7 @@ class Accesses:
         self._readers: dict[SlotId, dict[int, int]] = {}  # by stream: the last place that reads
 
     def needed(self, place: int, draft: Draft, ending: Sequence[SlotId]) -> set[int]:
-        """The places on other streams that must be over before this one runs, or ends slots and storages."""
+        """Return the places on other streams that must be over before this instruction runs and frees."""
         found: set[int] = set()
         for slot in (*draft.reads, *draft.keeps):
             if slot in self._writer:
@@ -69,7 +69,7 @@ class Accesses:
 
 
 def synchronised(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
-    """The instructions with their events and frees.
+    """Return the instructions with their events and frees.
 
     Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
     be over is left out. A slot is freed by its last user, once the others that used it are known to be done.
@@ -114,7 +114,7 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> tuple
 
 
 def paces(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
-    """The earlier places that an instruction follows only to keep memory at what the order of issue says.
+    """Return the earlier places that an instruction waits for only to limit memory.
 
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
     those before have ended and freed what they had gathered. A backward whose gradient is scattered starts
@@ -139,7 +139,7 @@ def paces(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> dict[int, li
 def last_uses(
     drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]
 ) -> tuple[dict[int, list[SlotId]], dict[int, list[SlotId]]]:
-    """The slots, and the shared storages, whose last user stands at each place."""
+    """Return, for each place, the slots and the shared storages whose last use is there."""
     last: dict[SlotId, int] = {}
     for place, draft in enumerate(drafts):
         for slot in (*draft.reads, *draft.keeps, *draft.writes):

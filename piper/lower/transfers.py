@@ -1,4 +1,4 @@
-"""How values reach other devices: activations to their readers, gradients back, summed where they meet."""
+"""Transfers between devices: activations to their readers, gradients back, summed where they arrive."""
 
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
@@ -11,7 +11,7 @@ from piper.plan.plan import Slot
 
 
 def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
-    """The slot of a chunk's input where the chunk lives, once a transfer has brought it there."""
+    """Return the slot of a chunk's input on the chunk's devices, after adding the transfer that brings it."""
     here = flow.homes[chunk.name]
     home = here.devices
     spec = chunk.input_specs[position]
@@ -55,7 +55,10 @@ def group_along(home: Home, axis: str) -> Devices:
 
 
 def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
-    """The gradient of a chunk's output where it lives: summed over readers, each set's sum sent once."""
+    """Return the gradient of a chunk's output on its devices.
+
+    Gradients are summed on each set of readers, and each sum is sent once.
+    """
     home = flow.homes[chunk.name]
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
@@ -76,7 +79,7 @@ def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
 
 
 def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, given: list[SlotId]) -> SlotId:
-    """The sum of several gradients of one value on one set of devices, in the order they appear."""
+    """Return the sum of several gradients of one value on one set of devices, in the order they appear."""
     total = given[0]
     for gradient in given[1:]:
         count = 1
@@ -107,7 +110,7 @@ def send(
     routed: bool = False,
     fixed: bool = False,
 ) -> None:
-    """A transfer of a value to a chunk's devices; between sets of different sizes it slices it anew.
+    """Add a transfer of a value to a chunk's devices. It reslices between sets of different sizes.
 
     fixed: the value is the same for all samples, such as a mask.
     """
@@ -115,10 +118,10 @@ def send(
     sliced = True
     if there.slices != home.slices:
         sliced = is_sliced(left, spec, there.slices, home.slices)
-        # A value without samples that depends on them, such as a mean, is that of its slice.
+        # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
             raise ScheduleError(
-                f"{value} cannot be sliced anew by samples",
+                f"{value} cannot be resliced by samples",
                 by=home.by,
                 facts={
                     f"on {show(there.devices)}": f"{left.shape}"
@@ -143,7 +146,7 @@ def send(
 
 
 def is_sliced(left: TensorSpec, right: TensorSpec, devices_left: int, devices_right: int) -> bool:
-    """Whether a value's first axis follows the samples: the whole has the same length on both sides."""
+    """Return whether a value's first axis follows the samples: its total length is the same on both sides."""
     return (
         len(left.shape) > 0
         and left.shape[1:] == right.shape[1:]

@@ -1,4 +1,4 @@
-"""The flow of values under construction: what values are called, how large they are, and who makes them."""
+"""The flow of values under construction: the names, the sizes and the writers of values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from piper.lower.buckets import Home
 from piper.lower.work import Work
 from piper.plan.plan import Slot
 
-SEED = SlotId("seed")  # the gradient that each part's loss starts from
+SEED = SlotId("seed")  # the gradient of each microbatch's loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A node of every microbatch, with its values still those of none."""
+    """A node that exists once per microbatch, with values that have no microbatch yet."""
 
     node: Compute | Counts | Exchange | Collect | Transfer | Add
-    chunk: str  # whose parts it follows
-    phase: Phase | None = None  # it exists where the chunk has this phase; none: always
+    chunk: str  # it exists once per microbatch of this chunk
+    phase: Phase | None = None  # it exists where the chunk has this phase; None: always
 
 
 @dataclass(slots=True, kw_only=True)
 class Flow:
-    """The flow of values through a step, worked out once per chunk: parts differ only in a suffix."""
+    """The flow of values through a step, computed once per chunk: microbatches differ only in a suffix."""
 
     work: Work
     homes: dict[str, Home]
@@ -41,40 +41,40 @@ class Flow:
         return self.work.graph
 
     def passes_on(self, chunk: Chunk, *, backward: bool = False) -> bool:
-        """Return whether a chunk moves nothing: its outputs are its inputs; backward, its gradients."""
+        """Return whether a chunk does nothing but pass its inputs on or, with `backward`, its gradients."""
         if chunk.collective is not None:
             return (chunk.collective.back if backward else chunk.collective.op) == "none"
         return chunk.kind in ("route", "unroute") and self.graph.policy(chunk.name).ways == 1
 
     def resolve(self, source: Source, *, backward: bool = False) -> Source:
-        """Return the chunk that makes a value, or gets its gradient, past the chunks that only pass it on."""
+        """Return the source of a value, or of its gradient, past the chunks that only pass it on."""
         while isinstance(source, Output) and self.passes_on(self.chunks[source.chunk], backward=backward):
             source = self.chunks[source.chunk].inputs[source.index]
         return source
 
 
 def output_slot(chunk: str, index: int) -> SlotId:
-    """The slot of a chunk's output."""
+    """Return the slot of a chunk's output."""
     return SlotId("output", chunk, index)
 
 
 def input_gradient(chunk: str, position: int) -> SlotId:
-    """The slot of the gradient that a chunk gives for one of its inputs."""
+    """Return the slot of the gradient that a chunk computes for one of its inputs."""
     return SlotId("input_gradient", chunk, position)
 
 
 def buffer_slot(name: str) -> SlotId:
-    """The slot of a buffer of the model."""
+    """Return the slot of a buffer of the model."""
     return SlotId("buffer", name)
 
 
 def gradient_slot(bucket: str, readers: tuple[str, ...], chunk: str) -> SlotId:
-    """The slot of the gradients that one backward of a chunk gives for a bucket."""
+    """Return the slot of the gradients that one backward of a chunk computes for a bucket."""
     return SlotId("gradient", bucket, reader=chunk if len(readers) > 1 else "")
 
 
 def splits_slot(chunk: Chunk) -> SlotId:
-    """The slot that says how many rows go where: made by the route, used by its unroute too."""
+    """Return the slot of the row counts that a route computes. Its unroute reads the same slot."""
     if chunk.kind == "route":
         return SlotId("splits", chunk.name)
     source = chunk.inputs[1]
@@ -83,7 +83,7 @@ def splits_slot(chunk: Chunk) -> SlotId:
 
 
 def slot_of(chunk: Chunk, specs: Iterable[TensorSpec]) -> Slot:
-    """The bytes of values held together, those of shared storages apart."""
+    """Return the slot of values held together. Its own bytes exclude those of shared storages."""
     specs = tuple(specs)
     shared = sorted({spec.storage for spec in specs if spec.storage >= 0})
     return Slot(

@@ -1,4 +1,4 @@
-"""What a graph is on its way to plans."""
+"""The state of lowering, from a graph to plans."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from piper.ir.graph import Graph
 from piper.ir.node import Node
 from piper.plan.plan import Bucket, Plans, Slot
 
-Temporal = tuple[str, str, int]  # this node, before that one, said by this directive (-1: our own choice)
+Temporal = tuple[str, str, int]  # (first node, second node, number of the directive or -1: our own choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What lowering needs to know of a job beyond its graph."""
+    """The facts of a job, beyond its graph, that lowering needs."""
 
-    samples: int | None = None  # in the global batch; None: whatever divides
+    samples: int | None = None  # in the global batch; None: any number that divides
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
@@ -24,7 +24,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """What is known once a graph's chunks are differentiated."""
+    """A model after capture has differentiated its chunks."""
 
     outline: Outline  # with every phase, each chunk for the slice that it gets
     state_bytes: int | None = None  # optimizer state per parameter, where that was not known before
@@ -35,7 +35,7 @@ Capture = Callable[[Graph], Completed]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A graph on its way to plans: its values, its buckets, and every node of the step in one order."""
+    """The state of lowering: a graph, its values, its buckets, and all nodes of the step in one sequence."""
 
     graph: Graph
     settings: Settings

@@ -21,7 +21,7 @@ from piper.plan.plan import Comm, Plans
 from piper.plan.slots import SlotProof
 
 MOST_PROBLEMS = 20
-SEARCHED = 64  # stuck events from which the shortest circle is looked for
+SEARCHED = 64  # stuck events from which the shortest cycle is searched
 
 
 class ProofError(AssertionError):
@@ -36,17 +36,17 @@ def prove(plans: Plans) -> None:
 
 
 def problems_of(plans: Plans) -> Iterator[str]:
-    """Everything that is wrong, most telling first."""
+    """Yield every problem of the plans, the most telling first."""
     for plan in plans:
         yield from SlotProof(plan).run()
     mismatches = list(match_problems(plans))
     yield from mismatches
-    if not mismatches:  # a circle is only meaningful between events that do meet
+    if not mismatches:  # cycles only mean something between events that match
         yield from circle_problems(plans)
 
 
 def match_problems(plans: Plans) -> Iterator[str]:
-    """Communicators whose members do not issue the same operations in the same order, on one stream each."""
+    """Yield communicators whose members do not issue the same operations in the same order on one stream."""
     number = {device: i for i, plan in enumerate(plans) for device in plan.devices}
     issued: dict[str, dict[int, list[Instr]]] = {}
     for i, plan in enumerate(plans):
@@ -66,7 +66,7 @@ def match_problems(plans: Plans) -> Iterator[str]:
 
 
 def member_problems(plans: Plans, comm: Comm, by_plan: dict[int, list[Instr]]) -> Iterator[str]:
-    """Devices that use a communicator without being in it, or on two streams."""
+    """Yield devices that use a communicator they do not belong to, or use it on two streams."""
     roles: dict[str, set[int]] = {"send": set(), "recv": set(), "any": set()}
     for group in comm.groups:
         roles["any"].update(group)
@@ -88,7 +88,7 @@ def member_problems(plans: Plans, comm: Comm, by_plan: dict[int, list[Instr]]) -
 def group_problems(
     plans: Plans, comm: Comm, group: tuple[int, ...], by_plan: dict[int, list[Instr]]
 ) -> Iterator[str]:
-    """Whether the plans of one group agree on what they do together."""
+    """Yield the operations on which the plans of one group disagree."""
     if comm.kind == "pairs":
         sender, receiver = group
         left = [ins for ins in by_plan.get(sender, []) if ins.op == "send"]
@@ -108,13 +108,13 @@ def group_problems(
 
 
 def signature(ins: Instr) -> str:
-    """What both sides of a communication must agree on."""
+    """Return what both sides of a communication must agree on."""
     operation = OPS[ins.op]
     return f"{operation.name} {ins.node}" + (f" of {ins.nbytes} bytes" if operation.agrees_on_size else "")
 
 
 def circle_problems(plans: Plans) -> Iterator[str]:
-    """A circle of instructions that each wait for another, or nothing: then one global order exists."""
+    """Yield a cycle of instructions that wait for each other. Without one, a global order exists."""
     names, rows = events_of(plans)
     followers: list[list[int]] = [[] for _ in names]
     for row in rows:
@@ -128,13 +128,13 @@ def circle_problems(plans: Plans) -> Iterator[str]:
 
 
 def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
-    """Return the vertices such that each comes before its followers, and those that wait for a circle."""
+    """Return the vertices in topological order, and those that wait for a cycle."""
     waiting = [0] * len(followers)
     for vertices in followers:
         for vertex in vertices:
             waiting[vertex] += 1
     order = [vertex for vertex, count in enumerate(waiting) if not count]
-    for vertex in order:  # it grows meanwhile
+    for vertex in order:  # the loop appends to it
         for after in followers[vertex]:
             waiting[after] -= 1
             if not waiting[after]:
@@ -143,7 +143,10 @@ def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
 
 
 def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
-    """What happens, by name, and in which order in each plan; a communication is one event for all."""
+    """Return the names of all events, and the order of events in each plan.
+
+    A communication is one event for all its members.
+    """
     vertex: dict[tuple[object, ...], int] = {}
     names: list[str] = []
     rows: list[list[int]] = []
@@ -160,8 +163,8 @@ def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
 
 
 def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
-    """The shortest circle through a vertex of one that is easily found."""
-    before: dict[int, int] = {}  # each stuck vertex waits for another: going back, one comes round
+    """Return the shortest cycle through a vertex of some cycle that is cheap to find."""
+    before: dict[int, int] = {}  # each stuck vertex waits for another, so going back leads into a cycle
     for a in stuck:
         for b in followers[a]:
             if b in stuck:
@@ -177,7 +180,7 @@ def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
 
 
 def circle_through(start: int, followers: list[list[int]], stuck: set[int]) -> list[int]:
-    """The shortest way from a vertex of a circle back to itself."""
+    """Return the shortest path from a vertex of a cycle back to itself."""
     came = {start: -1}
     frontier = deque([start])
     while frontier:

@@ -1,16 +1,16 @@
-"""What each stream knows of how far the others have come, by the events that it has waited for."""
+"""The progress of the other streams that each stream knows of, by the events it has waited for."""
 
 from collections.abc import Iterable
 
 
 class StreamClock:
-    """Follows a plan in the order of issue: streams learn of each other, and nothing else of what they do.
+    """Follows a plan in issue order and keeps what each stream knows of the others' progress.
 
     The proof in `plan/slots.py` keeps a clock of its own: it must not trust the one that plans are made with.
     """
 
     def __init__(self, streams: Iterable[str]) -> None:
-        """`streams`: that of each instruction, in the order of issue."""
+        """Start before the first instruction. `streams`: the stream of each instruction, in issue order."""
         order = list(streams)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(order))}
         self.lane = [numbers[name] for name in order]  # by place: the number of its stream
@@ -23,14 +23,14 @@ class StreamClock:
         return self._known[lane][self.lane[place]] >= place
 
     def learn(self, lane: int, place: int) -> None:
-        """Let a stream wait for an instruction, and so for all that the instruction's stream knew of then."""
+        """Let a stream wait for an instruction, and so know what the instruction's stream knew then."""
         mine = self._known[lane]
         for other, reached in enumerate(self._after[place]):
             if reached > mine[other]:
                 mine[other] = reached
 
     def issue(self, place: int) -> None:
-        """Issue the next instruction."""
+        """Record that the next instruction is issued."""
         mine = self._known[self.lane[place]]
         mine[self.lane[place]] = place
         self._after.append(tuple(mine))

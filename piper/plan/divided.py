@@ -1,4 +1,4 @@
-"""Buffers of expert regions: where experts are divided over devices, each holds its experts' part."""
+"""Buffers of expert regions: where experts are divided over devices, each device holds its experts' slice."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from piper.plan.plan import Plans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a device holds of a tensor that is divided along a dimension."""
+    """The slice of a divided tensor that a device holds."""
 
     part: int
     ways: int

@@ -12,7 +12,7 @@ from piper.sharding import Collective, CollectiveOp, Sharding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A load: which field of the batch, for which microbatch, on which devices that share the samples."""
+    """The payload of a load: the batch field, the microbatch, and the devices that share the samples."""
 
     name: str
     part: Tags
@@ -23,7 +23,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A send or a copy of some of the rows: from `start` to `stop`, of `of` equal parts."""
+    """The payload of a send or a copy of some rows: from `start` to `stop`, out of `of` equal parts."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Counts or an exchange of rows: for which pass, and whether rows leave for the experts or come back."""
+    """The payload of counts or an exchange of rows: the pass, and whether rows go to the experts or back."""
 
     run: Pass
     outward: bool = True
@@ -40,7 +40,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collecting:
-    """A collective inside a region: for which pass, and what the devices of a group do."""
+    """The payload of a collective inside a region: the pass, and the collective of each group."""
 
     run: Pass
     how: Collective
@@ -50,7 +50,7 @@ class Collecting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfBucket:
-    """A gather of a bucket for the first pass that uses it, or a reduction after the last that adds to it."""
+    """The payload of a gather or a reduction: a bucket, and the first pass to read it or last to write."""
 
     bucket: str
     run: Pass | None = None  # None: once a step
@@ -58,14 +58,14 @@ class OfBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adding:
-    """An accumulation: the pass whose results are added."""
+    """The payload of an accumulation: the pass whose results are added."""
 
     run: Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfChunk:
-    """A broadcast: the chunk whose buffers are made equal."""
+    """The payload of a broadcast: the chunk whose buffers are broadcast."""
 
     chunk: str
 
@@ -82,7 +82,7 @@ Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instr:
-    """One step of a plan. The plan decides; whoever runs it obeys."""
+    """One instruction of a plan. The plan makes all decisions; the runtime only executes it."""
 
     op: Op
     node: str  # where it comes from in the graph
@@ -99,7 +99,7 @@ class Instr:
 
     @property
     def run(self) -> Pass | None:
-        """The pass that it is, or works for."""
+        """Return the pass that this instruction runs or works for. None: it belongs to no pass."""
         match self.payload:
             case Pass() as run:
                 return run
@@ -112,7 +112,7 @@ class Instr:
 
     @property
     def part(self) -> Tags:
-        """The microbatch of a load or a pass, or of rows on their way."""
+        """Return the microbatch of a load, pass, exchange or collective. Empty: it has no microbatch."""
         match self.payload:
             case (
                 Pass(part=part)
@@ -125,41 +125,41 @@ class Instr:
 
     @property
     def again(self) -> bool:
-        """Whether a forward runs a second time, for what its region's backwards read."""
+        """Return whether this is a recomputed forward."""
         return isinstance(self.payload, Pass) and self.payload.again
 
     @property
     def travels_as(self) -> Op:
-        """Return the operation as which its bytes travel: its own, but for a collective."""
+        """Return the operation that moves the bytes: this one, or the collective of a divided region."""
         if self.op != "collect":
             return self.op
         return TRAVELS[self.collects.how.op]
 
     @property
     def does(self) -> str:
-        """Return what it does in one word: of a collective, which one it is."""
+        """Return the operation in one word. For a collective inside a region, it is the collective's name."""
         return self.collects.how.op if self.op == "collect" else self.op
 
     @property
     def computes(self) -> Pass:
-        """The pass that it is."""
+        """Return the pass of a compute instruction."""
         assert isinstance(self.payload, Pass), f"{self.node} computes nothing"
         return self.payload
 
     @property
     def collects(self) -> Collecting:
-        """Return the collective that it is."""
+        """Return the payload of a collective inside a region."""
         assert isinstance(self.payload, Collecting), f"{self.node} is no collective"
         return self.payload
 
     @property
     def loads(self) -> Field:
-        """The field that it loads."""
+        """Return the field of a load instruction."""
         assert isinstance(self.payload, Field), f"{self.node} loads nothing"
         return self.payload
 
     @property
     def bucket(self) -> str:
-        """The bucket that it gathers or reduces."""
+        """Return the bucket that this instruction gathers or reduces."""
         assert isinstance(self.payload, OfBucket), f"{self.node} is about no bucket"
         return self.payload.bucket

@@ -19,7 +19,7 @@ class Timeline:
 
 
 class Ledger:
-    """Counts live bytes as slots come and go; a shared storage counts once, until its last slot is freed."""
+    """Counts live bytes as slots are written and freed. A shared storage is freed with its last slot."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -27,7 +27,7 @@ class Ledger:
         self.sharers: dict[SlotId, int] = {}
 
     def hold(self, slot: SlotId) -> None:
-        """Count a slot that comes to life."""
+        """Add a newly written slot to the live bytes."""
         spec = self.plan.slots[slot]
         self.live += spec.nbytes
         for storage, nbytes in spec.shares:
@@ -36,7 +36,7 @@ class Ledger:
                 self.live += nbytes
 
     def release(self, slot: SlotId) -> None:
-        """Uncount a slot that is freed."""
+        """Subtract a freed slot from the live bytes."""
         spec = self.plan.slots[slot]
         self.live -= spec.nbytes
         for storage, nbytes in spec.shares:
@@ -46,7 +46,7 @@ class Ledger:
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Walk a plan in issue order and count what is live."""
+    """Walk a plan in issue order, and return the live bytes at each instruction."""
     resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
     held: set[SlotId] = set()
@@ -70,7 +70,10 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
-    """What is live while one instruction runs, largest first; a storage that slots share counts once."""
+    """Return the live slots while one instruction runs, with their bytes, largest first.
+
+    A storage that several slots share counts once.
+    """
     held: set[SlotId] = set()
     for ins in plan.instrs[:place]:
         held.update(ins.writes)

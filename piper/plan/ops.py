@@ -30,13 +30,13 @@ Pattern = Literal["alone", "pair", "direct", "ring", "ring twice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What is true of every instruction of one operation."""
+    """The properties that all instructions of one operation share."""
 
     op: Op
     label: str  # in words
     mark: str  # one letter, in drawings made of text
-    short: str = ""  # in a bar that has little room; default: the label
-    pattern: Pattern = "alone"  # how its members talk; direct: every pair by itself
+    short: str = ""  # in a narrow bar; default: the label
+    pattern: Pattern = "alone"  # how its members communicate; direct: every pair by itself
     may_be_alone: bool = False  # it communicates, but may have no peers
     agrees_on_size: bool = False  # members move equally many bytes
     sends: bool = True  # it communicates, and bytes leave the device
@@ -49,22 +49,22 @@ class Operation:
 
     @property
     def communicates(self) -> bool:
-        """Whether several devices take part."""
+        """Return whether several devices take part."""
         return self.pattern != "alone"
 
     @property
     def direct(self) -> bool:
-        """Whether every pair of its members talks by itself, rather than all of them in a ring."""
+        """Return whether every pair of members communicates directly, rather than all of them in a ring."""
         return self.pattern in ("pair", "direct")
 
     @property
     def name(self) -> str:
-        """What its members do together: both ends of a transfer do one thing."""
+        """Return the name of what the members do together: send and receive are both a transfer."""
         return "transfer" if self.pattern == "pair" else self.op
 
     @property
     def caption(self) -> str:
-        """The shortest way to say it."""
+        """Return the shortest label of the operation."""
         return self.short or self.label
 
 

@@ -1,4 +1,4 @@
-"""Plans: when each device does what, on which stream, in which slot. Pure data; a runtime obeys it."""
+"""Plans: when each device does what, on which stream, in which slot. Pure data that a runtime executes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from piper.sharding import WHOLE, Sharding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """What a slot holds, in bytes: storage of its own, and storages it shares with other slots."""
+    """The bytes of a slot: storage of its own, and storages it shares with other slots."""
 
     nbytes: int
     shares: tuple[tuple[SlotId, int], ...] = ()  # (storage, bytes): live until all who share it are freed
@@ -57,7 +57,7 @@ class Bucket:
     pieces: tuple[Piece, ...]
     devices: Devices
     groups: tuple[Devices, ...]
-    chunks: tuple[str, ...]  # who reads it
+    chunks: tuple[str, ...]  # the chunks that read it
     dtype: str
     itemsize: int
     zero: int = 0
@@ -74,12 +74,12 @@ class Bucket:
 
     @property
     def ways(self) -> int:
-        """Return how many groups of devices hold it: each its own slices, or the same as another."""
+        """Return the number of device groups that hold this bucket, with different slices or the same."""
         return len(self.groups)
 
     @property
     def distinct(self) -> tuple[Devices, ...]:
-        """Return one group of devices for every different slice: together they hold each element once."""
+        """Return one group of devices for each different slice. Together they hold each element once."""
         found: dict[tuple[int, ...], Devices] = {}
         for group in self.groups:
             position = self.devices.index(group[0])
@@ -89,7 +89,7 @@ class Bucket:
 
     @property
     def travels(self) -> bool:
-        """Whether its gradient is added to that of other devices, for which it must lie in one piece."""
+        """Return whether this bucket's gradient is summed over devices, for which it must be contiguous."""
         return self.group_size > 1 or bool(self.siblings)
 
     @property
@@ -98,12 +98,12 @@ class Bucket:
 
     @property
     def padded(self) -> int:
-        """Elements of the flat bucket, so that it divides evenly among its group."""
+        """Return the elements of the flat bucket, padded to divide evenly among its group."""
         return -(-self.numel // self.group_size) * self.group_size
 
     @property
     def nbytes(self) -> int:
-        """The whole bucket, in bytes, as a device holds it when gathered."""
+        """Return the bytes of the whole bucket, as a device holds it when gathered."""
         return (self.padded if self.zero else self.numel) * self.itemsize
 
     @property
@@ -113,7 +113,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What each of `devices` does in a step; they differ only in rank."""
+    """The instructions of `devices` in a step. The devices differ only in rank."""
 
     devices: Devices
     instrs: tuple[Instr, ...]
@@ -121,7 +121,7 @@ class Plan:
     residents: Mapping[SlotId, Slot]  # those that outlive it: parameters, optimizer state, buffers, constants
 
     def around(self, position: int, reach: int = 3) -> str:
-        """The instructions near one, an arrow at it."""
+        """Return text of the instructions near a position, with an arrow at it."""
         low, high = max(0, position - reach), position + reach + 1
         return "\n".join(
             f"{'-->' if i == position else '   '} {i:5}  {ins.op:14} {ins.node}"
@@ -144,16 +144,16 @@ class Plans:
     plans: tuple[Plan, ...]
     comms: Mapping[str, Comm]
     buckets: Mapping[str, Bucket]
-    seed: float  # what each part's loss gradient starts from
+    seed: float  # the gradient of each microbatch's loss
     weighted: bool  # gradients are divided by the total weight in the update
-    cells: int = 1  # slices of the samples before parts; every set of devices divides it
+    cells: int = 1  # slices of the samples before microbatches; every set of devices divides it
     copies: int = 1  # how many devices hold the loss of each slice
-    axes: Mapping[str, int] = field(default_factory=dict)  # how many parts along each axis
+    axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
     chunks: Mapping[str, Placed] = field(default_factory=dict)
-    why: tuple[str, ...] = ()  # what the compiler decided against, and the reason
+    why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
 
     def of(self, device: int) -> Plan:
-        """One device's plan."""
+        """Return the plan of one device."""
         for plan in self.plans:
             if device in plan.devices:
                 return plan

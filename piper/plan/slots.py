@@ -1,4 +1,4 @@
-"""The proof that a plan uses its slots rightly: written before read, freed once, when nobody uses them.
+"""The proof that a plan uses its slots rightly: written before read, freed once, after the last use.
 
 And that no stream runs ahead so far that memory exceeds what the order of issue says.
 """
@@ -31,7 +31,7 @@ class SlotProof:
         self._last: dict[Op, Reach] = {"compute": {}, "reduce_scatter": {}}  # of each stream, so far
 
     def run(self) -> list[str]:
-        """Everything that is wrong, in issue order."""
+        """Return every problem of the plan, in issue order."""
         for place, ins in enumerate(self.plan.instrs):
             mine = self._known.setdefault(ins.stream, {})
             self._wait(place, ins, mine)
@@ -68,7 +68,10 @@ class SlotProof:
                     mine[other] = reached
 
     def _pace(self, place: int, ins: Instr, mine: Reach) -> None:
-        """What holds much memory may not be made before what was issued earlier has given its own back."""
+        """Complain about an instruction that allocates whole parameters or gradients too early.
+
+        Streams must be known to have finished what was issued before it and frees such memory.
+        """
         if ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes):
             self._check_over(place, ins, "compute", mine)
         if ins.op == "compute" and not self._scattered.isdisjoint(ins.writes):
@@ -125,7 +128,7 @@ class SlotProof:
                 self._touched.setdefault(storage, {})[ins.stream] = place
 
     def _check_done(self, place: int, ins: Instr, slot: SlotId, mine: Reach, what: str) -> None:
-        """Every other stream that used a slot must be known to be done with it."""
+        """Complain about every other stream that used a slot and is not known to be done with it."""
         for stream, when in self._touched.get(slot, {}).items():
             if stream != ins.stream and mine.get(stream, -1) < when:
                 self._complain(place, f"{what} while {self.plan.instrs[when].node} may still use it")

@@ -47,12 +47,12 @@ PAYLOADS: Mapping[Op, type] = {
 
 
 def show_plans(plans: Plans) -> str:
-    """Write plans down."""
+    """Return the text form of plans."""
     return "\n".join(lines_of(plans)) + "\n"
 
 
 def lines_of(plans: Plans) -> Iterator[str]:
-    """The lines of the text form, in the order `read_plans` expects."""
+    """Yield the lines of the text form, in the order `read_plans` expects."""
     axes = show_pairs(tuple(plans.axes.items()))
     shared = [f"weighted={int(plans.weighted)}", f"cells={plans.cells}", f"axes={axes}"]
     shared += [f"copies={plans.copies}"] if plans.copies > 1 else []
@@ -77,7 +77,7 @@ def lines_of(plans: Plans) -> Iterator[str]:
 
 
 def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
-    """One slot: which it is and what it holds."""
+    """Return the line of one slot: its id and what it holds."""
     held = [f"nbytes={slot.nbytes}"]
     if slot.shares:
         held.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
@@ -88,7 +88,7 @@ def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
 
 
 def show_bucket(bucket: Bucket) -> str:
-    """One bucket: its parameters and how they live."""
+    """Return the line of one bucket: its parameters, devices and sharding."""
     pieces = AND.join(
         f"{shown(piece.name)} {'x'.join(map(str, piece.shape)) or '-'} {piece.offset} "
         f"{show_shardings(piece.shardings) or '-'}"
@@ -119,7 +119,7 @@ def read_sharding(text: str) -> Sharding:
 
 
 def show_instr(ins: Instr) -> str:
-    """One instruction: what it is, then only what it has."""
+    """Return the line of one instruction, without the fields that are empty."""
     said = {
         "stream": ins.stream,
         "reads": AND.join(ins.reads),
@@ -136,7 +136,7 @@ def show_instr(ins: Instr) -> str:
 
 
 def show_payload(payload: Payload) -> dict[str, str]:
-    """What an instruction needs beyond its slots, field by field."""
+    """Return the fields of an instruction's payload as text, by name."""
     match payload:
         case Pass():
             return {"run": str(payload)}
@@ -195,7 +195,7 @@ def show_slicing(slicing: Slicing | None) -> str:
 
 
 def read_slicing(text: str) -> Slicing | None:
-    """Read a divided dimension."""
+    """Read a divided dimension. None: it is not divided."""
     if text == "-":
         return None
     dim, _, blocks = text.removesuffix("z").partition("/")
@@ -228,13 +228,13 @@ def read_shardings(text: str) -> tuple[Sharding, ...]:
 
 
 def show_collective(how: Collective) -> str:
-    """Write what a group does with a value."""
+    """Return the text of a collective inside a region."""
     dims = f"{show_slicing(how.joined)}>{show_slicing(how.cut)}"
     return f"{shown(how.axis)} {how.degree} {how.op} {how.back} {dims}"
 
 
 def read_collective(text: str) -> Collective:
-    """Read what a group does with a value."""
+    """Read a collective inside a region."""
     axis, degree, op, back, dims = text.rsplit(" ", 4)
     joined, _, cut = dims.partition(">")
     if op not in get_args(CollectiveOp) or back not in get_args(CollectiveOp):
@@ -317,7 +317,7 @@ class Reading:
         self.said: Readers = {**slots, **INSTR, "run": lambda text: read_pass(text, self.axes)}
 
     def take(self, kind: str, first: str, words: list[str]) -> None:
-        """Take one line."""
+        """Read one line."""
         match kind:
             case "plans":
                 self.shared = read_fields([first, *words], SHARED)
@@ -342,28 +342,28 @@ class Reading:
                 raise BadLineError(f"{kind!r} begins no line here")
 
     def slot(self, text: str) -> SlotId:
-        """The id of a slot, read once for all who use it."""
+        """Return the id of a slot. Each text is parsed once."""
         if text not in self.slot_ids:
             self.slot_ids[text] = read_slot(text, self.axes)
         return self.slot_ids[text]
 
     def slots(self, text: str) -> tuple[SlotId, ...]:
-        """The ids of several slots."""
+        """Return the ids of several slots."""
         return tuple(map(self.slot, text.split(AND))) if text else ()
 
     def shares(self, text: str) -> tuple[tuple[SlotId, int], ...]:
-        """The storages that a slot shares, and their sizes."""
+        """Return the storages that a slot shares, with their sizes."""
         cut = (share.rpartition(":") for share in text.split(AND))
         return tuple((self.slot(storage), int(nbytes)) for storage, _, nbytes in cut)
 
     def instr(self, op: Op, node: str, words: list[str]) -> Instr:
-        """An instruction, with the payload that its op has."""
+        """Return an instruction, with the payload that its op has."""
         found = read_fields(words, self.said)
         about = {key: found.pop(key) for key in list(found) if key not in Instr.__slots__}
         return build(Instr, op=op, node=name(node), payload=payload_of(op, about), **found)
 
     def done(self) -> Plans:
-        """The plans that were read."""
+        """Return the plans that were read."""
         plans = tuple(
             Plan(devices=devices, instrs=tuple(instrs), slots=slots, residents=residents)
             for devices, instrs, slots, residents in self.plans
@@ -373,7 +373,7 @@ class Reading:
 
 
 def payload_of(op: Op, about: dict[str, object]) -> Payload:
-    """The payload of an instruction, of the fields that are not every instruction's."""
+    """Return the payload of an instruction, built from the fields that are particular to its op."""
     kind = PAYLOADS.get(op)
     if kind is None or (kind is Rows and not about):
         if about:

@@ -13,13 +13,13 @@ from piper.sharding import Collective
 
 
 class Collectives:
-    """Runs what the devices of a group do with one value of a divided region."""
+    """Runs the collectives of divided regions on symbolic values."""
 
     def __init__(self, state: State, local: Local) -> None:
         self.state, self.local, self.spec = state, local, state.spec
 
     def collect(self, program: int, place: int, ins: Instr, comm: Comm | None) -> None:
-        """Take part in a collective: the values of the group become one in another layout."""
+        """Run a member of a collective: the values of its group become one value in another layout."""
         found = collected(ins)
         wanted = self._wanted(program, place, ins, found)
         if found is None or wanted is None:
@@ -37,7 +37,7 @@ class Collectives:
             self.state.check_groups(program, place, comm, whose, groups)
 
     def take(self, program: int, place: int, ins: Instr) -> None:
-        """Take a device's own part of a value that all devices of its group hold."""
+        """Take a device's own slice of a value that all devices of its group hold."""
         found = collected(ins)
         wanted = self._wanted(program, place, ins, found)
         if found is None or wanted is None:
@@ -56,7 +56,7 @@ class Collectives:
             self.state.complain(program, place, f"takes the parts of devices {held}; it should be {should}")
 
     def _wanted(self, program: int, place: int, ins: Instr, found: Collecting | None) -> Collective | None:
-        """Check what an instruction reads and what it does, and return what it should do."""
+        """Check a collective against the specification, and return the right one. None: it must not run."""
         backward = found is not None and found.run.phase != "F"
         expected = None
         if found is not None:

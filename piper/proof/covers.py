@@ -46,13 +46,13 @@ class Covers:
         self._senders: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}
 
     def held(self, cover: Cover) -> tuple[Held, ...]:
-        """Return what each device of the program holds."""
+        """Return the cells that each device of the program holds."""
         return self._held[cover]
 
     def of_set(
         self, program: int, devices: Devices, degree: int = 1, shared: int = 1, lanes: Lanes = ()
     ) -> Cover | None:
-        """Return the slices that a program's devices have as members of a set; None for other devices.
+        """Return the slices that a program's devices have as members of a set. None: a device is no member.
 
         `degree`: experts are divided over groups of so many slices; each works on all rows of its group.
         `shared`: so many neighbours share their samples; `lanes`: the axes along which their values differ.
@@ -117,7 +117,7 @@ class Covers:
         return self._complete[key]
 
     def cut(self, cover: Cover, start: int, stop: int, of: int) -> Cover | None:
-        """Return the cover of some rows; None where they are not whole cells of one slice."""
+        """Return the cover of some rows. None: they are not whole cells of one slice."""
         key = (cover, start, stop, of)
         if key not in self._cuts:
             found = [_cut(held, start, stop, of) for held in self._held[cover]]
@@ -126,7 +126,7 @@ class Covers:
         return self._cuts[key]
 
     def joined(self, covers: tuple[Cover, ...]) -> Cover | None:
-        """Return the cover of pieces in a row; None where a piece does not begin at the end of the last."""
+        """Return the cover of consecutive pieces. None: a piece does not begin where the one before ends."""
         if covers not in self._joins:
             found = [_joined(pieces) for pieces in zip(*(self._held[c] for c in covers), strict=True)]
             whole = tuple(held for held in found if held is not None)
@@ -195,7 +195,7 @@ class Covers:
 
 
 def _cut(held: Held, start: int, stop: int, of: int) -> Held | None:
-    """Return some of the rows of one slice, None where that cuts a cell or there are several slices."""
+    """Return some rows of one slice. None: the rows cut a cell, or there are several slices."""
     if len(held) != 1 or not 0 <= start < stop <= of:
         return None
     low, high, count = held[0]
@@ -206,14 +206,14 @@ def _cut(held: Held, start: int, stop: int, of: int) -> Held | None:
 
 
 def _joined(pieces: Iterable[Held]) -> Held | None:
-    """Return neighbouring slices as one, None where they are not neighbours in this order."""
+    """Return neighbouring slices as one. None: they are not neighbours in this order."""
     segments = [segment for held in pieces for segment in held]
     follows = all(a[1] == b[0] and a[2] == b[2] for a, b in pairwise(segments))
     return ((segments[0][0], segments[-1][1], segments[0][2]),) if follows else None
 
 
 def _overlaid(segments: list[Segment]) -> Held:
-    """Return the sum of segments: how often each cell is in them."""
+    """Return the sum of segments: the number of times that each cell is in them."""
     changes: dict[int, int] = {}
     for low, high, count in segments:
         changes[low] = changes.get(low, 0) + count

@@ -26,7 +26,7 @@ class Exchanged:
 
 
 def subject(ins: Instr) -> Payload:
-    """Return what an instruction is about, whatever its microbatch: members of a collective agree on it."""
+    """Return what an instruction is about, without its microbatch. Members of a collective agree on it."""
     match ins.payload:
         case Routing(run=run, outward=outward):
             return Routing(run=Pass(phase="F", chunk=run.chunk), outward=outward)
@@ -36,7 +36,7 @@ def subject(ins: Instr) -> Payload:
 
 
 def described(payload: Payload) -> str:
-    """Write what an instruction is about, for a complaint."""
+    """Describe what an instruction is about, for a complaint."""
     match payload:
         case Pass():
             return str(payload)
@@ -61,24 +61,24 @@ def described(payload: Payload) -> str:
 
 
 def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:
-    """Return the phase and the chunk of a compute instruction, None where it has none."""
+    """Return the phase and the chunk of a compute instruction. None: it has none."""
     return (ins.payload.phase, ins.payload.chunk) if isinstance(ins.payload, Pass) else None
 
 
 def exchanged(ins: Instr) -> Exchanged | None:
-    """Return the chunk of an exchange and its direction."""
+    """Return the chunk of an exchange and its direction. None: the instruction is no exchange."""
     found = ins.payload
     return Exchanged(chunk=found.run.chunk, outward=found.outward) if isinstance(found, Routing) else None
 
 
 def collected(ins: Instr) -> Collecting | None:
-    """Return the collective inside a region that an instruction takes part in."""
+    """Return the collective inside a region that an instruction runs. None: it runs none."""
     found = ins.payload if isinstance(ins.payload, Collecting) else None
     return found if found is not None and found.run.phase != "BW" and not found.run.again else None
 
 
 def shown_collective(how: Collective) -> str:
-    """Write what the devices of a group do with a value."""
+    """Describe a collective inside a region."""
     joined = f", joined along {_shown_slicing(how.joined)}" if how.joined else ""
     cut = f", cut along {_shown_slicing(how.cut)}" if how.cut else ""
     return f"{how.op} over {how.axis} {how.degree}{joined}{cut}"
@@ -95,12 +95,12 @@ def counted_chunk(ins: Instr) -> str:
 
 
 def loaded(ins: Instr) -> Field | None:
-    """Return the field of the batch that a load takes, and for which devices and microbatch."""
+    """Return the field, the devices and the microbatch of a load. None: the instruction is no load."""
     return ins.payload if isinstance(ins.payload, Field) else None
 
 
 def rows_of(ins: Instr) -> tuple[int, int, int]:
-    """Return the rows that a send or a copy takes: from, to, out of."""
+    """Return the rows that a send or a copy takes: first, end, and the number of equal parts."""
     rows = ins.payload
     return (rows.start, rows.stop, rows.of) if isinstance(rows, Rows) else (0, 1, 1)
 
@@ -111,7 +111,7 @@ def bucket_named(ins: Instr) -> str:
 
 
 def accumulated_slot(ins: Instr) -> SlotId | None:
-    """Return the slot by which the runtime finds what an accumulation adds to."""
+    """Return the slot to which the runtime adds in an accumulation. None: it is no accumulation."""
     return ins.writes[0] if isinstance(ins.payload, Adding) and ins.writes else None
 
 
@@ -142,6 +142,6 @@ class GradientSlots:
         self._buckets = buckets
 
     def bucket(self, slot: SlotId) -> str | None:
-        """Return the bucket of a slot of summed gradients, None for any other slot."""
+        """Return the bucket of a slot of summed gradients. None: it is another kind of slot."""
         held = slot.kind in ("grad", "grad_shard") and slot.owner in self._buckets
         return slot.owner if held else None

@@ -17,7 +17,7 @@ Entry = tuple[int, str | None, int]  # a thing, its state or None for the microb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Gradients that a backward gives for one bucket."""
+    """The gradients that a backward computes for one bucket."""
 
     thing: int
     cover: Cover
@@ -26,7 +26,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What an instruction on a chunk must read and gives."""
+    """The values that an instruction on a chunk must read, and those that it writes."""
 
     chunk: str
     reads: tuple[Entry, ...]
@@ -38,7 +38,7 @@ class Expected:
 
 
 class Expectations:
-    """Works out what instructions must read, from the specification alone."""
+    """Derives what instructions must read and write, from the specification alone."""
 
     def __init__(
         self, plans: Plans, spec: Specification, covers: Covers, amounts: Amounts, things: Things
@@ -55,7 +55,7 @@ class Expectations:
                 self._buckets.setdefault(name, []).append(bucket)
 
     def of_phase(self, program: int, chunk: str, phase: Phase) -> Expected | None:
-        """Return what a phase must read and gives on a program, None where it must not run there."""
+        """Return what a phase must read and write on a program. None: it must not run there."""
         key = (program, chunk, phase)
         if key not in self._phases:
             self._phases[key] = self._of_phase(program, self.spec.chunks.get(chunk), phase)
@@ -95,28 +95,28 @@ class Expectations:
         )
 
     def _forward(self, program: int, chunk: Chunk, cover: Cover) -> Iterator[Entry]:
-        """Yield what a forward gives, but for the buffers it writes."""
+        """Yield what a forward writes, except buffers."""
         for index in range(len(chunk.outputs)):
             yield self._output(program, chunk.name, index, chunk.name)
         for name in bundles(chunk):
             yield self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover)
 
     def _backward(self, program: int, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Entry]:
-        """Yield what a backward gives, but for the gradients of parameters."""
+        """Yield what a backward writes, except the gradients of parameters."""
         for position in chunk.phases[phase].grad_inputs:
             yield self._given(program, chunk, position)
         if phase == "BI" and chunk.carried:
             yield self._of_chunk("carried", chunk.name, 0, cover)
 
     def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Weights]:
-        """Yield the gradients of parameters that a backward gives, bucket by bucket."""
+        """Yield the gradients of parameters that a backward computes, bucket by bucket."""
         for bucket in self._buckets[chunk.name]:
             names = given_names(bucket, chunk.phases[phase].grad_params)
             if names:
                 yield Weights(thing=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
 
     def of_exchange(self, program: int, chunk: str, outward: bool) -> Expected | None:
-        """Return what an exchange of rows must read and gives, None where there must be none."""
+        """Return what an exchange of rows must read and write. None: there must be no exchange."""
         key = (program, chunk, "out" if outward else "back")
         if key not in self._phases:
             found = self.spec.chunks.get(chunk)
@@ -139,7 +139,7 @@ class Expectations:
         return Expected(chunk=chunk.name, reads=reads, writes=(self._given(program, chunk, 0),))
 
     def of_collective(self, program: int, chunk: str, *, backward: bool) -> Expected | None:
-        """Return what a collective inside a region must read and gives, None where there must be none."""
+        """Return what a collective inside a region must read and write. None: there must be none."""
         key = (program, chunk, "gradient" if backward else "value")
         if key not in self._phases:
             found = self.spec.chunks.get(chunk)
@@ -157,7 +157,7 @@ class Expectations:
         return Expected(chunk=chunk.name, reads=(read,), writes=(written,))
 
     def of_counts(self, program: int, chunk: str) -> Expected | None:
-        """Return what the counting of a route's rows must read and gives."""
+        """Return what the counting of a route's rows must read and write. None: there must be no counts."""
         key = (program, chunk, "counts")
         if key not in self._phases:
             found = self.spec.chunks.get(chunk)
@@ -173,7 +173,7 @@ class Expectations:
         return self._phases[key]
 
     def own_cover(self, program: int, chunk: str) -> Cover | None:
-        """Return which samples a chunk works on, in which lane; None where it does not run."""
+        """Return the samples that a chunk works on, and their lane. None: it does not run there."""
         grid = self.spec.grids[chunk]
         degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
         return self.covers.of_set(program, grid.devices, degree, grid.degree, grid.lanes)
@@ -181,7 +181,7 @@ class Expectations:
     def output_cover(
         self, program: int, producer: str, index: int, reader: str, *, backward: bool = False
     ) -> Cover:
-        """Return which samples of a producer's output, or of its gradient, lie where its reader runs."""
+        """Return the samples of an output, or of its gradient, that a reader's devices must hold."""
         lanes = self.spec.lanes_at(producer, index, reader, backward=backward)
         routed = self.spec.routed(producer)
         grid = self.spec.grids[producer if routed else reader]
@@ -191,7 +191,7 @@ class Expectations:
         return cover
 
     def weights(self, bucket: Bucket) -> int:
-        """Return the thing that gradients of a bucket are."""
+        """Return the symbolic value of a bucket's gradients."""
         found = self._weights.get(bucket.name)
         if found is None:
             thing = Thing("weights", names=tuple(piece.name for piece in bucket.pieces))
@@ -199,7 +199,7 @@ class Expectations:
         return found
 
     def final_gradient(self, program: int, bucket: Bucket) -> Terms:
-        """Return the gradient that an update must apply: every chunk, microbatch and sample, once."""
+        """Return the gradient that an update must apply: each chunk, microbatch and sample once."""
         key = (program, bucket.name)
         if key not in self._finals:
             found: dict[Cover, Amount] = {}
@@ -230,7 +230,7 @@ class Expectations:
         )
 
     def sum_of(self, program: int, source: Output) -> Terms | None:
-        """Return the sum of losses or weights that a program must hold, None where it has none."""
+        """Return the sum of losses or weights that a program must hold. None: it has none."""
         if self.own_cover(program, source.chunk) is None:
             return None
         cover = self.output_cover(program, source.chunk, source.index, source.chunk)
@@ -256,12 +256,12 @@ class Expectations:
         return self._number(Thing(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
 
     def _output(self, program: int, producer: str, index: int, reader: str) -> Entry:
-        """Return an output as it lies where a reader runs, or its own chunk."""
+        """Return an output as a reader's devices hold it, or the devices of its own chunk."""
         cover = self.output_cover(program, producer, index, reader)
         return self._of_chunk("output", producer, index, cover)
 
     def _input(self, program: int, chunk: Chunk, position: int) -> Entry:
-        """Return what a chunk must find at one of its inputs."""
+        """Return the value that a chunk must read at one of its inputs."""
         source = self.spec.resolve(chunk.inputs[position])
         grid = self.spec.grids[chunk.name]
         devices = self.plans.plans[program].devices
@@ -282,7 +282,7 @@ class Expectations:
                 assert_never(source)
 
     def _given(self, program: int, chunk: Chunk, position: int) -> Entry:
-        """Return the gradient that a chunk gives for one of its inputs."""
+        """Return the gradient that a chunk computes for one of its inputs."""
         source = self.spec.resolve(chunk.inputs[position], backward=True)
         assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
         cover = self.output_cover(program, source.chunk, source.index, chunk.name, backward=True)
@@ -313,10 +313,10 @@ class Expectations:
 
 
 def given_names(bucket: Bucket, grad_params: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parameters of a bucket that a phase gives gradients for."""
+    """Return the parameters of a bucket for which a phase computes gradients."""
     return tuple(piece.name for piece in bucket.pieces if piece.name in grad_params)
 
 
 def partial(bucket: Bucket, names: tuple[str, ...]) -> str:
-    """Return what tells a contribution to some parameters of a bucket from one to all of them."""
+    """Return a label that distinguishes contributions to some parameters of a bucket from those to all."""
     return "" if len(names) == len(bucket.pieces) else f" for {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""How the devices of a region lie: groups that share samples, and in a group a place along each axis."""
+"""The layout of a region's devices: groups that share samples and, in a group, a position along each axis."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Grid:
 
     @property
     def degree(self) -> int:
-        """Return how many neighbours share their samples."""
+        """Return the number of neighbours that share their samples."""
         return math.prod(degree for _, degree in self.axes)
 
     @property
@@ -32,7 +32,7 @@ class Grid:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Return how far apart the devices of a group along each axis lie."""
+        """Return the distance between the devices of a group, for each axis."""
         found, stride = {}, 1
         for axis, degree in self.axes:
             found[axis] = stride
@@ -64,7 +64,7 @@ def lane_of(position: int, lanes: Lanes) -> int:
 
 
 def groups_by(devices: Devices, apart: Sequence[tuple[int, int]]) -> tuple[Devices, ...]:
-    """Return the groups of devices that have the same place along some axes, each a stride and a degree."""
+    """Return the groups of devices with the same position along some axes, each a stride and a degree."""
     found: dict[tuple[int, ...], list[int]] = {}
     for position, device in enumerate(devices):
         place = tuple(position // stride % degree for stride, degree in apart)
@@ -73,7 +73,7 @@ def groups_by(devices: Devices, apart: Sequence[tuple[int, int]]) -> tuple[Devic
 
 
 def groups_along(grid: Grid, stride: int, degree: int) -> tuple[Devices, ...]:
-    """Return the groups of devices that differ in nothing but their place along one axis, place by place."""
+    """Return the groups of devices that differ only in their position along one axis, in order."""
     found: dict[int, list[int]] = {}
     for position, device in enumerate(grid.devices):
         found.setdefault(position - position // stride % degree * stride, []).append(device)
@@ -97,13 +97,13 @@ def cuts_of(grid: Grid, slices: Sequence[ParameterSlice]) -> tuple[Sharding, ...
 
 
 def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
-    """Return divisions of different dimensions in one order: it matters only for those of the same one."""
+    """Return divisions in a canonical order. The order matters only within one dimension."""
     return tuple(sorted(shardings, key=lambda held: held.dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """How the devices of a region hold a parameter, before ZeRO, and whose gradients add up."""
+    """How the devices of a region hold a parameter, before ZeRO, and which gradients are summed."""
 
     shardings: tuple[Sharding, ...]
     own: Lanes  # axes along which each place has the whole gradient of what it holds

@@ -1,4 +1,4 @@
-"""What the instructions that need no other device do to symbolic values."""
+"""The effect on symbolic values of instructions that need no other device."""
 
 from piper.ids import SlotId, show_part
 from piper.ir.chunk import Output
@@ -30,14 +30,14 @@ UPDATED = {
 
 
 class Local:
-    """Runs the instructions of one program that need no other."""
+    """Runs the instructions of one program that need no other program."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.spec, self.things, self.covers = state.spec, state.things, state.covers
 
     def load(self, program: int, place: int, ins: Instr) -> None:
-        """Take a field of the batch, for a microbatch, on a slice of the samples."""
+        """Load a field of the batch, for a microbatch, on a slice of the samples."""
         taken = loaded(ins)
         if taken is None:
             self.state.complain(program, place, "loads no field of the batch")
@@ -53,7 +53,7 @@ class Local:
         self._write(program, place, ins, (value,))
 
     def compute(self, program: int, place: int, ins: Instr) -> None:
-        """Run a phase of a chunk: check everything that it reads, and give what it should."""
+        """Run a phase of a chunk: check everything that it reads, and write its results."""
         found = phase_and_chunk(ins)
         expected = self.state.expected.of_phase(program, found[1], found[0]) if found else None
         if expected is None or found is None:
@@ -66,7 +66,7 @@ class Local:
             self.state.complain(program, place, "runs a second time and writes buffers a second time")
 
     def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
-        """Check an instruction on a chunk against what is expected of it, and write what it gives."""
+        """Check an instruction on a chunk against its expectation, and write its results."""
         part = ins.part
         if part not in self.spec.known_microbatches[expected.chunk]:
             self.state.complain(program, place, f"runs on a microbatch that does not exist, {part}")
@@ -83,7 +83,7 @@ class Local:
         self._write(program, place, ins, tuple(values))
 
     def check_reads(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
-        """Complain about every read that does not see what it should."""
+        """Complain about every read of a wrong value."""
         slots, part = self.state.slots[program], ins.part
         wanted: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.reads]
         found = [slots.get(slot) for slot in ins.reads]
@@ -102,7 +102,7 @@ class Local:
             self.state.mismatch(program, place, slot, value, should)
 
     def _alike(self, found: Value, should: Value) -> bool:
-        """Return whether two values differ in nothing but the samples they belong to."""
+        """Return whether two values differ only in the samples they belong to."""
         return (self.things.moved(found[0], NO_COVER), *found[1:]) == (
             self.things.moved(should[0], NO_COVER),
             *should[1:],
@@ -118,7 +118,7 @@ class Local:
         return 0
 
     def sent(self, program: int, place: int, ins: Instr) -> Value | None:
-        """Return some rows of a value, as a send or a copy takes them."""
+        """Return the rows of a value that a send or a copy takes. None: there is no such value."""
         if len(ins.reads) != 1:
             self.state.complain(program, place, f"reads {len(ins.reads)} slots; it should read 1")
             return None
@@ -137,7 +137,7 @@ class Local:
         return (self.things.moved(value[0], part), *value[1:])
 
     def copy(self, program: int, place: int, ins: Instr) -> None:
-        """Give a value, or some of its rows, another name."""
+        """Copy a value, or some of its rows, to another slot."""
         value = self.sent(program, place, ins)
         if value is not None:
             self._write(program, place, ins, (value,))
@@ -176,7 +176,7 @@ class Local:
         self.state.complain(program, place, f"adds what are not gradients of one value: {held}")
 
     def accumulate(self, program: int, place: int, ins: Instr) -> None:
-        """Begin a sum of gradients, losses or weights, or add to it."""
+        """Start a sum of gradients, losses or weights, or add to it."""
         state, slots = self.state, self.state.slots[program]
         again = ins.reads[1:]
         if len(ins.reads) > 2 or (again and again != ins.writes) or len(ins.writes) != 1 or not ins.reads:
@@ -199,7 +199,7 @@ class Local:
         self._write(program, place, ins, (given,))
 
     def _accumulated(self, value: Value, slot: SlotId) -> Value | None:
-        """Return a value as a term of the sum in a slot, None where it does not belong there."""
+        """Return a value as a term of the sum in a slot. None: it does not belong there."""
         thing = self.things.thing(value)
         bucket = self.state.gradient_slots.bucket(slot)
         if bucket is not None:
@@ -222,7 +222,7 @@ class Local:
         return [(LOSS, outline.loss), *([(WEIGHT, outline.weight)] if outline.weight else [])]
 
     def norm(self, program: int, place: int, ins: Instr) -> None:
-        """Take a device's part of the squared norm, and its sums: each gradient once, complete."""
+        """Compute a device's part of the squared norm, and its sums: each gradient once, complete."""
         state = self.state
         left: dict[SlotId, Value] = {}
         for name, source in self.sums():

@@ -42,7 +42,7 @@ class Specification:
 
     @property
     def seed(self) -> float:
-        """The gradient that the backward of each slice starts from."""
+        """Return the gradient that the backward of each slice starts from."""
         return 1.0 if self.outline.weight is not None else 1.0 / self.slices
 
     def degree(self, chunk: str) -> int:

@@ -1,4 +1,4 @@
-"""The symbolic state of all programs: what each slot holds, and what was found to be wrong."""
+"""The symbolic state of all programs: the contents of each slot, and the problems found."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ Slots = dict[SlotId, Value]
 
 
 class State:
-    """What every slot of every program holds, while the programs run symbolically."""
+    """The contents of every slot of every program during the symbolic run."""
 
     def __init__(self, plans: Plans, spec: Specification) -> None:
         self.plans, self.spec = plans, spec
@@ -65,7 +65,7 @@ class State:
         self.problems.append(f"{plan.instrs[place].node} {what}\n{plan.around(place)}")
 
     def mismatch(self, program: int, place: int, slot: SlotId, found: Value | None, wanted: Value) -> None:
-        """Note that an instruction reads something else than it should."""
+        """Note that an instruction reads a wrong value."""
         holds, should = self.things.describe(found), self.things.describe(wanted)
         if holds == should and found is not None:
             where = self._differing(program, found, wanted)
@@ -107,7 +107,7 @@ class State:
         return " and ".join(shown) or "nothing"
 
     def _shown(self, held: Held) -> str:
-        """Write which cells a device holds, and of which lane where neighbours share their samples."""
+        """Describe the cells that a device holds, and their lane where neighbours share their samples."""
         if self.spec.lanes == 1:
             return show_cells(held)
         size = self.spec.shares * self.spec.cells
@@ -161,7 +161,7 @@ class State:
         return self._written[key]
 
     def writers(self, history: int) -> list[str]:
-        """Return who wrote a buffer, first to last."""
+        """Return the instructions that wrote a buffer, first to last."""
         found: list[str] = []
         while history:
             history, writer = self.histories[history]
@@ -173,7 +173,7 @@ class State:
         return self.plans.plans[program].devices[0] in self._members[bucket.name]
 
     def trained_on(self, program: int) -> list[Bucket]:
-        """Return the buckets on a program's devices that train."""
+        """Return the trained buckets on a program's devices."""
         if program not in self._trained:
             self._trained[program] = [
                 bucket
@@ -198,13 +198,13 @@ class State:
 
 
 def show_cells(held: Held) -> str:
-    """Write which cells of the samples something holds."""
+    """Describe the cells of the samples that something holds."""
     ranges = [f"{low}-{high - 1}" + (f" {n} times" if n > 1 else "") for low, high, n in held]
     return f"cells {', '.join(ranges)}" if ranges else "no cells"
 
 
 def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
-    """Return the places that a slot gives devices, as the runtime reads it: None where it cannot.
+    """Return the positions of devices that a slot states, as the runtime reads it. None: it states none.
 
     The slot names the set, and one group of it, whose devices say how far apart those of every group lie.
     """

@@ -11,7 +11,7 @@ from piper.sharding import Sharding, local_sizes
 
 
 def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
-    """Yield what is wrong with the tables of plans; the instructions mean nothing before these hold."""
+    """Yield the problems of the tables of plans. Instructions mean nothing unless these hold."""
     yield from header_problems(plans, spec)
     yield from division_problems(spec)
     yield from pair_problems(plans)
@@ -34,7 +34,7 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
 
 
 def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
-    """Yield what is wrong with the devices of plans and with how they cut the samples."""
+    """Yield the problems with the devices of plans and with how they divide the samples."""
     devices = sorted(device for plan in plans for device in plan.devices)
     if devices != list(spec.devices):
         yield f"the plans are for devices {show(tuple(devices))}; they should be for {show(spec.devices)}"
@@ -54,7 +54,7 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
 
 
 def division_problems(spec: Specification) -> Iterator[str]:
-    """Yield where the captured model is divided otherwise than the directives say."""
+    """Yield where the captured model is divided differently from the directives."""
     degrees: dict[str, set[int]] = {}
     for name, chunk in spec.chunks.items():
         how, axes = chunk.collective, dict(spec.grids[name].axes)
@@ -100,7 +100,7 @@ def holdings(
 def bucket_problems(
     spec: Specification, bucket: Bucket, family: list[Bucket], held: Mapping[str, list[Holding]]
 ) -> Iterator[str]:
-    """Yield what is wrong with a bucket: where it lies, who reduces with whom, how many hold its gradient.
+    """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient.
 
     `family`: the buckets that hold a parameter of this one, itself included. `held`: see `holdings`.
     """
@@ -127,7 +127,7 @@ def bucket_problems(
 def group_problems(
     bucket: Bucket, family: int, name: str, ways: Sequence[Holding], apart: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with the groups of a bucket for one of its parameters.
+    """Yield the problems with the groups of a bucket for one of its parameters.
 
     `family`: how many buckets hold it; `apart`: the bucket does not lie as each of its chunks does.
     """
@@ -147,7 +147,7 @@ def group_problems(
 
 
 def divided(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
-    """Write how a parameter or a buffer is divided, and over which devices where that is known."""
+    """Describe how a parameter or a buffer is divided, and over which devices if that is known."""
     shown = []
     for held in shardings:
         if held.ways > 1:
@@ -159,7 +159,7 @@ def divided(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
 
 
 def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
-    """Yield the buffers that devices hold otherwise than the chunks that use them expect."""
+    """Yield the buffers that devices hold differently from what the chunks that use them expect."""
     users: dict[str, list[str]] = {}
     for chunk in spec.outline.chunks:
         for name in chunk.buffers:
@@ -184,7 +184,7 @@ def piece_problems(
     parameters: Mapping[str, Parameter],
     held: Mapping[str, list[Holding]],
 ) -> Iterator[str]:
-    """Yield what is wrong with the parameters of a bucket."""
+    """Yield the problems with the parameters of a bucket."""
     ends = [0, *(piece.offset + piece.numel for piece in bucket.pieces)]
     if any(piece.offset != end for piece, end in zip(bucket.pieces, ends, strict=False)):
         yield f"the parameters of {bucket.name} do not lie one after another"

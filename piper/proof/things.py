@@ -38,7 +38,7 @@ Value = tuple[int, Tags | str, int | Terms]
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """What a value is of, without its microbatch."""
+    """The identity of a value, without its microbatch."""
 
     kind: Kind
     name: str = ""
@@ -59,7 +59,7 @@ class Things:
         self._moved: dict[tuple[int, Cover], int] = {}
 
     def number(self, thing: Thing) -> int:
-        """Return the number of a thing: equal things have the same."""
+        """Return the number of a thing. Equal things have the same number."""
         found = self._numbers.get(thing)
         if found is None:
             found = self._numbers[thing] = len(self._things)
@@ -67,7 +67,7 @@ class Things:
         return found
 
     def thing(self, value: Value) -> Thing:
-        """Return what a value is of."""
+        """Return the identity of a value."""
         return self._things[value[0]]
 
     def moved(self, number: int, cover: Cover) -> int:
@@ -111,13 +111,13 @@ class Things:
 
 
 def places_along(devices: Devices, stride: int, degree: int, members: Devices) -> tuple[str, ...]:
-    """Return the place of some members of a set in their groups, which lie `stride` apart in it."""
+    """Return the position of some members of a set in their groups, which lie `stride` apart in it."""
     position = {device: i for i, device in enumerate(devices)}
     return tuple(str(position[device] // stride % degree) for device in members)
 
 
 def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> tuple[str, ...]:
-    """Return which slices of a field some members of a set take, one dimension after another."""
+    """Return the slices of a field that some members of a set take, one dimension after another."""
     found = []
     for held in cuts:
         blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""

@@ -1,4 +1,4 @@
-"""What communication does to symbolic values: transfers between programs, and collectives within groups."""
+"""The effect of communication on symbolic values: transfers between programs, collectives within groups."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Member:
 
 
 class Together:
-    """Runs communication: what one side gives is what the other gets."""
+    """Runs communication: the values that one side sends are those that the other receives."""
 
     def __init__(self, state: State, local: Local) -> None:
         self.state, self.local = state, local
@@ -58,7 +58,7 @@ class Together:
         self._aligned: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def receive(self, program: int, place: int, comm: Comm, sent: dict[int, Value | None]) -> None:
-        """Take what the programs on the other side of a pipe sent."""
+        """Receive what the programs on the other side of a pipe sent."""
         ins = self.state.plans.plans[program].instrs[place]
         values = {sender: value for sender, value in sent.items() if value is not None}
         alike = {(self.things.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
@@ -75,7 +75,7 @@ class Together:
         self.state.slots[program][ins.writes[0]] = first
 
     def meet(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """Run a collective, now that all its members have come to it."""
+        """Run a collective, now that all its members have reached it."""
         subjects = {subject(member.ins) for member in members}
         if len(subjects) > 1:
             first = members[0]
@@ -119,12 +119,12 @@ class Together:
             self.state.check_groups(member.program, member.place, comm, f"experts {chunk}", wanted)
 
     def collect(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """Bring the values of a divided region into another layout, or their gradients."""
+        """Run a collective of a divided region on values or on their gradients."""
         for member in members:
             self.collectives.collect(member.program, member.place, member.ins, comm)
 
     def gather(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """Bring the shards of a bucket together."""
+        """All-gather the shards of a bucket."""
         for member in members:
             name = bucket_named(member.ins)
             bucket = self.state.plans.buckets.get(name)
@@ -208,7 +208,7 @@ class Together:
         return self._aligned[key]
 
     def reduce_scatter(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """Sum gradients over replicas; each keeps its shard, added to its shard so far."""
+        """Sum gradients over replicas. Each replica adds its shard of the sum to its shard so far."""
         given: dict[int, Terms] = {}
         for member in members:
             slots, ins = self.state.slots[member.program], member.ins
@@ -275,7 +275,7 @@ class Together:
             slots[TOTAL] = self.state.value(Thing("total"), "fresh")
 
     def broadcast(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """Give replicas the buffers of the first."""
+        """Broadcast the first replica's buffers to the others."""
         for member in members:
             slots, ins = self.state.slots[member.program], member.ins
             if ins.reads != ins.writes or comm is None:
@@ -298,7 +298,7 @@ class Together:
                 slots[slot] = (value[0], "first", value[2])
 
     def _replicas(self, chunk: str) -> tuple[Devices, ...]:
-        """Return the devices that hold the same buffers of a chunk, the first of each group leading."""
+        """Return the devices that hold the same buffers of a chunk, with the first of each group in front."""
         return columns(groups_of(self.spec.placement[chunk], self.spec.degree(chunk)))
 
     def _check_replicas(self, member: Member, comm: Comm | None, bucket: Bucket) -> None:

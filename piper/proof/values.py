@@ -139,13 +139,13 @@ class SymbolicRun:
         return self.meet(program, place, ins, comm)
 
     def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
-        """Hand a value to the devices at the other end."""
+        """Send a value to the devices at the other end. Return True: a send never waits."""
         self.sent.setdefault((comm.name, program), []).append(self.local.sent(program, place, ins))
         self.ready.extend(self.receiving.pop(comm.name, ()))
         return True
 
     def recv(self, program: int, place: int, comm: Comm) -> bool:
-        """Take what was sent, once all programs at the other end have sent it."""
+        """Receive a value. Return False if a program at the other end has not sent it yet."""
         number = self.received[comm.name, program]
         senders = self.state.covers.sending_programs(comm, program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
@@ -157,7 +157,7 @@ class SymbolicRun:
         return True
 
     def meet(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
-        """Come to a collective; the last member to come runs it for all."""
+        """Join a collective. Return whether all members have joined: the last one runs it for all."""
         circle = self.circle(comm, program)
         key = (comm.name, circle[0], self.met[comm.name, program])
         there = self.waiting.setdefault(key, [])
@@ -224,7 +224,7 @@ class SymbolicRun:
             self.left_behind(program, slot, "the buffer of each replica", "that of the first replica")
 
     def left_behind(self, program: int, slot: SlotId, held: str, should: str) -> None:
-        """Note what a slot holds at the end of a step."""
+        """Note the contents of a slot at the end of a step."""
         device = self.plans.plans[program].devices[0]
         problem = f"at the end of the step {slot} on device {device} holds {held}; it should hold {should}"
         self.state.problems.append(problem)

@@ -1,4 +1,4 @@
-"""What a rank does at a time: one action, or a pair that may interleave. Both have torch's text form."""
+"""The moves of a rank: one action, or a pair that may interleave. Both have torch's text form."""
 
 import re
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ Group = tuple[Action, ...]  # one action; or a forward and a backward that may i
 
 
 def group_text(group: Group) -> str:
-    """A group as torch writes it: `2F0`, or `(0F3;7B1)OVERLAP_F_B`."""
+    """Return a group as torch writes it: `2F0`, or `(0F3;7B1)OVERLAP_F_B`."""
     if len(group) == 1:
         return str(group[0])
     return f"({';'.join(map(str, group))})OVERLAP_F_B"
 
 
 def parse_group(text: str, *, by: str) -> Group:
-    """Read a group; the reverse of `group_text`. `by` says where the text stands."""
+    """Parse a group; the inverse of `group_text`. `by` says where the text is from."""
     if overlap := OVERLAP.fullmatch(text):
         group = tuple(parse_action(member.strip(), by=by) for member in overlap.groups())
         if not is_overlap(group):
@@ -66,11 +66,11 @@ def parse_action(text: str, *, by: str) -> Action:
 
 
 def shorten(text: str, limit: int = 40) -> str:
-    """Keep the start of a text that would drown a message."""
+    """Return the start of a text that is too long for a message."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def is_overlap(group: Group) -> bool:
-    """Is this a pair that may interleave: one forward, and one backward that sends a gradient on?"""
+    """Return whether a group is a forward and a backward that may interleave. A BW half may not."""
     phases = [action.phase for action in group]
     return len(phases) == 2 and phases.count("F") == 1 and "BW" not in phases

@@ -1,4 +1,4 @@
-"""Is a grid a schedule: everything once, each stage in one place, and an order that runs to the end?"""
+"""Checks that a grid is a schedule: every action once, each stage on one rank, and no deadlock."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_positi
 
 
 def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
-    """Where each action stands; each may stand once, alone or in a pair that can overlap."""
+    """Return the rank and position of each action. Refuse duplicates, and groups that cannot overlap."""
     found: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(grid.rows):
         for position, group in enumerate(row):

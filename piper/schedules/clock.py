@@ -1,4 +1,4 @@
-"""When each group of a grid runs, given what the phases cost, and what is alive meanwhile."""
+"""The start time of each group of a grid, from the costs of the phases, and the activations held."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from piper.schedules.action import Action, Group, group_text
 from piper.schedules.grid import Grid
 
 Costs = Mapping[Phase, float]
-Value = tuple[Literal["activation", "gradient"], int, int]  # what is handed on, of which stage and microbatch
+Value = tuple[Literal["activation", "gradient"], int, int]  # (kind, stage, microbatch)
 UNIT: Costs = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When each group starts, per rank, and when everything is done."""
+    """The start time of each group, per rank, and the end of the step."""
 
     starts: tuple[tuple[float, ...], ...]
     end: float
 
 
 def makespan(grid: Grid, costs: Costs = UNIT) -> float:
-    """The time from the first action of a valid grid to the end of its last."""
+    """Return the time from the first action of a valid grid to the end of its last."""
     return timeline(grid, costs).end
 
 
@@ -37,7 +37,7 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
     starts: list[list[float]] = [[] for _ in grid.rows]
     free: list[float] = [0.0] * len(grid.rows)
     ready: dict[Value, float] = {}
-    waiting: dict[Value, list[int]] = {}  # the ranks that stopped for a value
+    waiting: dict[Value, list[int]] = {}  # the ranks that wait for each value
     todo = list(range(len(grid.rows)))
     while todo:
         rank = todo.pop()
@@ -61,14 +61,14 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
 
 
 def gives(action: Action) -> Value | None:
-    """The value that other actions wait for: weight gradients have no reader in the pipeline."""
+    """Return the value that other actions wait for. None: weight gradients have no reader in the pipeline."""
     if action.phase == "BW":
         return None
     return "activation" if action.phase == "F" else "gradient", action.stage, action.microbatch
 
 
 def needs(action: Action, last: int) -> tuple[Value, ...]:
-    """The values that an action waits for, where `last` is the last stage."""
+    """Return the values that an action waits for, where `last` is the last stage."""
     stage, microbatch = action.stage, action.microbatch
     match action.phase:
         case "F":
@@ -81,7 +81,7 @@ def needs(action: Action, last: int) -> tuple[Value, ...]:
 
 
 def group_needs(group: Group, last: int) -> tuple[Value, ...]:
-    """What a group waits for before it starts: a later member may use what an earlier one gives."""
+    """Return the values that a group waits for before it starts, without those its first member computes."""
     first, *others = group
     given = gives(first)
     return needs(first, last) + tuple(
@@ -90,7 +90,7 @@ def group_needs(group: Group, last: int) -> tuple[Value, ...]:
 
 
 def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int], by: str) -> ScheduleError:
-    """Explain why no rank can go on: the ranks that wait for each other in a circle."""
+    """Return the error that shows the ranks that wait for each other in a cycle."""
     maker = {
         value: (rank, action)
         for rank, row in enumerate(grid.rows)
@@ -116,7 +116,10 @@ def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int
 
 
 def peak_activations(grid: Grid, *, freed_by: Literal["BI", "BW"] = "BW") -> tuple[int, ...]:
-    """The most forwards each rank holds at once. A whole backward frees one, or the `freed_by` half."""
+    """Return the most forwards each rank holds at once.
+
+    A whole backward, or the `freed_by` half of it, frees one.
+    """
     peaks = []
     for row in grid.rows:
         alive = peak = 0

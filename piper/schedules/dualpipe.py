@@ -20,7 +20,7 @@ def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str 
 
 
 def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
-    """The grid of `dualpipe_v`."""
+    """Return the grid of `dualpipe_v`."""
     need_whole("dualpipe_v", ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
         raise ScheduleError(
@@ -33,7 +33,7 @@ def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
 
 
 def row_of(rank: int, ranks: int, microbatches: int) -> Row:
-    """One rank's row: fill the V, overlap while both directions are full, drain it."""
+    """Return one rank's row: fill the V, overlap while both directions are full, drain it."""
     row = RowWriter(microbatches)
     fill(row, rank, ranks)
     overlap(row, rank, ranks, microbatches)

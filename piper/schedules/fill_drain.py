@@ -17,7 +17,7 @@ def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "M
 
 
 def gpipe_grid(stages: int, microbatches: int) -> Grid:
-    """The grid of `gpipe`."""
+    """Return the grid of `gpipe`."""
     need_whole("gpipe", stages=stages, microbatches=microbatches)
     rows = []
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: what each rank runs, in order. Builders make it; directives say it."""
+"""A pipeline schedule as a value: what each rank runs, in order."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Grid:
     rows: tuple[Row, ...]
 
     def actions(self) -> Iterator[Action]:
-        """Every action, rank by rank, in order."""
+        """Yield every action, rank by rank, in order."""
         return (action for row in self.rows for group in row for action in group)
 
     @property
@@ -32,7 +32,7 @@ class Grid:
 
 
 def orders(grid: Grid, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
-    """Say a grid as directives: one `order` per rank, one of its groups per group of the row.
+    """Return a grid as directives: one `order` per rank, with one group per group of the row.
 
     rank 0  0F0 0F1 0B0
     -->
@@ -56,7 +56,7 @@ def orders(grid: Grid, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
 
 
 def orders_over(grid: Grid, stages: Sequence[At], part: str) -> list[Order]:
-    """Say a grid as directives over stages that are given as filters, one for each.
+    """Return a grid as directives over stages that are given as filters, one for each.
 
     rank 0  0F0 0B0
     -->
@@ -78,7 +78,7 @@ def orders_over(grid: Grid, stages: Sequence[At], part: str) -> list[Order]:
 
 
 def check_filters(stages: Sequence[At], part: str) -> None:
-    """Refuse what is no list of filters, and filters that name a pass or a microbatch themselves."""
+    """Refuse a value that is not a list of filters, and filters that name a pass or a microbatch."""
     if not isinstance(stages, Sequence) or not all(isinstance(one, At) for one in stages):
         raise ScheduleError(
             f"stage={stages!r} is neither a tag nor a list of filters",

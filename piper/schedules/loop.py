@@ -1,4 +1,4 @@
-"""How microbatches travel when rank r holds stages r, r + ranks, ...: in rounds, loop after loop."""
+"""The path of microbatches when rank r holds stages r, r + ranks, ...: in rounds, loop after loop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def loop(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Loop
 
 
 def round_sizes(ranks: int, microbatches: int) -> Iterator[int]:
-    """Cut microbatches into rounds: as many as keep every rank busy, as even as can be, larger ones first.
+    """Yield the sizes of the rounds of microbatches: enough to keep every rank busy, even, larger ones first.
 
     A round shorter than the ranks waits for its own first microbatch to come round, and one longer than the
     first can deadlock, as the lead is sized for the first.

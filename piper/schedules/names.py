@@ -16,16 +16,16 @@ from piper.schedules.zero_bubbles import interleaved_zero_bubble_grid, zero_bubb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """A schedule whose number of stages on a rank is part of what it is."""
+    """A schedule with a fixed number of stages per rank."""
 
     build: Callable[[int, int], Grid]
     stages_per_rank: int
-    instead: str  # a schedule for those who want another number
+    instead: str  # a schedule that takes another number of stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved:
-    """A schedule that takes any number of stages on a rank."""
+    """A schedule with any number of stages per rank."""
 
     build: Callable[[int, int, int], Grid]
     stages_per_rank: int = 2  # unless asked otherwise

@@ -1,4 +1,4 @@
-"""1F1B, plain and interleaved: after a warm-up, one backward for each forward, so few activations live."""
+"""1F1B, plain and interleaved: after a warm-up, one backward for each forward, which saves memory."""
 
 from itertools import zip_longest
 
@@ -9,7 +9,7 @@ from piper.schedules.row import RowWriter
 
 
 def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
-    """Alternate forwards and backwards, with one stage per rank.
+    """Run forwards and backwards in turn, with one stage per rank.
 
     The bubble is gpipe's, (stages - 1)(F + B); stage s holds at most stages - s microbatches.
 
@@ -23,7 +23,7 @@ def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: st
 def interleaved_1f1b(
     ranks: int, microbatches: int, stages_per_rank: int = 2, *, stage: Stage = "PP", part: str = "MB"
 ) -> list[Order]:
-    """Alternate forwards and backwards, with stages dealt round the ranks: rank r holds r, r + ranks, ...
+    """Run forwards and backwards in turn, with interleaved stages: rank r holds r, r + ranks, ...
 
     The bubble is (ranks - 1)(F + B) of these smaller stages when there are as many microbatches as ranks or
     more. Any number of microbatches works, also one that ranks do not divide.
@@ -36,19 +36,19 @@ def interleaved_1f1b(
 
 
 def one_f_one_b_grid(stages: int, microbatches: int) -> Grid:
-    """The grid of `one_f_one_b`."""
+    """Return the grid of `one_f_one_b`."""
     need_whole("one_f_one_b", stages=stages, microbatches=microbatches)
     return Grid(rows=tuple(alternate(rank, stages, microbatches, 1) for rank in range(stages)))
 
 
 def interleaved_1f1b_grid(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Grid:
-    """The grid of `interleaved_1f1b`."""
+    """Return the grid of `interleaved_1f1b`."""
     need_whole("interleaved_1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     return Grid(rows=tuple(alternate(rank, ranks, microbatches, stages_per_rank) for rank in range(ranks)))
 
 
 def alternate(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
-    """One rank's row: warm-up forwards, then forward and backward in turn, then the backwards left over."""
+    """Return one rank's row: warm-up forwards, then forward and backward in turn, then the last backwards."""
     path = loop(rank, ranks, microbatches, stages_per_rank)
     # One forward for each rank below lets the first backward come up just in time. Interleaved, stages are
     # smaller and transfers weigh more: a second one keeps the rank busy while a gradient is on its way.

@@ -32,7 +32,10 @@ def picture(grid: Grid) -> str:
 
 
 def group_cells(group: Group) -> list[str]:
-    """One cell per unit of time that the group takes; the cell before the second of a pair ends in `+`."""
+    """Return one cell per unit of time that a group takes.
+
+    The cell before the second action of a pair ends in `+`.
+    """
     cells: list[str] = []
     for action in group:
         if cells:
@@ -42,5 +45,5 @@ def group_cells(group: Group) -> list[str]:
 
 
 def cell_text(cell: str, width: int) -> str:
-    """A cell and the gap after it, which holds the mark of a pair."""
+    """Return a cell and the gap after it, which holds the mark of a pair."""
     return f"{cell.removesuffix(PAIR):{width}}{PAIR if cell.endswith(PAIR) else ' '}"

@@ -7,7 +7,7 @@ from piper.schedules.grid import Row
 
 
 class RowWriter:
-    """Numbers each move with its stage's next microbatch, and remembers the weight gradients still owed.
+    """Numbers each move with its stage's next microbatch, and remembers the weight gradients that are left.
 
     In every schedule here a stage takes microbatches in turn. Moves past the last microbatch write nothing,
     so one description serves any number of them.
@@ -22,7 +22,7 @@ class RowWriter:
 
     @property
     def owes(self) -> bool:
-        """Is there a weight gradient that can run now?"""
+        """Return whether there is a weight gradient that can run now."""
         return bool(self._owed)
 
     def forward(self, stage: int) -> None:
@@ -34,13 +34,13 @@ class RowWriter:
         self._write(self._next_backward(stage))
 
     def inputs(self, stage: int) -> None:
-        """Run the input half of the stage's next backward, and owe the weight half."""
+        """Run the input half of the stage's next backward, and leave the weight half for later."""
         for action in self._next_backward(stage):
             self._groups.append((Action(stage=stage, phase="BI", microbatch=action.microbatch),))
             self._owed.append(Action(stage=stage, phase="BW", microbatch=action.microbatch))
 
     def weights(self) -> None:
-        """Run the weight half that has been owed longest, if any is."""
+        """Run the weight half that has waited longest, if there is one."""
         if self._owed:
             self._groups.append((self._owed.popleft(),))
 
@@ -49,7 +49,7 @@ class RowWriter:
         self._write(self._next_forward(forward) + self._next_backward(backward))
 
     def finish(self) -> Row:
-        """Pay what is owed and return the row."""
+        """Write the weight gradients that are still owed, and return the row."""
         while self._owed:
             self.weights()
         return tuple(self._groups)

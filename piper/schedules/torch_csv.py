@@ -63,7 +63,7 @@ def parse_csv(text: str, *, by: str) -> Grid:
 
 
 def table(text: str, by: str) -> list[list[str]]:
-    """The cells of CSV text. Empty lines at the end are not rows."""
+    """Return the cells of CSV text, row by row. Empty lines at the end are not rows."""
     try:
         cells = list(csv.reader(StringIO(text, newline="")))
     except csv.Error as error:

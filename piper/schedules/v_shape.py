@@ -18,16 +18,16 @@ def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB")
 
 
 def zbv_grid(ranks: int, microbatches: int) -> Grid:
-    """The grid of `zbv`."""
+    """Return the grid of `zbv`."""
     need_whole("zbv", ranks=ranks, microbatches=microbatches)
     row = few if microbatches <= ranks else many
     return Grid(rows=tuple(row(rank, ranks, microbatches) for rank in range(ranks)))
 
 
 def many(rank: int, ranks: int, microbatches: int) -> Row:
-    """One rank's row when the pipeline fills: the published order."""
+    """Return one rank's row when there are enough microbatches to fill the pipeline: the published order."""
     down, up = rank, 2 * ranks - 1 - rank
-    total = max(microbatches, 2 * ranks - 1)  # to have its whole shape; the writer drops what is too many
+    total = max(microbatches, 2 * ranks - 1)  # enough for the whole V; the writer drops moves past the last
     row = RowWriter(microbatches)
     for _ in range(2 * (ranks - rank) - 1):
         row.forward(down)
@@ -55,7 +55,9 @@ def many(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 def few(rank: int, ranks: int, microbatches: int) -> Row:
-    """One rank's row when microbatches are no more than ranks: each goes through as if it were alone.
+    """Return one rank's row for at most as many microbatches as ranks.
+
+    Each microbatch goes through as if it were alone.
 
     A microbatch enters every second slot and moves one stage a slot: down, up, and back as gradients. It
     meets a rank in four slots, any two of them an odd number or 2 ranks apart; entries are an even number

@@ -9,7 +9,7 @@ from piper.schedules.row import RowWriter
 
 
 def zero_bubble(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
-    """Alternate forwards and input gradients as 1F1B does, and run weight gradients where a rank would wait.
+    """Run forwards and input gradients in turn as 1F1B does, and weight gradients where a rank would wait.
 
     The bubble is (stages - 1)(F + B - 2W). Stage s has at most stages - s forwards whose gradient has not
     come, as in 1F1B, and owes up to s weight gradients: no rank holds more than 1F1B's first.
@@ -37,13 +37,13 @@ def interleaved_zero_bubble(
 
 
 def zero_bubble_grid(stages: int, microbatches: int) -> Grid:
-    """The grid of `zero_bubble`."""
+    """Return the grid of `zero_bubble`."""
     need_whole("zero_bubble", stages=stages, microbatches=microbatches)
     return Grid(rows=tuple(alternate_split(rank, stages, microbatches, 1) for rank in range(stages)))
 
 
 def interleaved_zero_bubble_grid(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Grid:
-    """The grid of `interleaved_zero_bubble`."""
+    """Return the grid of `interleaved_zero_bubble`."""
     need_whole(
         "interleaved_zero_bubble", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
     )
@@ -52,7 +52,7 @@ def interleaved_zero_bubble_grid(ranks: int, microbatches: int, stages_per_rank:
 
 
 def alternate_split(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
-    """One rank's row: warm-up forwards, then forward, input gradient and an older weight gradient in turn."""
+    """Return one rank's row: warm-up forwards, then F, BI and the BW of an older microbatch in turn."""
     path = loop(rank, ranks, microbatches, stages_per_rank)
     warmup = path.lead + ranks - 1 - rank
     row = RowWriter(microbatches)

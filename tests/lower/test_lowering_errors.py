@@ -212,13 +212,13 @@ def test_two_orders_against_each_other() -> None:
 def test_rows_in_expert_order_cannot_be_sliced_anew() -> None:
     before = [place(at(), [0, 1]), place(at(EP=0), [0, 1, 2, 3])]
     assert said(mixture(), *before) == cleandoc(f"""
-        place #1 (here): PP=0.out0 cannot be sliced anew by samples
+        place #1 (here): PP=0.out0 cannot be resliced by samples
           on 0,1: (360360, {WIDTH}), rows in the order of their experts
           on 0-3: (180180, {WIDTH}), for PP=0 EP=0
           hint:   place both regions on sets of devices of the same size
     """)
     assert said(mixture(), *before, shard(at(EP=0), [0, 1, 2, 3])) == cleandoc(f"""
-        shard #2 (here): PP=0.out0 cannot be sliced anew by samples
+        shard #2 (here): PP=0.out0 cannot be resliced by samples
           on 0,1: (360360, {WIDTH}), rows in the order of their experts
           on 0-3: (180180, {WIDTH}), for PP=0 EP=0 route
           hint:   place both regions on sets of devices of the same size
@@ -236,7 +236,7 @@ def test_rows_from_experts_cannot_be_sliced_anew(divided: bool) -> None:
     strategy += [shard(at(EP=0), [0, 1])] if divided else []
     value, who = ("PP=0 EP=0 unroute.out0", "place #1") if divided else ("PP=0 EP=0.out0", "place #1")
     assert said(outline, *strategy) == cleandoc(f"""
-        {who} (here): {value} cannot be sliced anew by samples
+        {who} (here): {value} cannot be resliced by samples
           on 0,1: (360360, {WIDTH}), rows in the order of their experts
           on 2:   (720720, {WIDTH}), for PP=0 #1
           hint:   place both regions on sets of devices of the same size
@@ -249,7 +249,7 @@ def test_a_number_of_one_slice_means_nothing_on_another() -> None:
     count = Output(chunk="PP=0", index=1)
     last = d.chunk("PP=1", pp(1), [first, count, Y], [d.param("b")], [SCALAR])
     assert said(d.outline(last), place(at(PP=0), [0, 1]), place(at(PP=1), [2])) == cleandoc("""
-        place #1 (here): PP=0.out1 cannot be sliced anew by samples
+        place #1 (here): PP=0.out1 cannot be resliced by samples
           on 0,1: ()
           on 2:   (), for PP=1
           hint:   place both regions on sets of devices of the same size
@@ -263,7 +263,7 @@ def test_a_mean_over_a_slice_means_nothing_on_another() -> None:
     mean = Output(chunk="PP=0", index=1)
     last = d.chunk("PP=1", pp(1), [first, mean, Y], [d.param("b")], [SCALAR])
     assert said(d.outline(last), place(at(PP=0), [0, 1]), place(at(PP=1), [2])) == cleandoc(f"""
-        place #1 (here): PP=0.out1 cannot be sliced anew by samples
+        place #1 (here): PP=0.out1 cannot be resliced by samples
           on 0,1: ({WIDTH},)
           on 2:   ({WIDTH},), for PP=1
           hint:   place both regions on sets of devices of the same size
@@ -276,7 +276,7 @@ def test_a_gradient_summed_over_samples_cannot_be_sliced_anew() -> None:
     d.chunks[0] = replace(d.chunks[0], fixed=(0,))
     last = d.chunk("PP=1", pp(1), [first, Y], [d.param("b")], [SCALAR])
     assert said(d.outline(last), place(at(PP=0), [0, 1]), place(at(PP=1), [2])) == cleandoc(f"""
-        place #0 (here): PP=1.din0 cannot be sliced anew by samples
+        place #0 (here): PP=1.din0 cannot be resliced by samples
           on 2:   (3, {WIDTH})
           on 0,1: (3, {WIDTH}), for PP=0
           hint:   place both regions on sets of devices of the same size

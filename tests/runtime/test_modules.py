@@ -289,7 +289,7 @@ def test_values_of_one_slice_are_refused_between_sets_of_different_sizes(
     make: Callable[[Crossing, Tensor], Tensor],
 ) -> None:
     message = refusal(ScheduleError, lambda: Crossing(make), zoo.regression, zoo.vectors, sizes(4, 2))
-    assert message.splitlines()[0].endswith("PP=0.out0 cannot be sliced anew by samples")
+    assert message.splitlines()[0].endswith("PP=0.out0 cannot be resliced by samples")
 
 
 def test_a_value_of_parameters_is_made_where_it_is_read() -> None:
