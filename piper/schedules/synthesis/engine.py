@@ -204,6 +204,30 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
     return clock.result()
 
 
+def in_order(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule | None:
+    """Let each rank run exactly its row. None is returned where a rank would exceed its limit."""
+    clock = _Clock(problem=problem)
+    while clock.events:
+        now, rank = heapq.heappop(clock.events)
+        position = len(clock.rows[rank])
+        if clock.free_at[rank] > now + clock.tiny or position == len(rows[rank]):
+            continue
+        operation = rows[rank][position]
+        if not fits(problem, operation, rank, clock.held[rank]):
+            return None
+        wake = ready_at(problem, clock.finish, operation)
+        if wake > now + clock.tiny:
+            if wake < NEVER:
+                heapq.heappush(clock.events, (wake, rank))
+            continue  # else the operation it waits for wakes this rank when it starts
+        clock.begin(operation, now, rank)
+        for reader, _ in problem.after[operation]:
+            other = problem.rank[reader]
+            if other != rank and clock.free_at[other] <= now + clock.tiny:
+                heapq.heappush(clock.events, (now, other))
+    return clock.result()
+
+
 def ready_at(problem: Problem, finish: Sequence[float], operation: int) -> float:
     """Return when all that an operation needs is there; infinity where something has not started."""
     ready = 0.0

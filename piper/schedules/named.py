@@ -1,0 +1,45 @@
+"""The schedules that have a name of their own: what builds each, and how many stages it puts on a rank."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from piper.schedules.dualpipe import dualpipe_v_grid
+from piper.schedules.fill_drain import gpipe_grid
+from piper.schedules.grid import Grid
+from piper.schedules.one_forward_one_backward import interleaved_1f1b_grid, one_f_one_b_grid
+from piper.schedules.v_memory import v_half_grid, v_min_grid
+from piper.schedules.v_shape import zbv_grid
+from piper.schedules.zero_bubbles import interleaved_zero_bubble_grid, zero_bubble_grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """A schedule whose number of stages on a rank is part of what it is."""
+
+    build: Callable[[int, int], Grid]
+    stages_per_rank: int
+    instead: str  # a schedule for those who want another number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved:
+    """A schedule that takes any number of stages on a rank."""
+
+    build: Callable[[int, int, int], Grid]
+    stages_per_rank: int = 2  # unless asked otherwise
+
+
+NAMES: Mapping[str, Fixed | Interleaved] = MappingProxyType(
+    {
+        "gpipe": Fixed(build=gpipe_grid, stages_per_rank=1, instead="interleaved-1f1b"),
+        "1f1b": Fixed(build=one_f_one_b_grid, stages_per_rank=1, instead="interleaved-1f1b"),
+        "interleaved-1f1b": Interleaved(build=interleaved_1f1b_grid),
+        "zero-bubble": Fixed(build=zero_bubble_grid, stages_per_rank=1, instead="interleaved-zero-bubble"),
+        "interleaved-zero-bubble": Interleaved(build=interleaved_zero_bubble_grid),
+        "zbv": Fixed(build=zbv_grid, stages_per_rank=2, instead="interleaved-zero-bubble"),
+        "v-half": Fixed(build=v_half_grid, stages_per_rank=2, instead="synthesised"),
+        "v-min": Fixed(build=v_min_grid, stages_per_rank=2, instead="synthesised"),
+        "dualpipe-v": Fixed(build=dualpipe_v_grid, stages_per_rank=2, instead="interleaved-zero-bubble"),
+    }
+)
