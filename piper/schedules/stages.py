@@ -65,7 +65,7 @@ class StageCosts:
                 return self.inputs[stage] + self.weights[stage]
 
     def hop_between(self, stage: int, other: int) -> float:
-        """Return the transfer time between two neighbouring stages on different ranks, in either direction."""
+        """Return the transfer time between neighbouring stages on different ranks, in either direction."""
         return self.hop if isinstance(self.hop, int | float) else self.hop[min(stage, other)]
 
 
@@ -93,7 +93,7 @@ class Placement:
 
     @classmethod
     def v(cls, ranks: int, stages_per_rank: int = 2) -> Self:
-        """Let the stages go down the ranks, up again, and so on: rank 0 has stages 0, 2 ranks - 1, 2 ranks."""
+        """Let the stages go down the ranks and up again: rank 0 has stages 0, 2 ranks - 1, 2 ranks, ..."""
         need_whole("Placement.v", ranks=ranks, stages_per_rank=stages_per_rank)
         down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
         turns = (up if turn % 2 else down for turn in range(stages_per_rank))

@@ -1,9 +1,9 @@
 """V-Half and V-Min: the V of ZB-V with microbatches that turn back sooner, so that fewer are alive at once.
 
 From Qi et al., Pipeline Parallelism with Controllable Memory (2024). A building block says at which slot one
-microbatch meets each stage; a new microbatch follows every six slots, the work of a rank on one microbatch. No
-two of a rank's four slots are equal modulo six, so the blocks of all microbatches interlock, and two slots of
-every six are left for weight gradients.
+microbatch meets each stage; a new microbatch follows every six slots, the work of a rank on one microbatch.
+No two of a rank's four slots are equal modulo six, so the blocks of all microbatches interlock, and two slots
+of every six are left for weight gradients.
 """
 
 from piper.directives.order import Order
@@ -18,8 +18,8 @@ from piper.schedules.synthesis.squeeze import squeezed
 def v_half(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
     """Hold about half of 1F1B's activations: a V in which the way down takes two slots a stage, up one.
 
-    A rank holds at most ranks + 2 forwards of its two stages, where 1F1B's first rank holds as much as 2 ranks
-    of them. Rank r holds stages r and 2 ranks - 1 - r. The bubble is longer than that of `zbv`.
+    A rank holds at most ranks + 2 forwards of its two stages, where 1F1B's first rank holds as much as
+    2 ranks of them. Rank r holds stages r and 2 ranks - 1 - r. The bubble is longer than that of `zbv`.
 
     rank 0  0F0 0F1 0F2 .   .   5F0 5I0 5F1 5I1 5W0 5W1 0I0 0W0 5F2 5I2 0I1 5W2 0W1 .   0I2 0W2
     rank 1  .   1F0 1F1 1F2 4F0 .   4F1 4I0 4W0 4I1 1I0 4W1 4F2 1W0 1I1 4I2 1W1 4W2 1I2 1W2 .
@@ -60,12 +60,10 @@ def v_min_grid(ranks: int, microbatches: int) -> Grid:
 
 
 def repeated(block: Block, ranks: int, microbatches: int, limit: int) -> Grid:
-    """Return the grid in which every microbatch follows a block, for ranks that hold at most `limit` forwards."""
+    """Return the grid in which each microbatch follows a block and a rank holds at most `limit` forwards."""
     stages = 2 * ranks
     memory = Memory(saved=[1] * stages, carried=[1] * stages, limit=limit)
     problem = problem_of(StageCosts.even(stages), Placement.v(ranks), microbatches, memory)
     schedule = in_sequence(problem, squeezed(problem, times_of(problem, block), limit))
     assert schedule is not None, "a building block that does not fit its own limit"
-    return Grid(
-        rows=tuple(tuple((problem.action(operation),) for operation in row) for row in schedule.rows)
-    )
+    return Grid(rows=tuple(tuple((problem.action(operation),) for operation in row) for row in schedule.rows))

@@ -14,7 +14,7 @@ from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.view.grid import grid
 
-V_SHAPED = ("zbv", "dualpipe-v")
+V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
 
 
 def drawn(stages: int, strategy: Sequence[Directive], experts: int = 0) -> str:

@@ -1,7 +1,7 @@
 """Building blocks: one microbatch's way through the pipeline, repeated at every beat.
 
-How steeply a pass walks the ranks and how long it pauses where it turns decides how long activations live, and
-so how much memory the schedule needs (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
+How steeply a pass walks the ranks and how long it pauses where it turns decides how long activations live,
+and so how much memory the schedule needs (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
 """
 
 from collections.abc import Iterator
@@ -80,9 +80,7 @@ def random_block(random: Random) -> Block:
     """Return any block."""
     one, two, three, four = random.choices(SLOPES, k=4)
     turns, loss, returns = random.choices(PAUSES, k=3)
-    return Block(
-        forward=(one, two), inputs=(three, four), at_turns=turns, at_loss=loss, at_returns=returns
-    )
+    return Block(forward=(one, two), inputs=(three, four), at_turns=turns, at_loss=loss, at_returns=returns)
 
 
 def neighbour(block: Block, random: Random) -> Block:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from piper.schedules.stages import Memory, Placement, StageCosts
 
 
-def bound(
-    costs: StageCosts, placement: Placement, microbatches: int, memory: Memory | None = None
-) -> float:
+def bound(costs: StageCosts, placement: Placement, microbatches: int, memory: Memory | None = None) -> float:
     """Return a time that no schedule of these stages can beat, whatever its order.
 
     Two relaxations, each of which only removes constraints:
@@ -51,9 +49,7 @@ class Paths:
         self.gradient = gradient
         self.after_inputs = [0.0] * stages  # the longest chain after the end of a stage's BI
         for stage in range(stages):
-            above = (
-                hops[stage - 1] + costs.inputs[stage - 1] + self.after_inputs[stage - 1] if stage else 0.0
-            )
+            above = hops[stage - 1] + costs.inputs[stage - 1] + self.after_inputs[stage - 1] if stage else 0.0
             self.after_inputs[stage] = max(costs.weights[stage], above)
         self.after_forward = [
             gradient[stage]
@@ -76,7 +72,9 @@ class Paths:
 def one_rank(paths: Paths, stages: Sequence[int], microbatches: int) -> float:
     """Return the shortest makespan of one rank's passes with their heads and tails, interruptions allowed."""
     costs = paths.costs
-    jobs: list[tuple[float, float, float]] = []  # head, tail, time; microbatches are alike, so one job for all
+    jobs: list[
+        tuple[float, float, float]
+    ] = []  # head, tail, time; microbatches are alike, so one job for all
     for stage in stages:
         gradient = paths.gradient[stage]
         jobs += [

@@ -1,10 +1,10 @@
-"""Two list schedulers over a problem: one follows priorities, one follows a given order of F and BI."""
+"""List schedulers over a problem: by priority, by a given order of F and BI, and by given rows."""
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from piper.schedules.synthesis.problem import I, W, Problem
+from piper.schedules.synthesis.problem import I, Problem, W
 
 TINY = 1e-12  # times closer than this, as a share of the mean operation, are one time
 NEVER = float("inf")
@@ -51,6 +51,13 @@ class _Clock:
         heapq.heappush(self.events, (end, rank))
         return end
 
+    def wake_readers(self, operation: int, now: float, rank: int) -> None:
+        """Let idle ranks that need an operation's result look for work: they now know when it ends."""
+        for reader, _ in self.problem.after[operation]:
+            other = self.problem.rank[reader]
+            if other != rank and self.free_at[other] <= now + self.tiny:
+                heapq.heappush(self.events, (now, other))
+
     def result(self) -> Schedule | None:
         """Return the schedule, or None where operations are left that can never start."""
         if sum(map(len, self.rows)) < self.problem.size:
@@ -59,7 +66,7 @@ class _Clock:
 
 
 class _Reserve:
-    """Keeps room for the oldest microbatch of each rank, so that younger ones cannot fill the memory for good.
+    """Keeps room for the oldest microbatch of each rank, so that younger ones cannot fill the memory.
 
     All microbatches of a rank take the same bytes, so when the oldest one has been freed, the next one fits.
     """
@@ -88,6 +95,31 @@ class _Reserve:
         self.missing[rank][self.problem.microbatch[operation]] -= self.problem.takes[operation]
 
 
+class _Known:
+    """The operations of each rank whose needs have all started, so that it is known when they can start."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.missing = [len(needed) for needed in problem.before]
+        self.ready = [0.0] * problem.size
+        self.of_rank: list[list[int]] = [[] for _ in range(problem.ranks)]
+        for operation, count in enumerate(self.missing):
+            if not count:
+                self.of_rank[problem.rank[operation]].append(operation)
+
+    def update(self, operation: int, end: float) -> list[int]:
+        """Note when an operation ends, and return the ranks that have got something to do by it."""
+        self.of_rank[self.problem.rank[operation]].remove(operation)
+        ranks = []
+        for reader, delay in self.problem.after[operation]:
+            self.missing[reader] -= 1
+            self.ready[reader] = max(self.ready[reader], end + delay)
+            if not self.missing[reader]:
+                self.of_rank[self.problem.rank[reader]].append(reader)
+                ranks.append(self.problem.rank[reader])
+        return ranks
+
+
 def by_priority(problem: Problem, priority: Sequence[float], patience: float = 0.0) -> Schedule | None:
     """Let each free rank run the operation with the smallest priority among those that are ready and fit.
 
@@ -96,35 +128,22 @@ def by_priority(problem: Problem, priority: Sequence[float], patience: float = 0
     """
     clock = _Clock(problem=problem)
     reserve = _Reserve(problem, problem.limits) if problem.limits is not None else None
-    missing = [len(needed) for needed in problem.before]
-    ready = [0.0] * problem.size
-    known: list[list[int]] = [[] for _ in range(problem.ranks)]  # all that they need has started
-    for operation, count in enumerate(missing):
-        if not count:
-            known[problem.rank[operation]].append(operation)
+    known = _Known(problem)
     while clock.events:
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
-        fitting = known[rank]
+        fitting = known.of_rank[rank]
         if reserve:
             fitting = [operation for operation in fitting if reserve.fits(operation, rank, clock.held[rank])]
-        chosen, wake = choose(problem, priority, patience, ready, fitting, now + clock.tiny)
-        if chosen < 0:
-            if wake < NEVER:
-                heapq.heappush(clock.events, (wake, rank))
-            continue
-        known[rank].remove(chosen)
-        if reserve:
-            reserve.take(chosen, rank)
-        end = clock.begin(chosen, now, rank)
-        for reader, delay in problem.after[chosen]:
-            missing[reader] -= 1
-            ready[reader] = max(ready[reader], end + delay)
-            if not missing[reader]:
-                other = problem.rank[reader]
-                known[other].append(reader)
+        chosen, wake = choose(problem, priority, patience, known.ready, fitting, now + clock.tiny)
+        if chosen >= 0:
+            if reserve:
+                reserve.take(chosen, rank)
+            for other in known.update(chosen, clock.begin(chosen, now, rank)):
                 heapq.heappush(clock.events, (max(now, clock.free_at[other]), other))
+        elif wake < NEVER:
+            heapq.heappush(clock.events, (wake, rank))
     return clock.result()
 
 
@@ -157,6 +176,36 @@ def choose(
     return best, wake
 
 
+class _Queues:
+    """What each rank runs next: F and BI in a given order, and the BW whose BI has run, oldest first."""
+
+    def __init__(self, problem: Problem, times: Sequence[float]) -> None:
+        self.problem = problem
+        self.sequences = sequences_of(problem, times)
+        self.position = [0] * problem.ranks
+        self.owed: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.paid = [0] * problem.ranks
+
+    def next_in_sequence(self, rank: int) -> int:
+        """Return the next F or BI of a rank; -1: all have run."""
+        sequence, position = self.sequences[rank], self.position[rank]
+        return sequence[position] if position < len(sequence) else -1
+
+    def oldest_weights(self, rank: int) -> int:
+        """Return the BW that a rank could run; -1: there is none."""
+        owed, paid = self.owed[rank], self.paid[rank]
+        return owed[paid] if paid < len(owed) else -1
+
+    def take(self, operation: int, rank: int) -> None:
+        """Note that a rank has started an operation."""
+        if self.problem.kind[operation] == W:
+            self.paid[rank] += 1
+            return
+        self.position[rank] += 1
+        if self.problem.kind[operation] == I:
+            self.owed[rank].append(self.problem.after[operation][-1][0])
+
+
 def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> Schedule | None:
     """Let each rank run F and BI in the order of `times`, and BW, oldest first, where it would be idle.
 
@@ -165,42 +214,26 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
     run, or an F does not fit and no BW is left that frees memory.
     """
     clock = _Clock(problem=problem)
-    sequences = sequences_of(problem, times)
-    position = [0] * problem.ranks
-    owed: list[list[int]] = [[] for _ in range(problem.ranks)]  # weight gradients that can run
-    paid = [0] * problem.ranks
+    queues = _Queues(problem, times)
     while clock.events:
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
-        weights = owed[rank][paid[rank]] if paid[rank] < len(owed[rank]) else -1
-        operation, wake = -1, NEVER
-        if position[rank] < len(sequences[rank]):
-            operation = sequences[rank][position[rank]]
-            wake = ready_at(problem, clock.finish, operation)
+        operation, weights = queues.next_in_sequence(rank), queues.oldest_weights(rank)
+        wake = ready_at(problem, clock.finish, operation) if operation >= 0 else NEVER
         if operation >= 0 and not fits(problem, operation, rank, clock.held[rank]):
             if weights < 0:
                 return None
             operation = weights
         elif wake > now + clock.tiny:
-            if weights >= 0 and wake - now >= gap * problem.duration[weights] - clock.tiny:
-                operation = weights
-            elif wake < NEVER:
-                heapq.heappush(clock.events, (wake, rank))
-                continue
-            else:
-                continue  # the operation it waits for wakes this rank when it starts
-        if problem.kind[operation] == W:
-            paid[rank] += 1
-        else:
-            position[rank] += 1
-            if problem.kind[operation] == I:
-                owed[rank].append(problem.after[operation][-1][0])
+            if weights < 0 or wake - now < gap * problem.duration[weights] - clock.tiny:
+                if wake < NEVER:
+                    heapq.heappush(clock.events, (wake, rank))
+                continue  # where the wake-up time is not known, the start of what it waits for wakes the rank
+            operation = weights
+        queues.take(operation, rank)
         clock.begin(operation, now, rank)
-        for reader, _ in problem.after[operation]:
-            other = problem.rank[reader]
-            if other != rank and clock.free_at[other] <= now + clock.tiny:
-                heapq.heappush(clock.events, (now, other))
+        clock.wake_readers(operation, now, rank)
     return clock.result()
 
 
@@ -221,10 +254,7 @@ def in_order(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule | None
                 heapq.heappush(clock.events, (wake, rank))
             continue  # else the operation it waits for wakes this rank when it starts
         clock.begin(operation, now, rank)
-        for reader, _ in problem.after[operation]:
-            other = problem.rank[reader]
-            if other != rank and clock.free_at[other] <= now + clock.tiny:
-                heapq.heappush(clock.events, (now, other))
+        clock.wake_readers(operation, now, rank)
     return clock.result()
 
 

@@ -1,4 +1,4 @@
-"""Priorities that a greedy schedule can follow, smallest first: the rules behind the known schedules, and more."""
+"""Priorities that a greedy schedule can follow, smallest first: rules like those of the known schedules."""
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate

@@ -53,7 +53,7 @@ class Problem:
         )
 
     def backwards_in_time(self) -> Self:
-        """Return the same problem with time reversed: a schedule of it, read from its end, solves this one."""
+        """Return the same problem with time reversed: its schedules, read from their ends, solve this one."""
         last = self.microbatches - 1
         return replace(
             self,
@@ -82,7 +82,7 @@ def problem_of(
         ranks=placement.count,
         stages=costs.stages,
         microbatches=microbatches,
-        limits=memory and tuple(memory.limit_of(rank) for rank in range(placement.count)),
+        limits=tuple(memory.limit_of(rank) for rank in range(placement.count)) if memory else None,
         kind=tuple(kind for kind, _, _ in numbering),
         stage=tuple(stage for _, stage, _ in numbering),
         microbatch=tuple(microbatch for _, _, microbatch in numbering),

@@ -1,4 +1,4 @@
-"""Search for a short schedule: greedy rules, building blocks, justification, and moves along the critical path.
+"""Search for a short schedule: greedy rules, building blocks, justification, moves on the critical path.
 
 Deterministic: the budget is a number of trials, each one simulated step, and the random numbers have a seed.
 """
@@ -6,6 +6,7 @@ Deterministic: the budget is a number of trials, each one simulated step, and th
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from piper.schedules.synthesis.blocks import KNOWN, Block, neighbour, random_block, times_of
@@ -118,7 +119,7 @@ def justify_best(state: Search) -> None:
 
 
 def justify(state: Search, schedule: Schedule) -> Schedule:
-    """Schedule backwards from the end in the order of finishing times, then forwards again, while it helps."""
+    """Schedule backwards in the order of finishing times, then forwards again, while that helps."""
     problem = state.problem
     backwards = problem.backwards_in_time()
     while not state.done:
@@ -216,9 +217,7 @@ def critical_swaps(problem: Problem, schedule: Schedule, random: Random) -> list
     """
     start, ends = schedule.start, ends_of(problem, schedule.start)
     close = CLOSE * schedule.end
-    previous = {
-        second: first for row in schedule.rows for first, second in zip(row, row[1:], strict=False)
-    }
+    previous = {second: first for row in schedule.rows for first, second in pairwise(row)}
     operation = max(range(problem.size), key=ends.__getitem__)
     swaps: list[tuple[int, int]] = []
     while True:

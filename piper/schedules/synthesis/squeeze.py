@@ -1,4 +1,4 @@
-"""Closes the gaps at the two ends of a repeated building block, where it has fewer neighbours than in between.
+"""Closes the gaps at the two ends of a repeated building block, where fewer microbatches interlock.
 
 Works in slots of one unit of time, for stages that are all alike: F = BI = BW = 1.
 """
@@ -49,7 +49,7 @@ class SlotRow:
 
 
 def squeezed(problem: Problem, times: Sequence[float], limit: int) -> list[float]:
-    """Move each F and BI of the warm-up and the cool-down to the first free slot in which the memory allows it.
+    """Move each F and BI of the warm-up and the cool-down to the first free slot that the memory allows.
 
     times: the slot of each F and BI; no two of one rank share one. limit: the forwards that a rank may hold.
     """

@@ -1,4 +1,4 @@
-"""Schedule synthesis: from what stages cost and hold to the shortest `order` directives that a search finds."""
+"""Schedule synthesis: from what stages cost and hold to the shortest `order` directives found."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.schedules.action import Action
 from piper.schedules.clock import makespan, peak_bytes
 from piper.schedules.grid import Grid, Row, need_whole, orders
-from piper.schedules.named import NAMES, Fixed, Interleaved
+from piper.schedules.names import NAMES, Fixed, Interleaved
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.engine import Schedule, in_order
@@ -29,7 +29,7 @@ class Synthesis:
 
 
 class Synthesised(list[Order]):
-    """The `order` directives of a synthesised schedule, one for each rank, with its makespan and its bound."""
+    """The `order` directives of a synthesised schedule, one for each rank, with its makespan and bound."""
 
     def __init__(self, directives: Iterable[Order], found: Synthesis) -> None:
         super().__init__(directives)
@@ -91,35 +91,8 @@ def synthesis(
     return Synthesis(grid=candidates[ends.index(end)], costs=costs, makespan=end, bound=min(least, end))
 
 
-def synthesised(
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int = 2,
-    *,
-    memory: float = 1.0,
-    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
-    last: float = 1.0,
-) -> Synthesis:
-    """Synthesise a schedule for stages that are alike but for the last, as a V or a loop, whichever is shorter.
-
-    memory: a share of the activations that 1F1B's first rank holds. costs: of F, BI and BW. last: how much
-    slower the last stage is.
-    """
-    need_whole("synthesised", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    stages = ranks * stages_per_rank
-    forward, inputs, weights = ([cost] * (stages - 1) + [cost * last] for cost in costs)
-    times = StageCosts(forward=forward, inputs=inputs, weights=weights)
-    one_f_one_b = stages_per_rank * min(ranks, microbatches)
-    held = Memory(saved=[1] * stages, carried=[1] * stages, limit=int(memory * one_f_one_b + CLOSE))
-    v = synthesis(times, Placement.v(ranks, stages_per_rank), microbatches, held)
-    loop = Placement.loop(ranks, stages_per_rank)
-    if bound(times, loop, microbatches, held) >= v.makespan:
-        return v
-    return min(v, synthesis(times, loop, microbatches, held), key=lambda found: found.makespan)
-
-
 def check_sizes(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
-    """Refuse inputs of different numbers of stages or ranks, and a limit that not even one microbatch fits."""
+    """Refuse inputs of different sizes, and a limit that not even one microbatch fits."""
     sizes = {"costs": costs.stages, "placement": len(placement.ranks)}
     if memory is not None:
         sizes["memory"] = len(memory.saved)
