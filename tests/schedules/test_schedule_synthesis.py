@@ -314,7 +314,7 @@ HINT = "give one number for each stage, in order; for `hop` one for each boundar
         ),
         (
             lambda: Alike(ranks=4, microbatches=8, last=0),
-            "synthesised: last=0\n  hint: last is above 0 and finite",
+            "synthesised: last=0\n  hint: last takes numbers above 0, none infinite or NaN",
         ),
     ],
 )

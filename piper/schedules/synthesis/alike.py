@@ -31,9 +31,12 @@ class Alike:
             microbatches=self.microbatches,
             stages_per_rank=self.stages_per_rank,
         )
-        for name, number in (("costs", min(self.costs)), ("last", self.last), ("memory", self.memory)):
-            if not 0 < number < float("inf"):
-                raise ScheduleError(f"{name}={number:g}", by=BY, hint=f"{name} is above 0 and finite")
+        numbers = [("costs", cost) for cost in self.costs] + [("last", self.last), ("memory", self.memory)]
+        for name, number in numbers:
+            if not 0 < number < float("inf"):  # NaN is not either
+                raise ScheduleError(
+                    f"{name}={number:g}", by=BY, hint=f"{name} takes numbers above 0, none infinite or NaN"
+                )
         if self.limit < self.stages_per_rank:
             least = 1 / min(self.ranks, self.microbatches)
             raise ScheduleError(
