@@ -75,6 +75,7 @@ class Replay:
 def replay(grid: Grid, case: Case) -> Replay:
     """Run a grid, action by action. Shares no code with the clock of the package."""
     costs, home = case.costs, case.placement.ranks
+    assert isinstance(costs.hop, int | float)
     last = len(home) - 1
     arrived: dict[tuple[str, int, int], float] = {}
     starts: dict[tuple[str, int, int], float] = {}
@@ -94,7 +95,7 @@ def replay(grid: Grid, case: Case) -> Replay:
                 if any(key not in arrived for key in needs):
                     break
                 hops = [0.0 if home[key[1]] == rank else costs.hop for key in needs]
-                begin = max([free[rank], *(arrived[k] + float(h) for k, h in zip(needs, hops, strict=True))])
+                begin = max([free[rank], *(arrived[k] + h for k, h in zip(needs, hops, strict=True))])
                 time = {
                     "F": costs.forward[s],
                     "BI": costs.inputs[s],

@@ -266,6 +266,10 @@ HINT = "give one number for each stage, in order; for `hop` one for each boundar
             "synthesise: trials=0\n  hint: trials is a whole number from 1",
         ),
         (
+            lambda: synthesise(EVEN, [0, 1, 1, 0], 2),  # type: ignore[arg-type]
+            "synthesise: placement is a list\n  hint: give a piper.schedules.Placement",
+        ),
+        (
             lambda: synthesise(EVEN, Placement.v(3), 2),
             "synthesise: the inputs differ in their number of stages\n  costs:     4 stages\n"
             "  placement: 6 stages\n  hint:      give costs, placement and memory of the same stages",

@@ -72,6 +72,7 @@ def synthesis(
 ) -> Synthesis:
     """Return the shortest schedule that the search finds, as a grid."""
     need_whole("synthesise", microbatches=microbatches, trials=trials)
+    check_types(costs, placement, memory)
     check_sizes(costs, placement, memory)
     problem = problem_of(costs, placement, microbatches, memory)
     least = bound(costs, placement, microbatches, memory)
@@ -89,6 +90,21 @@ def synthesis(
     end = min(ends)
     assert least <= end * (1 + CLOSE), f"a schedule of {end} beats the bound of {least}"
     return Synthesis(grid=candidates[ends.index(end)], costs=costs, makespan=end, bound=min(least, end))
+
+
+def check_types(costs: object, placement: object, memory: object) -> None:
+    """Refuse inputs that are not what `synthesise` takes."""
+    for name, given, wanted in (
+        ("costs", costs, StageCosts),
+        ("placement", placement, Placement),
+        ("memory", memory, Memory),
+    ):
+        if not isinstance(given, wanted) and not (name == "memory" and given is None):
+            raise ScheduleError(
+                f"{name} is a {type(given).__name__}",
+                by="synthesise",
+                hint=f"give a piper.schedules.{wanted.__name__}",
+            )
 
 
 def check_sizes(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
