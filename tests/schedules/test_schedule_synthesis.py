@@ -168,6 +168,13 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     assert (one, one.makespan, one.bound) == (other, other.makespan, other.bound)
 
 
+@pytest.mark.parametrize(("limit", "end"), [(8, 51), (6, 53), (4, 59)])
+def test_named_schedules_cost_no_search(limit: int, end: int) -> None:
+    """With one trial the result is the best named schedule that fits: ZB-V, V-Half or V-Min."""
+    memory = Memory(saved=[1] * 8, carried=[1] * 8, limit=limit)
+    assert synthesise(StageCosts.even(8), Placement.v(4), 8, memory, trials=1).makespan == end
+
+
 def test_a_synthesised_schedule_is_a_list_of_orders() -> None:
     found = synthesise(StageCosts.even(2), Placement.loop(2, 1), 1, stage="S", part="P")
     assert found == [
