@@ -57,7 +57,7 @@ class Search:
         return schedule
 
     def shortest(self) -> list[Entry]:
-        """Return the shortest schedules found, each makespan and each order once."""
+        """Return the shortest schedules found, and forget those that are much longer."""
         ordered = sorted(self.found, key=lambda entry: entry.schedule.end)
         self.found = ordered[: 4 * POOL]
         return ordered[:POOL]
