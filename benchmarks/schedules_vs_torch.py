@@ -64,12 +64,14 @@ def bare_stages(ranks: int, stages_per_rank: int) -> list[SimpleNamespace]:
 
 
 def torch_grid(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Grid | None:
-    """Torch's schedule, read from the CSV that torch writes; None where torch refuses the size."""
+    """Torch's schedule, read from the CSV that torch writes; None where torch has none of this size."""
     if name == "gpipe":
         gpipe = peer.ScheduleGPipe.__new__(peer.ScheduleGPipe)
         gpipe._num_stages, gpipe._n_microbatches = ranks, microbatches
         rows = (gpipe._get_pipeline_order() or {}).values()
         return parse_csv("\n".join(",".join(str(cell or "") for cell in row) for row in rows), by="torch")
+    if name not in PEERS:
+        return None
     try:
         schedule = PEERS[name](bare_stages(ranks, stages_per_rank), microbatches)
     except ValueError:

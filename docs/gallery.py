@@ -20,6 +20,7 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
 from piper.schedules.names import grid_for
+from piper.schedules.synthesis.alike import Alike, synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
@@ -56,6 +57,15 @@ SCHEDULES = {
     "zbv": (
         "ZB-V",
         "Stages go down the ranks and up again, so that the first rank also computes the loss.",
+    ),
+    "v-half": (
+        "V-Half",
+        "The same V with about half of 1F1B's activations: a microbatch turns back sooner, and a rank idles"
+        " longer.",
+    ),
+    "v-min": (
+        "V-Min",
+        "About a third of 1F1B's activations: every microbatch moves on without a pause.",
     ),
     "dualpipe-v": (
         "DualPipe-V",
@@ -117,6 +127,20 @@ def schedule_pictures() -> Iterator[Picture]:
             text=text,
             svg=grid(of_schedule(grid_for(name, RANKS, MICROBATCHES), title)),
         )
+
+
+def synthesised_picture() -> Picture:
+    """A schedule that the search found, for a memory at which no named schedule is as short."""
+    pipeline = Alike(ranks=RANKS, microbatches=MICROBATCHES, memory=0.625)
+    found = synthesised(pipeline)
+    return Picture(
+        name="gallery-synthesised",
+        heading="A synthesised schedule",
+        text="Found by a search for at most five eighths of 1F1B's activations:"
+        " `piper schedule synthesised --ranks 4 --microbatches 8 --memory 0.625`. It takes"
+        f" {found.makespan:g} units of time, where V-Min, the only named schedule that fits, takes 59.",
+        svg=grid(of_schedule(found.grid, "Synthesised, 5/8 of 1F1B's activations", found.costs)),
+    )
 
 
 def paper_pictures() -> Iterator[Picture]:
@@ -186,7 +210,7 @@ def placed() -> Plans:
 
 def pictures() -> list[Picture]:
     """The whole gallery, in the order of its page."""
-    return [*paper_pictures(), *schedule_pictures(), *program_pictures()]
+    return [*paper_pictures(), *schedule_pictures(), synthesised_picture(), *program_pictures()]
 
 
 def page(drawn: list[Picture]) -> str:

@@ -13,15 +13,13 @@ from rich.console import Console
 
 from piper.errors import PiperError
 from piper.launchers.processes import on_rank_zero
-from piper.schedules.names import NAMES, grid_for
-from piper.schedules.picture import picture
-from piper.schedules.torch_csv import to_csv
 from piper.verbs.diff import diff
 from piper.verbs.init import init
 from piper.verbs.options import AsJson, Compile, Device, Recipe
 from piper.verbs.profile import profile
+from piper.verbs.schedule import schedule
 from piper.verbs.simulate import simulate
-from piper.verbs.view import view, write_schedule
+from piper.verbs.view import view
 from piper.version import VERSION
 
 SUCCESS, NO, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -38,6 +36,7 @@ app = typer.Typer(
 app.command()(simulate)
 app.command()(profile)
 app.command()(diff)
+app.command()(schedule)
 app.command()(view)
 app.command()(init)
 
@@ -220,24 +219,3 @@ def train(
         again = f"piper train {recipe} --on {on} --steps {outcome.steps} --out {outcome.folder} --resume"
         interrupted(stopping(outcome, again))
     sys.stdout.write(ending(outcome) + "\n")
-
-
-@app.command()
-def schedule(
-    name: Annotated[str, typer.Argument(help=", ".join(NAMES), metavar="NAME")],
-    ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")],
-    microbatches: Annotated[int, typer.Option(help="Parts of the batch.")],
-    stages_per_rank: Annotated[
-        int | None, typer.Option(help="Stages on each rank, where the schedule lets you choose.")
-    ] = None,
-    csv: Annotated[
-        bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")
-    ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write it as an SVG picture instead.")] = None,
-) -> None:
-    """Show a pipeline schedule as a grid, as CSV that torch reads, or as a picture."""
-    grid = grid_for(name, ranks, microbatches, stages_per_rank)
-    if svg is not None:
-        write_schedule(grid, f"{name}, {ranks} ranks, {microbatches} microbatches", svg)
-    else:
-        sys.stdout.write(to_csv(grid) if csv else picture(grid) + "\n")

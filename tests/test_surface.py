@@ -75,12 +75,20 @@ def test_job_fields() -> None:
 
 def test_schedules() -> None:
     assert piper.schedules.__all__ == [
+        "Memory",
+        "Placement",
+        "StageCosts",
+        "Synthesised",
+        "bound",
         "dualpipe_v",
         "from_csv",
         "gpipe",
         "interleaved_1f1b",
         "interleaved_zero_bubble",
         "one_f_one_b",
+        "synthesise",
+        "v_half",
+        "v_min",
         "zbv",
         "zero_bubble",
     ]
@@ -117,7 +125,17 @@ def test_verbs_and_flags() -> None:
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
-        "schedule": ["--csv", "--microbatches", "--ranks", "--stages-per-rank", "--svg", "name"],
+        "schedule": [
+            "--costs",
+            "--csv",
+            "--last",
+            "--memory",
+            "--microbatches",
+            "--ranks",
+            "--stages-per-rank",
+            "--svg",
+            "name",
+        ],
         "view": [
             "--cluster",
             "--costs",

@@ -9,9 +9,10 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
 from piper.schedules.action import Action, Group, group_text
 from piper.schedules.grid import Grid
+from piper.schedules.stages import Memory, StageCosts
 
-Costs = Mapping[Phase, float]
-Value = tuple[Literal["activation", "gradient"], int, int]  # (kind, stage, microbatch)
+Costs = Mapping[Phase, float] | StageCosts  # of every stage alike, or of each
+Value = tuple[Literal["activation", "gradient"], int, int]  # what is handed on, of which stage and microbatch
 UNIT: Costs = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
 
 
@@ -31,13 +32,21 @@ def makespan(grid: Grid, costs: Costs = UNIT) -> float:
 def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeline:
     """Run a grid: each group starts when its rank is free and what all its members need is there.
 
-    The members of a group run one after another. Transfers take no time.
+    The members of a group run one after another. Transfers between ranks take the costs' `hop`, if they have
+    one, and no time of any rank.
     """
     last = grid.stages - 1
+    ranks = {action.stage: rank for rank, row in enumerate(grid.rows) for group in row for action in group}
     starts: list[list[float]] = [[] for _ in grid.rows]
     free: list[float] = [0.0] * len(grid.rows)
     ready: dict[Value, float] = {}
     waiting: dict[Value, list[int]] = {}  # the ranks that wait for each value
+
+    def delay(value: Value, rank: int) -> float:
+        if not isinstance(costs, StageCosts) or ranks[value[1]] == rank:
+            return 0.0
+        return costs.hop_between(value[1], value[1] + (1 if value[0] == "activation" else -1))
+
     todo = list(range(len(grid.rows)))
     while todo:
         rank = todo.pop()
@@ -47,10 +56,10 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
             if missing := next((value for value in needed if value not in ready), None):
                 waiting.setdefault(missing, []).append(rank)
                 break
-            clock = max([free[rank], *(ready[value] for value in needed)])
+            clock = max([free[rank], *(ready[value] + delay(value, rank) for value in needed)])
             starts[rank].append(clock)
             for action in row[position]:
-                clock += costs[action.phase]
+                clock += cost_of(costs, action)
                 if value := gives(action):
                     ready[value] = clock
                     todo += waiting.pop(value, ())
@@ -58,6 +67,11 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
     if waiting:
         raise deadlock(grid, waiting, [len(begun) for begun in starts], by)
     return Timeline(starts=tuple(map(tuple, starts)), end=max(free, default=0.0))
+
+
+def cost_of(costs: Costs, action: Action) -> float:
+    """Return the time of one action."""
+    return costs.of(action.stage, action.phase) if isinstance(costs, StageCosts) else costs[action.phase]
 
 
 def gives(action: Action) -> Value | None:
@@ -129,5 +143,18 @@ def peak_activations(grid: Grid, *, freed_by: Literal["BI", "BW"] = "BW") -> tup
                 peak = max(peak, alive)
             elif action.phase in ("B", freed_by):
                 alive -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_bytes(grid: Grid, memory: Memory) -> tuple[int, ...]:
+    """Return the most bytes that each rank holds at once."""
+    peaks = []
+    for row in grid.rows:
+        held = peak = 0
+        for action in (action for group in row for action in group):
+            held += memory.taken_by(action)
+            peak = max(peak, held)
+            held -= memory.freed_by(action)
         peaks.append(peak)
     return tuple(peaks)

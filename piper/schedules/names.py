@@ -10,6 +10,7 @@ from piper.schedules.dualpipe import dualpipe_v_grid
 from piper.schedules.fill_drain import gpipe_grid
 from piper.schedules.grid import Grid, need_whole
 from piper.schedules.one_forward_one_backward import interleaved_1f1b_grid, one_f_one_b_grid
+from piper.schedules.v_memory import v_half_grid, v_min_grid
 from piper.schedules.v_shape import zbv_grid
 from piper.schedules.zero_bubbles import interleaved_zero_bubble_grid, zero_bubble_grid
 
@@ -39,19 +40,23 @@ NAMES: Mapping[str, Fixed | Interleaved] = MappingProxyType(
         "zero-bubble": Fixed(build=zero_bubble_grid, stages_per_rank=1, instead="interleaved-zero-bubble"),
         "interleaved-zero-bubble": Interleaved(build=interleaved_zero_bubble_grid),
         "zbv": Fixed(build=zbv_grid, stages_per_rank=2, instead="interleaved-zero-bubble"),
+        "v-half": Fixed(build=v_half_grid, stages_per_rank=2, instead="synthesised"),
+        "v-min": Fixed(build=v_min_grid, stages_per_rank=2, instead="synthesised"),
         "dualpipe-v": Fixed(build=dualpipe_v_grid, stages_per_rank=2, instead="interleaved-zero-bubble"),
     }
 )
+SYNTHESISED = "synthesised"  # has no grid of its own: the command line searches for one
+KNOWN = (*NAMES, SYNTHESISED)
 
 
 def grid_for(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Grid:
     """Build a schedule by name. Without `stages_per_rank`, as many as the schedule usually has."""
     if name not in NAMES:
-        close = get_close_matches(name.lower().replace("_", "-"), NAMES, n=1)
+        close = get_close_matches(name.lower().replace("_", "-"), KNOWN, n=1)
         raise ScheduleError(
             f"there is no schedule {name!r}",
             by="schedule",
-            facts={"known": ", ".join(NAMES)},
+            facts={"known": ", ".join(KNOWN)},
             hint=f"did you mean {close[0]}?" if close else "use one of the known names",
         )
     entry = NAMES[name]

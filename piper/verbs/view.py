@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from piper.schedules.clock import UNIT, Costs
 from piper.schedules.grid import Grid
 from piper.verbs.options import CostsFile
 
@@ -62,10 +63,10 @@ def view(
         sys.stdout.write(f"{written}: open it in a browser\n")
 
 
-def write_schedule(schedule: Grid, title: str, path: Path) -> None:
+def write_schedule(schedule: Grid, title: str, path: Path, costs: Costs = UNIT) -> None:
     """Write a schedule as an SVG picture."""
     from piper.view.cells import of_schedule
     from piper.view.files import DRAWING, write
     from piper.view.svg import grid
 
-    write(path, grid(of_schedule(schedule, title)), DRAWING)
+    write(path, grid(of_schedule(schedule, title, costs)), DRAWING)

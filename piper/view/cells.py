@@ -9,7 +9,7 @@ from piper.ids import Pass
 from piper.ir.chunk import Phase, Tags
 from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
-from piper.schedules.clock import UNIT, timeline
+from piper.schedules.clock import UNIT, Costs, cost_of, timeline
 from piper.schedules.grid import Grid
 from piper.view.grid import Block, block_of, placed
 
@@ -59,25 +59,26 @@ class Pipeline:
         return tuple(found for found in product(order, (False, True)) if found in used)
 
 
-def of_schedule(grid: Grid, title: str) -> Pipeline:
+def of_schedule(grid: Grid, title: str, costs: Costs = UNIT) -> Pipeline:
     """The cells of a schedule, each started as soon as what it needs is there."""
     rows = []
-    for row, starts in zip(grid.rows, timeline(grid).starts, strict=True):
+    for row, starts in zip(grid.rows, timeline(grid, costs).starts, strict=True):
         cells: list[Cell] = []
         for number, (group, start) in enumerate(zip(row, starts, strict=True)):
             clock = start
             for action in group:
+                cost = cost_of(costs, action)
                 cells.append(
                     Cell(
                         start=clock,
-                        cost=UNIT[action.phase],
+                        cost=cost,
                         phase=action.phase,
                         stage=action.stage,
                         part=(action.microbatch,),
                         pair=number if len(group) > 1 else -1,
                     )
                 )
-                clock += UNIT[action.phase]
+                clock += cost
         rows.append(tuple(cells))
     return Pipeline(title=title, names=tuple(f"rank {i}" for i in range(len(rows))), rows=tuple(rows))
 

@@ -26,6 +26,8 @@ BUILDERS: dict[str, Callable[..., list[Order]]] = {
     "zero-bubble": schedules.zero_bubble,
     "interleaved-zero-bubble": schedules.interleaved_zero_bubble,
     "zbv": schedules.zbv,
+    "v-half": schedules.v_half,
+    "v-min": schedules.v_min,
     "dualpipe-v": schedules.dualpipe_v,
 }
 DRAWN = {
@@ -35,6 +37,8 @@ DRAWN = {
     "zero-bubble": (3, 4),
     "interleaved-zero-bubble": (2, 3),
     "zbv": (2, 3),
+    "v-half": (3, 3),
+    "v-min": (3, 3),
     "dualpipe-v": (2, 4),
 }
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 5, 8, 15, 16, 19)]
@@ -82,7 +86,8 @@ def test_stages_are_dealt_round_or_in_a_v() -> None:
         return [{action.stage for group in row for action in group} for row in grid_for(name, 3, 6).rows]
 
     assert stages("interleaved-1f1b") == stages("interleaved-zero-bubble") == [{0, 3}, {1, 4}, {2, 5}]
-    assert stages("zbv") == stages("dualpipe-v") == [{0, 5}, {1, 4}, {2, 3}]
+    for name in ("zbv", "v-half", "v-min", "dualpipe-v"):
+        assert stages(name) == [{0, 5}, {1, 4}, {2, 3}]
 
 
 @settings(max_examples=150, deadline=None)
@@ -140,6 +145,34 @@ def test_activations_stay_within_bounds(ranks: int, microbatches: int) -> None:
         assert max(peak_activations(grid_for("dualpipe-v", ranks, microbatches))) <= 2 * ranks + 1
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "end", "held"),
+    [
+        ("v-half", 4, 8, 53, 6),
+        ("v-half", 5, 20, 129, 7),
+        ("v-half", 8, 20, 137, 10),
+        ("v-half", 16, 32, 233, 18),
+        ("v-min", 4, 8, 59, 4),
+        ("v-min", 5, 20, 135, 6),
+        ("v-min", 6, 12, 89, 6),
+        ("v-min", 8, 20, 147, 8),
+        ("v-min", 16, 32, 251, 12),
+    ],
+)
+def test_v_half_and_v_min_hold_half_and_a_third(
+    name: str, ranks: int, microbatches: int, end: int, held: int
+) -> None:
+    """The published sizes: ranks + 2, and 2(ranks + 4) / 3, of the 2 ranks forwards that 1F1B's first rank holds."""
+    grid = grid_for(name, ranks, microbatches)
+    assert (makespan(grid), max(peak_activations(grid))) == (end, held)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_v_half_and_v_min_stay_within_their_memory(ranks: int, microbatches: int) -> None:
+    assert max(peak_activations(grid_for("v-half", ranks, microbatches))) <= ranks + 2
+    assert max(peak_activations(grid_for("v-min", ranks, microbatches))) <= 2 * (ranks + 4) / 3
+
+
 def test_dualpipe_overlaps_every_group_of_its_main_phase() -> None:
     for rank, row in enumerate(grid_for("dualpipe-v", 4, 12).rows):
         pairs = [position for position, group in enumerate(row) if is_overlap(group)]
@@ -191,7 +224,10 @@ def test_tags_that_collide(stage: str, part: str) -> None:
     )
 
 
-KNOWN = "gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, dualpipe-v"
+KNOWN = (
+    "gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v,"
+    " synthesised"
+)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +235,7 @@ KNOWN = "gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zb
     [
         ("zero_bubble", "did you mean zero-bubble?"),
         ("DualPipeV", "did you mean dualpipe-v?"),
+        ("synthesized", "did you mean synthesised?"),
         ("chimera", "use one of the known names"),
     ],
 )
@@ -219,6 +256,8 @@ def test_ranks_that_are_not_whole_by_name() -> None:
         ("1f1b", 1, "interleaved-1f1b"),
         ("zero-bubble", 1, "interleaved-zero-bubble"),
         ("zbv", 2, "interleaved-zero-bubble"),
+        ("v-half", 2, "synthesised"),
+        ("v-min", 2, "synthesised"),
         ("dualpipe-v", 2, "interleaved-zero-bubble"),
     ],
 )

@@ -16,7 +16,7 @@ from piper.schedules.picture import picture
 from piper.view.grid import grid
 from piper.view.stages import stage_tags
 
-V_SHAPED = ("zbv", "dualpipe-v")
+V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
 
 
 def drawn(stages: int, strategy: Sequence[Directive], experts: int = 0) -> str:

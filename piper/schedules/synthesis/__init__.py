@@ -1,0 +1,1 @@
+"""Schedule synthesis: search for a short pipeline schedule within a memory limit."""

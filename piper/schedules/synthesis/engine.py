@@ -1,0 +1,282 @@
+"""List schedulers over a problem: by priority, by a given order of F and BI, and by given rows."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from piper.schedules.synthesis.problem import I, Problem, W
+
+TINY = 1e-12  # times closer than this, as a share of the mean operation, are one time
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When each operation starts, in which order each rank runs its own, and when the last one ends."""
+
+    start: tuple[float, ...]
+    rows: tuple[tuple[int, ...], ...]
+    end: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clock:
+    """The state of a simulated step: what has started, and when each rank is free again."""
+
+    problem: Problem
+    tiny: float = 0.0
+    start: list[float] = field(default_factory=list)
+    finish: list[float] = field(default_factory=list)  # of each operation; -1: it has not started
+    rows: list[list[int]] = field(default_factory=list)
+    free_at: list[float] = field(default_factory=list)  # of each rank
+    held: list[int] = field(default_factory=list)  # bytes, of each rank
+    events: list[tuple[float, int]] = field(default_factory=list)  # (time, rank that looks for work)
+
+    def __post_init__(self) -> None:
+        problem, ranks = self.problem, self.problem.ranks
+        self.tiny = TINY * sum(problem.duration) / problem.size
+        self.start, self.finish = [0.0] * problem.size, [-1.0] * problem.size
+        self.rows = [[] for _ in range(ranks)]
+        self.free_at, self.held = [0.0] * ranks, [0] * ranks
+        self.events = [(0.0, rank) for rank in range(ranks)]
+
+    def begin(self, operation: int, now: float, rank: int) -> float:
+        """Start an operation, and return when it ends."""
+        problem = self.problem
+        end = now + problem.duration[operation]
+        self.start[operation], self.finish[operation], self.free_at[rank] = now, end, end
+        # Nothing else starts on this rank before the end, so the bytes it frees can be taken off at once.
+        self.held[rank] += problem.takes[operation] - problem.frees[operation]
+        self.rows[rank].append(operation)
+        heapq.heappush(self.events, (end, rank))
+        return end
+
+    def wake_readers(self, operation: int, now: float, rank: int) -> None:
+        """Let idle ranks that need an operation's result look for work: they now know when it ends."""
+        for reader, _ in self.problem.after[operation]:
+            other = self.problem.rank[reader]
+            if other != rank and self.free_at[other] <= now + self.tiny:
+                heapq.heappush(self.events, (now, other))
+
+    def result(self) -> Schedule | None:
+        """Return the schedule, or None where operations are left that can never start."""
+        if sum(map(len, self.rows)) < self.problem.size:
+            return None
+        return Schedule(start=tuple(self.start), rows=tuple(map(tuple, self.rows)), end=max(self.free_at))
+
+
+class _Reserve:
+    """Keeps room for the oldest microbatch of each rank, so that younger ones cannot fill the memory.
+
+    All microbatches of a rank take the same bytes, so when the oldest one has been freed, the next one fits.
+    """
+
+    def __init__(self, problem: Problem, limits: tuple[int, ...]) -> None:
+        self.problem, self.limits = problem, limits
+        self.missing = [[0] * problem.microbatches for _ in range(problem.ranks)]  # bytes not yet taken
+        for operation, taken in enumerate(problem.takes):
+            self.missing[problem.rank[operation]][problem.microbatch[operation]] += taken
+        self.oldest = [0] * problem.ranks
+
+    def fits(self, operation: int, rank: int, held: int) -> bool:
+        """Return whether an operation may take its bytes now."""
+        taken = self.problem.takes[operation]
+        if not taken:
+            return True
+        missing, oldest = self.missing[rank], self.oldest[rank]
+        while oldest < len(missing) and not missing[oldest]:
+            oldest += 1
+        self.oldest[rank] = oldest
+        kept = 0 if self.problem.microbatch[operation] == oldest else missing[oldest]
+        return held + taken + kept <= self.limits[rank]
+
+    def take(self, operation: int, rank: int) -> None:
+        """Note that an operation has taken its bytes."""
+        self.missing[rank][self.problem.microbatch[operation]] -= self.problem.takes[operation]
+
+
+class _Known:
+    """The operations of each rank whose needs have all started, so that it is known when they can start."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.missing = [len(needed) for needed in problem.before]
+        self.ready = [0.0] * problem.size
+        self.of_rank: list[list[int]] = [[] for _ in range(problem.ranks)]
+        for operation, count in enumerate(self.missing):
+            if not count:
+                self.of_rank[problem.rank[operation]].append(operation)
+
+    def update(self, operation: int, end: float) -> list[int]:
+        """Note when an operation ends, and return the ranks that have got something to do by it."""
+        self.of_rank[self.problem.rank[operation]].remove(operation)
+        ranks = []
+        for reader, delay in self.problem.after[operation]:
+            self.missing[reader] -= 1
+            self.ready[reader] = max(self.ready[reader], end + delay)
+            if not self.missing[reader]:
+                self.of_rank[self.problem.rank[reader]].append(reader)
+                ranks.append(self.problem.rank[reader])
+        return ranks
+
+
+def by_priority(problem: Problem, priority: Sequence[float], patience: float = 0.0) -> Schedule | None:
+    """Let each free rank run the operation with the smallest priority among those that are ready and fit.
+
+    patience: a rank stays idle for an operation with a smaller priority that becomes ready within this share
+    of the time of the best one it could run now. None is returned where the memory limit stops every rank.
+    """
+    clock = _Clock(problem=problem)
+    reserve = _Reserve(problem, problem.limits) if problem.limits is not None else None
+    known = _Known(problem)
+    while clock.events:
+        now, rank = heapq.heappop(clock.events)
+        if clock.free_at[rank] > now + clock.tiny:
+            continue
+        fitting = known.of_rank[rank]
+        if reserve:
+            fitting = [operation for operation in fitting if reserve.fits(operation, rank, clock.held[rank])]
+        chosen, wake = choose(problem, priority, patience, known.ready, fitting, now + clock.tiny)
+        if chosen >= 0:
+            if reserve:
+                reserve.take(chosen, rank)
+            for other in known.update(chosen, clock.begin(chosen, now, rank)):
+                heapq.heappush(clock.events, (max(now, clock.free_at[other]), other))
+        elif wake < NEVER:
+            heapq.heappush(clock.events, (wake, rank))
+    return clock.result()
+
+
+def choose(
+    problem: Problem,
+    priority: Sequence[float],
+    patience: float,
+    ready: Sequence[float],
+    operations: Sequence[int],
+    now: float,
+) -> tuple[int, float]:
+    """Return the operation to run now, or -1 and when to look again."""
+    best = soon = -1
+    wake = NEVER
+    for operation in operations:
+        if ready[operation] <= now:
+            if best < 0 or priority[operation] < priority[best]:
+                best = operation
+        else:
+            wake = min(wake, ready[operation])
+            if soon < 0 or priority[operation] < priority[soon]:
+                soon = operation
+    if (
+        best >= 0
+        and soon >= 0
+        and priority[soon] < priority[best]
+        and ready[soon] - now < patience * problem.duration[best]
+    ):
+        return -1, ready[soon]
+    return best, wake
+
+
+class _Queues:
+    """What each rank runs next: F and BI in a given order, and the BW whose BI has run, oldest first."""
+
+    def __init__(self, problem: Problem, times: Sequence[float]) -> None:
+        self.problem = problem
+        self.sequences = sequences_of(problem, times)
+        self.position = [0] * problem.ranks
+        self.owed: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.paid = [0] * problem.ranks
+
+    def next_in_sequence(self, rank: int) -> int:
+        """Return the next F or BI of a rank; -1: all have run."""
+        sequence, position = self.sequences[rank], self.position[rank]
+        return sequence[position] if position < len(sequence) else -1
+
+    def oldest_weights(self, rank: int) -> int:
+        """Return the BW that a rank could run; -1: there is none."""
+        owed, paid = self.owed[rank], self.paid[rank]
+        return owed[paid] if paid < len(owed) else -1
+
+    def take(self, operation: int, rank: int) -> None:
+        """Note that a rank has started an operation."""
+        if self.problem.kind[operation] == W:
+            self.paid[rank] += 1
+            return
+        self.position[rank] += 1
+        if self.problem.kind[operation] == I:
+            self.owed[rank].append(self.problem.after[operation][-1][0])
+
+
+def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> Schedule | None:
+    """Let each rank run F and BI in the order of `times`, and BW, oldest first, where it would be idle.
+
+    gap: BW runs before an operation whose time of readiness is known only where the rank would be idle for
+    this share of the BW. BW also runs where the next F does not fit. None is returned where the order cannot
+    run, or an F does not fit and no BW is left that frees memory.
+    """
+    clock = _Clock(problem=problem)
+    queues = _Queues(problem, times)
+    while clock.events:
+        now, rank = heapq.heappop(clock.events)
+        if clock.free_at[rank] > now + clock.tiny:
+            continue
+        operation, weights = queues.next_in_sequence(rank), queues.oldest_weights(rank)
+        wake = ready_at(problem, clock.finish, operation) if operation >= 0 else NEVER
+        if operation >= 0 and not fits(problem, operation, rank, clock.held[rank]):
+            if weights < 0:
+                return None
+            operation = weights
+        elif wake > now + clock.tiny:
+            if weights < 0 or wake - now < gap * problem.duration[weights] - clock.tiny:
+                if wake < NEVER:
+                    heapq.heappush(clock.events, (wake, rank))
+                continue  # where the wake-up time is not known, the start of what it waits for wakes the rank
+            operation = weights
+        queues.take(operation, rank)
+        clock.begin(operation, now, rank)
+        clock.wake_readers(operation, now, rank)
+    return clock.result()
+
+
+def in_order(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule | None:
+    """Let each rank run exactly its row. None is returned where a rank would exceed its limit."""
+    clock = _Clock(problem=problem)
+    while clock.events:
+        now, rank = heapq.heappop(clock.events)
+        position = len(clock.rows[rank])
+        if clock.free_at[rank] > now + clock.tiny or position == len(rows[rank]):
+            continue
+        operation = rows[rank][position]
+        if not fits(problem, operation, rank, clock.held[rank]):
+            return None
+        wake = ready_at(problem, clock.finish, operation)
+        if wake > now + clock.tiny:
+            if wake < NEVER:
+                heapq.heappush(clock.events, (wake, rank))
+            continue  # else the operation it waits for wakes this rank when it starts
+        clock.begin(operation, now, rank)
+        clock.wake_readers(operation, now, rank)
+    return clock.result()
+
+
+def ready_at(problem: Problem, finish: Sequence[float], operation: int) -> float:
+    """Return when all that an operation needs is there; infinity where something has not started."""
+    ready = 0.0
+    for needed, delay in problem.before[operation]:
+        if finish[needed] < 0:
+            return NEVER
+        ready = max(ready, finish[needed] + delay)
+    return ready
+
+
+def fits(problem: Problem, operation: int, rank: int, held: int) -> bool:
+    """Return whether a rank that holds `held` bytes has room for an operation."""
+    return problem.limits is None or held + problem.takes[operation] <= problem.limits[rank]
+
+
+def sequences_of(problem: Problem, times: Sequence[float]) -> list[list[int]]:
+    """Return the F and BI of each rank in the order of `times`."""
+    rows: list[list[tuple[float, int]]] = [[] for _ in range(problem.ranks)]
+    for operation, kind in enumerate(problem.kind):
+        if kind != W:
+            rows[problem.rank[operation]].append((times[operation], operation))
+    return [[operation for _, operation in sorted(row)] for row in rows]

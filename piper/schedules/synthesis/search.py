@@ -1,0 +1,238 @@
+"""Search for a short schedule: greedy rules, building blocks, justification, moves on the critical path.
+
+Deterministic: the budget is a number of trials, each one simulated step, and the random numbers have a seed.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+
+from piper.schedules.synthesis.blocks import KNOWN, Block, neighbour, random_block, times_of
+from piper.schedules.synthesis.engine import Schedule, by_priority, in_sequence
+from piper.schedules.synthesis.priorities import priorities
+from piper.schedules.synthesis.problem import Problem, W
+
+CLOSE = 1e-9  # a relative difference of makespans that is rounding
+PATIENCE = 1.01  # a rank waits for about as long as what it could run instead takes
+GAPS = (0.5, 1.0)
+STALE_BLOCKS = 12  # steps without a shorter block before another start
+STALE_MOVES = 300  # moves without a shorter schedule before another start
+WARMTH = 0.0015  # of the annealing, as a share of the makespan
+POOL = 8  # the schedules that moves start from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A schedule that was found, and the times whose order gave it."""
+
+    schedule: Schedule
+    times: Sequence[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """A search under way: what it may still try, and what it has found."""
+
+    problem: Problem
+    bound: float
+    trials: int  # that are left
+    random: Random = field(default_factory=lambda: Random(0))
+    found: list[Entry] = field(default_factory=list)
+    best: Schedule | None = None
+
+    @property
+    def done(self) -> bool:
+        """Return whether the budget is spent or the bound is reached."""
+        return self.trials <= 0 or (self.best is not None and self.best.end <= self.bound * (1 + CLOSE))
+
+    def note(self, schedule: Schedule | None, times: Sequence[float] | None = None) -> Schedule | None:
+        """Count one trial, and remember its schedule if there is one."""
+        self.trials -= 1
+        if schedule is not None:
+            self.found.append(Entry(schedule=schedule, times=schedule.start if times is None else times))
+            if self.best is None or schedule.end < self.best.end * (1 - CLOSE):
+                self.best = schedule
+        return schedule
+
+    def shortest(self) -> list[Entry]:
+        """Return the shortest schedules found, and forget those that are much longer."""
+        ordered = sorted(self.found, key=lambda entry: entry.schedule.end)
+        self.found = ordered[: 4 * POOL]
+        return ordered[:POOL]
+
+
+def search(problem: Problem, bound: float, trials: int, named: Iterable[Schedule] = ()) -> Schedule | None:
+    """Return the shortest schedule found within a number of trials; None where none fits the memory."""
+    state = Search(problem=problem, bound=bound, trials=trials)
+    for schedule in named:
+        state.note(schedule)
+    follow_rules(state)
+    try_blocks(state, state.trials // 2)
+    justify_best(state)
+    make_moves(state)
+    return state.best
+
+
+def follow_rules(state: Search) -> None:
+    """Try every greedy rule, with and without patience."""
+    for priority in priorities(state.problem):
+        for patience in (0.0, PATIENCE):
+            if state.done:
+                return
+            state.note(by_priority(state.problem, priority, patience))
+
+
+def try_blocks(state: Search, trials: int) -> None:
+    """Climb from the known building blocks, and then from random ones, for a number of trials."""
+    tried: dict[Block, float] = {}
+    starts = list(reversed(KNOWN))
+    until = state.trials - trials
+
+    def value(block: Block) -> float:
+        if block not in tried:
+            times = times_of(state.problem, block)
+            ends = [math.inf]
+            for gap in GAPS:
+                if schedule := state.note(in_sequence(state.problem, times, gap), times):
+                    ends.append(schedule.end)
+            tried[block] = min(ends)
+        return tried[block]
+
+    while not state.done and state.trials > until:
+        block = starts.pop() if starts else random_block(state.random)
+        end, stale = value(block), 0
+        for _ in range(20 * STALE_BLOCKS):  # a small problem may have no untried neighbour left
+            if stale >= STALE_BLOCKS or state.done or state.trials <= until:
+                break
+            other = neighbour(block, state.random)
+            stale = 0 if value(other) < end else stale + 1
+            if value(other) <= end:
+                block, end = other, value(other)
+
+
+def justify_best(state: Search) -> None:
+    """Shift the best few schedules to the right and back to the left, which closes gaps, while it helps."""
+    for entry in state.shortest()[: POOL // 2]:
+        justify(state, entry.schedule)
+
+
+def justify(state: Search, schedule: Schedule) -> Schedule:
+    """Schedule backwards in the order of finishing times, then forwards again, while that helps."""
+    problem = state.problem
+    backwards = problem.backwards_in_time()
+    while not state.done:
+        late = by_priority(backwards, [-end for end in ends_of(problem, schedule.start)])
+        state.trials -= 1
+        if late is None:
+            return schedule
+        early = state.note(by_priority(problem, [-end for end in ends_of(problem, late.start)]))
+        if early is None or early.end >= schedule.end * (1 - CLOSE):
+            return schedule
+        schedule = early
+    return schedule
+
+
+def ends_of(problem: Problem, start: Sequence[float]) -> list[float]:
+    """Return when each operation ends."""
+    return [begin + time for begin, time in zip(start, problem.duration, strict=True)]
+
+
+def make_moves(state: Search) -> None:
+    """Anneal: change the order of F and BI a little, keep what is shorter and now and then what is longer."""
+    problem, random = state.problem, state.random
+    pool = state.shortest()
+    if not pool:
+        return
+    current, stale = pool[0], 0
+    while not state.done:
+        best = state.best
+        times = move(problem, current, random)
+        if random.random() < 0.15:
+            schedule = state.note(by_priority(problem, times, random.choice((0.0, 0.5, PATIENCE))))
+            if schedule is not None and schedule.end <= current.schedule.end * 1.01:
+                schedule = justify(state, schedule)
+            times = list(schedule.start) if schedule is not None else times
+        else:
+            schedule = state.note(in_sequence(problem, times, random.choice((0.5, 0.5, 1.0, 0.01))), times)
+        if schedule is None:
+            continue
+        if accepted(schedule.end, current.schedule.end, random):
+            current = Entry(schedule=schedule, times=times)
+        stale = 0 if state.best is not best else stale + 1
+        if stale > STALE_MOVES:
+            current, stale = random.choice(state.shortest()), 0
+
+
+def accepted(end: float, before: float, random: Random) -> bool:
+    """Return whether a move is kept: always when it is not longer, seldom when it is."""
+    return end <= before * (1 + CLOSE) or random.random() < math.exp((before - end) / (WARMTH * before))
+
+
+def move(problem: Problem, entry: Entry, random: Random) -> list[float]:
+    """Return new times for F and BI, from which their order is taken."""
+    if random.random() < 0.5 and (swaps := critical_swaps(problem, entry.schedule, random)):
+        times = list(entry.schedule.start)
+        for first, second in random.sample(swaps, min(len(swaps), random.choice((1, 1, 2, 3)))):
+            times[first], times[second] = times[second], times[first]
+        return times
+    return shifted(problem, entry, random)
+
+
+def shifted(problem: Problem, entry: Entry, random: Random) -> list[float]:
+    """Return the times with one pass of a stage, a few operations, a window or everything moved at random."""
+    times = list(entry.times)
+    mean = sum(problem.duration) / problem.size
+    moved = [operation for operation, kind in enumerate(problem.kind) if kind != W]
+    choice = random.random()
+    if choice < 0.35:
+        kind, stage = random.randrange(W), random.randrange(problem.stages)
+        first, last = 0, problem.microbatches
+        if random.random() < 0.5:
+            first = random.randrange(problem.microbatches)
+            last = min(last, first + random.randrange(1, 2 + problem.microbatches // 2))
+        shift = random.gauss(0, 2 * mean)
+        for microbatch in range(first, last):
+            times[problem.number(kind, stage, microbatch)] += shift
+    elif choice < 0.75:
+        for _ in range(random.choice((1, 1, 2, 3, 6))):
+            times[random.choice(moved)] += random.gauss(0, 2 * mean)
+    else:
+        end = entry.schedule.end
+        whole = choice >= 0.9
+        first_time = -math.inf if whole else random.random() * end
+        last_time = math.inf if whole else first_time + random.random() * end / 4
+        spread = mean * random.choice((0.3, 0.6, 1.0) if whole else (0.5, 1.0, 2.0))
+        for operation in moved:
+            if first_time <= times[operation] <= last_time:
+                times[operation] += random.gauss(0, spread)
+    return times
+
+
+def critical_swaps(problem: Problem, schedule: Schedule, random: Random) -> list[tuple[int, int]]:
+    """Walk back one longest path, and return the neighbours on it that their rank could run the other way.
+
+    Only F and BI count, where the second does not need the first.
+    """
+    start, ends = schedule.start, ends_of(problem, schedule.start)
+    close = CLOSE * schedule.end
+    previous = {second: first for row in schedule.rows for first, second in pairwise(row)}
+    operation = max(range(problem.size), key=ends.__getitem__)
+    swaps: list[tuple[int, int]] = []
+    while True:
+        needed = {
+            other: delay
+            for other, delay in problem.before[operation]
+            if abs(ends[other] + delay - start[operation]) < close
+        }
+        choices = list(needed)
+        neighbour_before = previous.get(operation)
+        if neighbour_before is not None and abs(ends[neighbour_before] - start[operation]) < close:
+            choices.append(neighbour_before)
+        if not choices:
+            return swaps
+        chosen = random.choice(choices)
+        if chosen not in needed and W not in (problem.kind[operation], problem.kind[chosen]):
+            swaps.append((chosen, operation))
+        operation = chosen

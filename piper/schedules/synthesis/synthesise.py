@@ -1,0 +1,225 @@
+"""Schedule synthesis: from what stages cost and hold to the shortest `order` directives found."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from piper.directives.order import Order
+from piper.errors import ScheduleError
+from piper.schedules.action import Action
+from piper.schedules.clock import makespan, peak_bytes
+from piper.schedules.grid import Grid, Row, need_whole, orders
+from piper.schedules.names import NAMES, Fixed, Interleaved
+from piper.schedules.stages import Memory, Placement, StageCosts
+from piper.schedules.synthesis.bound import bound
+from piper.schedules.synthesis.engine import Schedule, in_order
+from piper.schedules.synthesis.problem import F, I, Problem, W, problem_of
+from piper.schedules.synthesis.search import CLOSE, search
+
+TRIALS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthesis:
+    """A schedule that a search found, and how good it is."""
+
+    grid: Grid
+    costs: StageCosts
+    makespan: float
+    bound: float  # no schedule of these stages is shorter
+
+
+class Synthesised(list[Order]):
+    """The `order` directives of a synthesised schedule, one for each rank, with its makespan and bound."""
+
+    def __init__(self, directives: Iterable[Order], found: Synthesis) -> None:
+        super().__init__(directives)
+        self.makespan = found.makespan
+        self.bound = found.bound
+        self.grid = found.grid
+
+
+def synthesise(
+    costs: StageCosts,
+    placement: Placement,
+    microbatches: int,
+    memory: Memory | None = None,
+    *,
+    trials: int = TRIALS,
+    stage: str = "PP",
+    part: str = "MB",
+) -> Synthesised:
+    """Search for a short schedule of stages that may differ, within a memory limit.
+
+    The result is never longer than a named schedule with the same placement that fits the memory. The same
+    arguments give the same result: the budget is a number of `trials`, each one simulated step, and the
+    search stops before it is spent where it reaches the bound.
+
+    costs: how long each stage's passes and the transfers between ranks take.
+    placement: which rank runs each stage: `Placement.v(ranks)`, `Placement.loop(ranks)`, or any other.
+    memory: what a microbatch of each stage holds, and how much each rank may hold. None: no limit.
+    """
+    found = synthesis(costs, placement, microbatches, memory, trials=trials)
+    return Synthesised(orders(found.grid, stage=stage, part=part), found)
+
+
+def synthesis(
+    costs: StageCosts,
+    placement: Placement,
+    microbatches: int,
+    memory: Memory | None = None,
+    *,
+    trials: int = TRIALS,
+) -> Synthesis:
+    """Return the shortest schedule that the search finds, as a grid."""
+    need_whole("synthesise", microbatches=microbatches, trials=trials)
+    check_types(costs, placement, memory)
+    check_sizes(costs, placement, memory)
+    problem = problem_of(costs, placement, microbatches, memory)
+    least = bound(costs, placement, microbatches, memory)
+    named = [unpaired(grid) for grid in named_grids(placement, microbatches)]
+    candidates = [
+        grid
+        for grid in (*named, one_at_a_time(placement, microbatches))
+        if memory is None or within(grid, memory)
+    ]
+    seeds = (in_order(problem, rows_of(problem, grid)) for grid in named)
+    found = search(problem, least, trials, [seed for seed in seeds if seed is not None])
+    if found is not None:
+        candidates.insert(0, grid_of(problem, found))
+    ends = [makespan(grid, costs) for grid in candidates]
+    end = min(ends)
+    assert least <= end * (1 + CLOSE), f"a schedule of {end} beats the bound of {least}"
+    return Synthesis(grid=candidates[ends.index(end)], costs=costs, makespan=end, bound=min(least, end))
+
+
+def check_types(costs: object, placement: object, memory: object) -> None:
+    """Refuse inputs that are not what `synthesise` takes."""
+    for name, given, wanted in (
+        ("costs", costs, StageCosts),
+        ("placement", placement, Placement),
+        ("memory", memory, Memory),
+    ):
+        if not isinstance(given, wanted) and not (name == "memory" and given is None):
+            raise ScheduleError(
+                f"{name} is a {type(given).__name__}",
+                by="synthesise",
+                hint=f"give a piper.schedules.{wanted.__name__}",
+            )
+
+
+def check_sizes(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
+    """Refuse inputs of different sizes, and a limit that not even one microbatch fits."""
+    sizes = {"costs": costs.stages, "placement": len(placement.ranks)}
+    if memory is not None:
+        sizes["memory"] = len(memory.saved)
+    if len(set(sizes.values())) > 1:
+        raise ScheduleError(
+            "the inputs differ in their number of stages",
+            by="synthesise",
+            facts={name: f"{size} stages" for name, size in sizes.items()},
+            hint="give costs, placement and memory of the same stages",
+        )
+    if memory is None:
+        return
+    if not isinstance(memory.limit, int) and len(memory.limit) != placement.count:
+        raise ScheduleError(
+            f"{len(memory.limit)} limits for {placement.count} ranks",
+            by="synthesise",
+            hint="give one limit for all ranks, or one for each",
+        )
+    for rank in range(placement.count):
+        needed = sum(memory.saved[stage] for stage in placement.stages_of(rank))
+        if needed > memory.limit_of(rank):
+            raise ScheduleError(
+                f"rank {rank} cannot hold one microbatch",
+                by="synthesise",
+                facts={"needs": f"{needed} bytes", "limit": f"{memory.limit_of(rank)} bytes"},
+                hint="raise the limit, use smaller microbatches, or put fewer stages on the rank",
+            )
+
+
+def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
+    """Yield the named schedules that put the same stages on the same ranks."""
+    ranks, stages = placement.count, len(placement.ranks)
+    if stages % ranks:
+        return
+    for entry in NAMES.values():
+        try:
+            match entry:
+                case Fixed():
+                    if entry.stages_per_rank * ranks != stages:
+                        continue
+                    grid = entry.build(ranks, microbatches)
+                case Interleaved():
+                    grid = entry.build(ranks, microbatches, stages // ranks)
+        except ScheduleError:
+            continue  # this schedule does not exist with so few microbatches
+        if all(placement.ranks[a.stage] == r for r, row in enumerate(grid.rows) for g in row for a in g):
+            yield grid
+
+
+def unpaired(grid: Grid) -> Grid:
+    """Return a grid without pairs: their members in the order in which a rank starts them."""
+    return Grid(rows=tuple(tuple((action,) for group in row for action in group) for row in grid.rows))
+
+
+def one_at_a_time(placement: Placement, microbatches: int) -> Grid:
+    """Return the grid that finishes each microbatch before the next: no schedule needs less memory."""
+    rows: list[Row] = []
+    for rank in range(placement.count):
+        mine = placement.stages_of(rank)
+        row: list[tuple[Action, ...]] = []
+        for microbatch in range(microbatches):
+            row += [(Action(stage=stage, phase="F", microbatch=microbatch),) for stage in mine]
+            row += [(Action(stage=stage, phase="B", microbatch=microbatch),) for stage in reversed(mine)]
+        rows.append(tuple(row))
+    return Grid(rows=tuple(rows))
+
+
+def within(grid: Grid, memory: Memory) -> bool:
+    """Return whether every rank stays within its limit."""
+    return all(peak <= memory.limit_of(rank) for rank, peak in enumerate(peak_bytes(grid, memory)))
+
+
+def rows_of(problem: Problem, grid: Grid) -> list[list[int]]:
+    """Return the operations of a grid without pairs; a whole backward is its two halves."""
+    kinds = {"F": (F,), "B": (I, W), "BI": (I,), "BW": (W,)}
+    return [
+        [
+            problem.number(kind, action.stage, action.microbatch)
+            for (action,) in row
+            for kind in kinds[action.phase]
+        ]
+        for row in grid.rows
+    ]
+
+
+def grid_of(problem: Problem, schedule: Schedule) -> Grid:
+    """Return a schedule as a grid, with whole backwards where a split one gains nothing.
+
+    A BI and the BW right after it become one B where nothing that waits for the gradient starts before the BW
+    ends.
+    """
+    start = schedule.start
+    close = CLOSE * schedule.end
+    rows: list[Row] = []
+    for operations in schedule.rows:
+        row: list[tuple[Action, ...]] = []
+        for operation, following in zip(operations, (*operations[1:], -1), strict=True):
+            action = problem.action(operation)
+            weights = problem.after[operation][-1][0] if action.phase == "BI" else -1
+            if row and row[-1][0].phase == "B" and action.phase == "BW" and same(row[-1][0], action):
+                continue
+            if weights >= 0 and following == weights:
+                end = start[weights] + problem.duration[weights]
+                readers = [(reader, delay) for reader, delay in problem.after[operation] if reader != weights]
+                if all(start[reader] >= end + delay - close for reader, delay in readers):
+                    action = Action(stage=action.stage, phase="B", microbatch=action.microbatch)
+            row.append((action,))
+        rows.append(tuple(row))
+    return Grid(rows=tuple(rows))
+
+
+def same(one: Action, other: Action) -> bool:
+    """Return whether two actions are of the same stage and microbatch."""
+    return (one.stage, one.microbatch) == (other.stage, other.microbatch)
