@@ -6,7 +6,6 @@ from inspect import cleandoc
 
 import pytest
 import torch
-from piper.ir.text import read_graph, show_graph
 from torch import Tensor, nn
 
 from piper.api import Program, compile
@@ -24,6 +23,7 @@ from piper.report import bytes_by_kind
 from piper.runtime.check import check
 from piper.sharding import Collective, Slicing
 from piper.simulate.cluster import load_cluster
+from tests.ir.graph_text import read_graph, show_graph
 
 WEIGHTS = {"*.up": 0, "*.down": 1}
 
@@ -113,7 +113,7 @@ def test_a_collective_travels_as_what_it_is() -> None:
     how = Collective(axis="TP", degree=2, op="all_gather", back="reduce_scatter", joined=Slicing(dim=1))
     ops: dict[str, str] = {}
     for op in ("all_gather", "reduce_scatter", "all_reduce", "max", "all_to_all"):
-        payload = Collecting(run=Pass(phase="F", chunk="TP=0"), how=replace(how, op=op))  # type: ignore[arg-type]
+        payload = Collecting(run=Pass(phase="F", chunk="TP=0"), how=replace(how, op=op))
         ops[op] = Instr(op="collect", node="F[TP=0]", stream="tp", payload=payload).travels_as
     assert ops == {
         "all_gather": "gather",
