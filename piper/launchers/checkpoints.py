@@ -53,7 +53,10 @@ class Checkpoints:
         unread: dict[str, Tensor],
         give_up: Callable[[], None],
     ) -> None:
-        """`unread`: the values that no device holds, which a load replaces. `give_up` ends the run."""
+        """Keep what saves and loads need.
+
+        unread: the values that no device holds, which a load replaces. give_up: ends the run.
+        """
         self.program, self.devices, self.ask, self.unread = program, [*devices], ask, unread
         self.give_up = give_up
         self.pending: Pending | None = None
@@ -77,7 +80,7 @@ class Checkpoints:
             self.settle()
 
     def poll(self, wait: float = 0.0) -> None:
-        """Complete the save that is under way, if every worker has done its part."""
+        """Finish the save that is under way, if every worker has done its part."""
         pending = self.pending
         if pending is None:
             return
@@ -102,7 +105,7 @@ class Checkpoints:
             raise error
 
     def abandon(self) -> None:
-        """Forget the save that is under way: there is nobody left to finish it."""
+        """Discard the save that is under way: no worker is left to finish it."""
         self.pending = None
 
     def _complete(self, pending: Pending) -> None:
@@ -137,14 +140,14 @@ class Checkpoints:
             self.retention.start(pending.path.parent, pending.keep)
 
     def _model(self) -> dict[str, Spec]:
-        """What this program's checkpoints hold; the types of unread values are those they have."""
+        """Return the specs of what this program's checkpoints hold; unread values keep their types."""
         found = wanted_model(self.program.plans, self.program.outline)
         for name, value in self._kept().items():
             found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
         return found
 
     def _kept(self) -> dict[str, Tensor]:
-        """The values that no device holds and a checkpoint does."""
+        """Return the values that no device holds and a checkpoint does."""
         wanted = wanted_model(self.program.plans, self.program.outline)
         return {name: value for name, value in self.unread.items() if name in wanted}
 
@@ -196,7 +199,7 @@ class Checkpoints:
 
 
 def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
-    """What all workers say of each parameter, in one table."""
+    """Merge the tables of all workers into one, by parameter."""
     found: dict[str, dict[str, T]] = {}
     for table in tables:
         for name, keys in table.items():
@@ -205,7 +208,7 @@ def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[st
 
 
 def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
-    """Full values as parts of which each is all there is."""
+    """Yield full values as parts, each of which is all of its value."""
     for name, value in values.items():
         if value.numel():
             flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
@@ -213,7 +216,7 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
 
 
 def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
-    """The values that no device holds."""
+    """Read the values that no device holds."""
     plans = program.plans
     held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
     held |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
@@ -229,7 +232,7 @@ def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
 
 
 def trainer_names(program: ProgramLike) -> Trainer:
-    """Which optimizer and scheduler a program's workers have."""
+    """Return which optimizer and scheduler a program's workers have."""
     job: JobLike = program.job
     optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values())
     if optimizer is None:

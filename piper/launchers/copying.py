@@ -34,7 +34,7 @@ class RefusedError(Exception):
         self.what, self.facts, self.hint = what, facts, hint
 
     def told(self, by: str, path: Path) -> ConfigError:
-        """The error that the user sees."""
+        """Return the error that the user sees."""
         return ConfigError(self.what, by=by, facts={"path": str(path), **self.facts}, hint=self.hint)
 
 
@@ -83,12 +83,12 @@ def copy_state(worker: Worker) -> Copied:
 
 
 def copied(value: Tensor) -> Tensor:
-    """A tensor in memory of its own, on the host."""
+    """Copy a tensor to memory of its own on the host."""
     return value.detach().to("cpu", copy=True).contiguous()
 
 
 def model_part(span: Span, size: int, tensor: Tensor) -> Part:
-    """A run of a parameter's own elements."""
+    """Return a run of a parameter's own elements."""
     return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor)
 
 
@@ -122,7 +122,7 @@ def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor) -> li
 
 
 def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
-    """What the optimizer keeps for the parameters of a bucket."""
+    """Return what the optimizer keeps for the parameters of a bucket."""
     state = worker.env.state
     if state.optimizer is None:
         return {}
@@ -131,7 +131,7 @@ def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, objec
 
 
 def trainer_of(worker: Worker) -> Trainer:
-    """How a worker's parameters change, in words and numbers."""
+    """Return the state of a worker's optimizer and scheduler, in words and numbers."""
     optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
     if optimizer is None:
         return Trainer()
@@ -145,5 +145,5 @@ def trainer_of(worker: Worker) -> Trainer:
 
 
 def name_of(value: object) -> str:
-    """The class of an object."""
+    """Return the full name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -77,7 +77,7 @@ class Keeper:
         self.thread.start()
 
     def poll(self, wait: float) -> Done | None:
-        """What became of it, if it has ended within so many seconds."""
+        """Return the outcome of the write. None: it has not ended within `wait` seconds."""
         if self.thread is not None:
             self.thread.join(wait)
             if self.thread.is_alive():

@@ -67,7 +67,7 @@ class Worst:
 
     @property
     def first(self) -> str | None:
-        """What differs first, buffers last."""
+        """Return what differs first, buffers last. None: nothing differs."""
         return self.bad or next(iter(self.buffers.values()), None)
 
 

@@ -45,7 +45,7 @@ class Splits:
     known: Lengths | None = None
 
     def lengths(self) -> Lengths:
-        """The numbers, for which the host waits the first time it asks."""
+        """Return the numbers of rows; the first call waits for them."""
         if self.known is None:
             if self.arrival is not None:
                 self.arrival.synchronize()
@@ -64,7 +64,10 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
 
 
 def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
-    """A value on the host, once the current stream has got there; the host does not wait."""
+    """Start the copy of a value to the host; return it, and the event after which it can be read.
+
+    The host does not wait. None: the value can be read at once.
+    """
     if not value.is_cuda:
         return value, None
     told = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
@@ -74,7 +77,7 @@ def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
 
 
 def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:
-    """Rows to their experts."""
+    """Send rows to their experts, and return those that arrived, sorted by expert."""
     lengths = splits.lengths()
     arrived = group.all_to_all(rows, lengths.gives, lengths.gets)
     by_sender = [part.split(block) for part, block in zip(arrived, lengths.blocks, strict=True)]
@@ -82,7 +85,7 @@ def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:
 
 
 def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
-    """Rows to where they came from, in the order they left."""
+    """Send rows back to where they came from, and return those that came back, in the order they left."""
     lengths = splits.lengths()
     experts, senders = len(lengths.blocks[0]), group.size
     by_expert = [lengths.blocks[sender][expert] for expert in range(experts) for sender in range(senders)]
@@ -92,7 +95,7 @@ def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:
-    """Parts one after another: what they are parts of, if they are all of it, else a copy."""
+    """Join parts one after another: return a view of the tensor that they cover, else a copy."""
     first = parts[0]
     storage, place = first.untyped_storage(), first.storage_offset()
     for part in parts:

@@ -38,7 +38,7 @@ class Recorder:
         self.cuda = Events(accelerator) if accelerator.type == "cuda" else None
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """An instruction that notes when it ran, under its node's name in a trace of torch's profiler."""
+        """Wrap an instruction to note when it ran, under its node's name in a trace of torch's profiler."""
         assert place == len(self.rows), "instructions are watched in order"
         row: list[Times] = []
         self.rows.append(row)
@@ -57,7 +57,7 @@ class Recorder:
         return labelled(ins.node, timed)
 
     def take(self) -> Recording:
-        """What has been recorded; steps that are not complete are left out."""
+        """Return what has been recorded, without the steps that are not complete."""
         if self.cuda is not None:
             self.cuda.resolve()
         done = min((len(row) for row in self.rows), default=0)
@@ -80,7 +80,7 @@ class Events:
             self.began = monotonic()
 
     def watch(self, row: list[Times], most: int, run: Bound) -> Bound:
-        """An instruction between two events of the stream that is current when it is issued."""
+        """Wrap an instruction in two events of the stream that is current when it is issued."""
         noted = 0
 
         def timed() -> None:

@@ -46,7 +46,7 @@ def train_alone(wanted: Wanted) -> str:
 
 
 def summary(run: SingleRankRun, on: str, warm: int) -> str:
-    """What a device's steps took, in words, without the first ones."""
+    """Return what a device's steps took, in words, without the first ones."""
     times = run.seconds[warm:] or run.seconds
     peak = run.peak()
     lines = [
@@ -61,5 +61,5 @@ def summary(run: SingleRankRun, on: str, warm: int) -> str:
 
 
 def mib(nbytes: int) -> str:
-    """Bytes in MiB."""
+    """Format bytes in MiB."""
     return f"{nbytes / 2**20:,.1f} MiB"

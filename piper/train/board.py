@@ -11,7 +11,7 @@ from piper.train.measure import Measure
 
 @contextmanager
 def board(folder: Path, done: int) -> Iterator[Told | None]:
-    """What writes a run's measures for TensorBoard; none where it is not installed."""
+    """Yield a function that writes a run's measures for TensorBoard. None: TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -28,7 +28,7 @@ QUIET = 10.0  # seconds after which a plain line comes anyway
 
 @contextmanager
 def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Told]:
-    """What shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
+    """Yield what shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
     if not console.is_terminal:
         yield Lines(console, done, steps, unit)
         return
@@ -84,7 +84,7 @@ class Lines:
 
 
 def numbers(measure: Measure, unit: str) -> str:
-    """A step in one line."""
+    """Format the measures of a step in one line."""
     return (
         f"loss {measure.loss:.4f}   grad norm {measure.grad_norm:.3f}   lr {measure.lr:.2e}   "
         f"{measure.tokens_per_s:,.0f} {unit}/s   {1000 * measure.step_s:.0f} ms/step"
@@ -92,7 +92,7 @@ def numbers(measure: Measure, unit: str) -> str:
 
 
 def curve(losses: list[float]) -> str:
-    """The losses so far as a row of bars, from the first to the last."""
+    """Draw the losses so far as a row of bars, from the first to the last."""
     step = max(1, len(losses) / WIDTH)
     picked = [losses[int(place * step)] for place in range(min(len(losses), WIDTH))]
     low, high = min(picked), max(picked)

@@ -33,7 +33,7 @@ PACKAGES = ("torch", "numpy", "transformers", "ray")
 
 
 def choose(out: Path | None, recipe: str, resume: bool) -> Path:
-    """The folder of a run: as named, else `runs/recipe-function`, numbered; a resumed run takes the last."""
+    """Return a run's folder: `out`, else `runs/recipe-function`, numbered; a resumed run takes the last."""
     if out is not None:
         return out
     file, _, function = recipe.rpartition(":")
@@ -68,7 +68,7 @@ def claim(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run: its lock or its record says so."""
+    """Return whether a folder is that of a run: its lock or its record says so."""
     try:
         lock = (folder / LOCK).read_bytes()
         if read_lock(lock) is not None or (not lock and len([*folder.iterdir()]) == 1):
@@ -101,7 +101,7 @@ def prepare(folder: Path, job: Job, resume: bool) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The error of a folder that cannot be written."""
+    """Return the error of a folder that cannot be written."""
     return ConfigError(
         "the run's folder cannot be written",
         by=str(path),
@@ -111,7 +111,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def earlier_seed(folder: Path) -> int | None:
-    """The seed of the run in a folder, if it says one."""
+    """Return the seed of the run in a folder. None: the folder has none."""
     try:
         seed = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -158,7 +158,7 @@ def keep_recipe(source: Path, folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The packages that numbers depend on, where they are installed."""
+    """Return the versions of the packages that numbers depend on, where they are installed."""
     found = {"piper": VERSION}
     for name in PACKAGES:
         try:
@@ -172,7 +172,7 @@ class Metrics:
     """`metrics.jsonl`: one object for each step, on disk before the next step begins."""
 
     def __init__(self, folder: Path, done: int) -> None:
-        """`done`: the steps that stay; what a killed run told of later ones is told anew."""
+        """Open the metrics of a folder, and keep `done` steps: a resumed run writes the later ones again."""
         self.path = folder / METRICS
         kept = "".join(line for line, step in told(self.path) if step <= done)
         try:
@@ -201,7 +201,7 @@ class Metrics:
 
 
 def told(path: Path) -> list[tuple[str, int]]:
-    """The lines of a metrics file with their steps; a line that was cut off is none."""
+    """Return the lines of a metrics file with their steps, without a line that was cut off."""
     if not path.exists():
         return []
     found = []

@@ -93,7 +93,7 @@ def checked(feed: Feed, wanted: Wanted) -> Iterator[Batch]:
 
 
 def not_a_number(step: int, result: Result, course: Course) -> ConfigError:
-    """The error of a step whose loss or gradient is not finite."""
+    """Return the error of a step whose loss or gradient is not finite."""
     facts = {"loss": f"{result.loss:g}", "gradient": f"norm {result.grad_norm:g}"}
     first = course.culprit() if course.culprit is not None else None
     if first is not None:

@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody stopped it."""
+        """Return whether the run was stopped before its last step."""
         return self.done < self.steps
 
 
@@ -158,14 +158,14 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
 
 
 def stopping_now(console: Console, number: int) -> None:
-    """Tell that the run ends after this step. A terminal that hung up is not written to any more."""
+    """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
     console.print("Stopping after this step; once more to stop now")
 
 
 def asked_job(asked: Asked) -> Job:
-    """The recipe's job, for as many steps as asked for."""
+    """Return the recipe's job, for as many steps as asked for."""
     if asked.steps is not None and asked.steps < 1:
         raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
     job = load_recipe(asked.recipe)
@@ -174,7 +174,7 @@ def asked_job(asked: Asked) -> Job:
 
 @contextmanager
 def watching(console: Console, folder: Path, program: Program, done: int, memory: Memory) -> Iterator[Told]:
-    """What is told of every step, and tells it to all who want to know: the file first."""
+    """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
     with ExitStack() as held:
         watchers: list[Told] = [memory, held.enter_context(Metrics(folder, done))]
         if (written := held.enter_context(board(folder, done))) is not None:

@@ -79,7 +79,7 @@ def show_profile(found: "Profile", console: Console, as_json: bool) -> None:
 
 
 def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
-    """The profile in a folder, or that of a recipe, which is run for it."""
+    """Return the profile in a folder, or run a recipe and return its profile."""
     from piper.simulate.profile import read_profile
 
     file, _, function = target.rpartition(":")

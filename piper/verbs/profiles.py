@@ -31,7 +31,7 @@ class Row:
 
 
 def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
-    """The instructions in groups, largest first: by op, or by what of the model they are."""
+    """Return the instructions in groups, largest first: by op, or by node."""
     rows: dict[tuple[str, str], Row] = {}
     for step in range(profile.count):
         timelines = profile.timelines(step)
@@ -49,19 +49,19 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
 
 
 def node_name(ins: Instr) -> str:
-    """A node, and of a transfer which side of it."""
+    """Return the name of a node; that of a transfer says which side of it."""
     return f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
 
 
 def every_part(node: str, axes: Iterable[str]) -> str:
-    """A node's name with `*` for its part: those of all microbatches are told of together."""
+    """Replace the microbatch in a node's name with `*`: all microbatches are counted together."""
     for axis in axes:
         node = re.sub(rf"\b{re.escape(axis)}=\d+", f"{axis}=*", node)
     return node
 
 
 def profile_report(profile: Profile) -> dict[str, object]:
-    """What `--json` prints: seconds of one device in one step, on average."""
+    """Return what `--json` prints: seconds of one device in one step, on average."""
     scale = profile.count * len(profile.tracks)
     return {
         "recipe": profile.recipe,
@@ -77,7 +77,7 @@ def profile_report(profile: Profile) -> dict[str, object]:
 
 
 def told(row: Row, scale: int) -> dict[str, object]:
-    """One group of instructions."""
+    """Return one group of instructions as an object."""
     return {
         "op": row.op,
         "calls": len(row.spans) / scale,
@@ -135,7 +135,7 @@ def print_rows(rows: list[Row], heading: str, profile: Profile, step: float, con
 
 
 def sent(row: Row, scale: int) -> Iterator[str]:
-    """The bytes of a step and how quickly they went, where anything travels."""
+    """Yield the bytes of a step and their rate, empty where nothing travels."""
     if row.op not in COMMUNICATION or not row.nbytes:
         yield from ("", "")
         return

@@ -39,7 +39,7 @@ class Told:
 
 
 def simulation_report(told: Told) -> dict[str, object]:
-    """What `--json` prints: the lists go device by device, in the order of `devices`."""
+    """Return what `--json` prints: the lists go device by device, in the order of `devices`."""
     found = told.simulation
     program = {device: n for n, plan in enumerate(told.plans) for device in plan.devices}
     devices = sorted(program)
@@ -113,7 +113,7 @@ def print_programs(told: Told, console: Console) -> None:
 
 
 def amount(spent: float, step: float) -> str:
-    """A time, unless it is next to nothing of the step."""
+    """Format a time; one that is negligible in the step is "none"."""
     return seconds(spent) if spent > step * NOTHING else "none"
 
 
@@ -191,7 +191,7 @@ def print_path(told: Told, console: Console) -> None:
 
 
 def kind_of(link: Link) -> str:
-    """What a computing link of the path is counted as: `F`, `BW`, `update`."""
+    """Return what a computing link of the path is counted as: `F`, `BW`, `update`."""
     if link.op != "compute" or link.run is None:
         return link.op
     return AGAIN if link.run.again else link.run.phase
@@ -212,7 +212,7 @@ class Stretch:
 
 
 def stretches_of(told: Told, path: Sequence[Link]) -> list[Stretch]:
-    """The path in stretches."""
+    """Split the path into stretches, each on one program and either computation or communication."""
     found: list[Stretch] = []
     worth = [link for link in path if link.end > link.start]
     for (program, computes), links in groupby(
@@ -235,7 +235,7 @@ def stretches_of(told: Told, path: Sequence[Link]) -> list[Stretch]:
 
 
 def picked(stretches: Sequence[Stretch]) -> tuple[list[Stretch], int]:
-    """The first and the last stretches, and where the rest is left out."""
+    """Return the first and the last stretches, and where the rest is left out. -1: none is left out."""
     if len(stretches) <= MOST_STRETCHES:
         return list(stretches), -1
     half = MOST_STRETCHES // 2

@@ -39,7 +39,7 @@ class Group(ABC):
         """
 
     def all_reduce(self, flat: Tensor) -> Tensor:
-        """The sum of everybody's tensor, as a new one."""
+        """Return the sum of every member's tensor, as a new one."""
         if flat.numel() <= SMALL:
             return summed(self.swap([flat] * self.size, [len(flat)] * self.size))
         length = -(-len(flat) // self.size)
@@ -48,7 +48,7 @@ class Group(ABC):
         return out if len(out) == len(flat) else out[: len(flat)].clone()
 
     def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
-        """This member's `length` elements of the sum; beyond the end of `flat` they are zero."""
+        """Return this member's `length` elements of the sum; beyond the end of `flat` they are zero."""
         lengths = [max(0, min(length, len(flat) - i * length)) for i in range(self.size)]
         mine = lengths[self.rank]
         total = summed(self.swap(flat.split(lengths), [mine] * self.size))
@@ -71,7 +71,7 @@ class Group(ABC):
         return self.swap(rows.split(list(gives)), gets)
 
     def broadcast(self, value: Tensor) -> Tensor:
-        """The first member's value."""
+        """Return the first member's value."""
         flat = value.reshape(-1)
         empty = flat[:0]
         first = self.rank == 0
@@ -97,24 +97,24 @@ class Pipe(Protocol):
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:
-        """The next value."""
+        """Return the next value that arrives."""
 
 
 class Comms(Protocol):
     """The communicators of one device, by the plan's names."""
 
     def group(self, name: str) -> Group:
-        """The group of this communicator that the device is in."""
+        """Return the group of this communicator that the device is in."""
 
     def outgoing(self, name: str) -> Pipe:
-        """The pipe that this device sends into."""
+        """Return the pipe that this device sends into."""
 
     def incoming(self, name: str) -> Pipe:
-        """The pipe that this device receives from."""
+        """Return the pipe that this device receives from."""
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors from left to right, as a new one; short types are added in float32."""
+    """Return the sum of tensors from left to right, as a new one; short types are added in float32."""
     first = parts[0]
     if first.dtype in (torch.bfloat16, torch.float16):
         total = first.float()

@@ -102,7 +102,7 @@ def finish(work: Work, name: str, timeout: timedelta) -> None:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Parts one after another; where they already lie so in memory, that memory, since a copy costs a sum."""
+    """Join parts one after another; where they lie so in memory already, return a view: a copy costs a sum."""
     full = [part for part in parts if len(part)]
     if not full:
         return parts[0]
@@ -162,14 +162,14 @@ class GlooPipe:
 
 
 def describe(value: Tensor, form: Form) -> Tensor:
-    """The shape and type of a value as numbers; the form learns them too."""
+    """Return the shape and type of a value as numbers, and write them to the form too."""
     form.shape, form.dtype = tuple(value.shape), value.dtype
     header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
     return torch.tensor(header + [0] * (HEADER - len(header)))
 
 
 def room_for(device: torch.device) -> Tensor:
-    """Room for a description that is to arrive."""
+    """Return an empty tensor for a description that is to arrive."""
     return torch.zeros(HEADER, dtype=torch.int64, device=device)
 
 

@@ -120,7 +120,7 @@ class NcclGroup(Group):
         return list(out.split(list(lengths)))
 
     def all_reduce(self, flat: Tensor) -> Tensor:
-        """The sum of everybody's tensor, in its own memory."""
+        """Return the sum of every member's tensor, in the memory of this member's."""
         options = AllreduceOptions()
         options.asyncOp = False
         issue(self.made.allreduce([flat], options), self.name)

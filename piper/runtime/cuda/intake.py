@@ -30,7 +30,7 @@ class Intake:
         self.capturing = False  # what fails meanwhile fails because it needs the host
 
     def kernels(self, kernels: Mapping[Op, Kernel]) -> dict[Op, Kernel]:
-        """A table of kernels of which those that take something from the host take it from static memory."""
+        """Return the kernels, of which those that take something from the host take it from static memory."""
         return {**kernels, "load": self.load, "update": self.update(kernels["update"])}
 
     def load(self, env: Env, ins: Instr) -> Bound:
@@ -57,7 +57,7 @@ class Intake:
         return run
 
     def update(self, kernel: Kernel) -> Kernel:
-        """An update whose learning rates are read from the device."""
+        """Return an update whose learning rates are read from the device."""
 
         def bind(env: Env, ins: Instr) -> Bound:
             run = kernel(env, ins)
@@ -74,7 +74,7 @@ class Intake:
         return bind
 
     def guarded(self, ins: Instr, run: Bound) -> Bound:
-        """An instruction that says why, if it cannot be captured."""
+        """Wrap an instruction so that it raises the reason if it cannot be captured."""
 
         def tried() -> None:
             try:
@@ -95,7 +95,7 @@ class Intake:
             rates.fill()
 
     def settings(self) -> list[object]:
-        """What a graph keeps as it was when it was captured, though the host may change it."""
+        """Return the settings that a captured graph keeps, though the host may change them."""
         return [settings(rates.optimizer) for rates in self.rates]
 
 
@@ -143,7 +143,7 @@ def make_capturable(optimizer: Optimizer) -> None:
 
 
 def room_for(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Memory for rows like these, one part after the other, where a graph can read it."""
+    """Return memory for rows like these, one part after the other, where a graph can read it."""
     first = parts[0]
     count = sum(len(part) for part in parts)
     pinned = first.device.type == "cpu" and device.type == "cuda"

@@ -55,7 +55,7 @@ class Releases:
         self.signalled: dict[int, int] = {}  # event -> place
 
     def run(self) -> list[Handling]:
-        """What each instruction has to do. What is parked at the end goes when the step is over."""
+        """Return what each instruction has to do. Slots still parked at the end are freed after the step."""
         return [self._handle(place, ins) for place, ins in enumerate(self.plan.instrs)]
 
     def _handle(self, place: int, ins: Instr) -> Handling:
@@ -102,12 +102,12 @@ class Releases:
 
 
 def releases(plan: Plan, lag: int = LAG) -> list[Handling]:
-    """What each instruction of a plan does so that memory goes back only when nobody uses it."""
+    """Return what each instruction of a plan does so that memory is freed only when no stream uses it."""
     return Releases(plan, lag).run()
 
 
 def foretold_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
-    """The most bytes that a device holds in a step: what the plan counts, and what is parked meanwhile."""
+    """Return the most bytes that a device holds in a step: those the plan counts, and those parked."""
     ledger = Ledger(plan)
     held: set[SlotId] = set()
     resident = sum(slot.nbytes for slot in plan.residents.values())
