@@ -111,7 +111,7 @@ class Checkpoints:
     def _complete(self, pending: Pending) -> None:
         if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
             discard(pending.path)
-            raise refused.told("save", pending.path)
+            raise refused.as_config_error("save", pending.path)
         if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
             discard(pending.path)
             raise unwritten(pending.path, trouble)
@@ -183,7 +183,7 @@ class Checkpoints:
         if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
             self.ask("adopt", dict.fromkeys(self.devices, False))
             raise (
-                failed.refused.told("load", folder)
+                failed.refused.as_config_error("load", folder)
                 if failed.refused
                 else DamagedError(folder, str(failed.trouble))
             )

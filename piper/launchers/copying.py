@@ -33,14 +33,14 @@ class RefusedError(Exception):
         super().__init__(what, facts, hint)  # as given, so that it can be sent
         self.what, self.facts, self.hint = what, facts, hint
 
-    def told(self, by: str, path: Path) -> ConfigError:
+    def as_config_error(self, by: str, path: Path) -> ConfigError:
         """Return the error that the user sees."""
         return ConfigError(self.what, by=by, facts={"path": str(path), **self.facts}, hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A worker's state at one moment, in memory that nobody else uses."""
+    """A worker's state at one moment, in memory of its own."""
 
     parts: list[Part]
     trainer: Trainer

@@ -70,14 +70,14 @@ class Keeper:
                 self.done = Done(refused=error)
             except StorageError as error:
                 self.done = Done(trouble=str(error))
-            except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            except Exception as error:  # noqa: BLE001  it is reported to the driver, which raises
                 self.done = Done(trouble=f"{type(error).__name__}: {error}")
 
         self.thread = threading.Thread(target=work, name=f"{what} {self.worker.device}", daemon=True)
         self.thread.start()
 
     def poll(self, wait: float) -> Done | None:
-        """Return the outcome of the write. None: it has not ended within `wait` seconds."""
+        """Return the outcome of the save or load. None: it has not ended within `wait` seconds."""
         if self.thread is not None:
             self.thread.join(wait)
             if self.thread.is_alive():

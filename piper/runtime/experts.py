@@ -3,9 +3,9 @@
 Rows leave a device grouped by expert, so they are grouped by receiver too. They arrive grouped by sender, and
 are put in the order of the local experts; the way back undoes both.
 
-The host must know how many rows travel before it can let them. On an accelerator it is told by a copy that is
-begun where the rows are counted, and waits for it only where the first rows leave: what a plan issues between
-the two is under way meanwhile.
+The host must know how many rows travel before it can send them. On an accelerator the numbers are copied to
+the host where the rows are counted. The host waits for that copy only where the first rows leave, so that the
+instructions between the two overlap with it.
 """
 
 import math
@@ -40,8 +40,8 @@ class Splits:
 
     given: Tensor  # [member, expert of that member]: rows this device sends
     taken: Tensor  # [member, own expert]: rows this device receives
-    told: Tensor  # both, on the host
-    arrival: Arrival | None = None  # when `told` can be read; none: it can
+    counts: Tensor  # both, on the host
+    arrival: Arrival | None = None  # after which `counts` can be read; None: at once
     known: Lengths | None = None
 
     def lengths(self) -> Lengths:
@@ -49,7 +49,7 @@ class Splits:
         if self.known is None:
             if self.arrival is not None:
                 self.arrival.synchronize()
-            sent, blocks = self.told.tolist()
+            sent, blocks = self.counts.tolist()
             gives, gets = ([sum(row) for row in rows] for rows in (sent, blocks))
             self.known = Lengths(gives=gives, gets=gets, blocks=blocks)
         return self.known
@@ -59,8 +59,8 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
     given = counts.view(group.size, -1).clone()  # the counts may be freed before the rows have come back
     taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
-    told, arrival = on_its_way(torch.stack((given, taken)))
-    return Splits(given=given, taken=taken, told=told, arrival=arrival), taken.sum(0)
+    here, arrival = on_its_way(torch.stack((given, taken)))
+    return Splits(given=given, taken=taken, counts=here, arrival=arrival), taken.sum(0)
 
 
 def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
@@ -70,10 +70,10 @@ def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
     """
     if not value.is_cuda:
         return value, None
-    told = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(value.device))
-    return told, arrival
+    return here, arrival
 
 
 def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:

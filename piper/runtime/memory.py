@@ -1,4 +1,4 @@
-"""Counts the bytes that live slots really hold, to set beside what the plan foretells."""
+"""Measures the bytes that live slots really hold, to compare with what the plan predicts."""
 
 from torch import Tensor
 

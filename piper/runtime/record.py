@@ -1,6 +1,6 @@
 """Records when each instruction of a device ran, for as many steps as asked.
 
-On the host an instruction's span is that of its call, and the time its thread was computing is told apart
+On the host an instruction's span is that of its call, and the time its thread computed is recorded apart
 from the time it waited. On an accelerator a span lies between two events on the instruction's stream, read
 after the steps are done.
 """

@@ -129,7 +129,7 @@ def build_model(job: JobLike) -> nn.Module:
         try:
             return job.model()
         except Exception as error:
-            hint = "it was built once without memory, and now with values: mend the model at that line"
+            hint = "it was built once without memory, and now with values: fix the model at that line"
             raise raised(
                 "the model cannot be built", error, role="model", thing=job.model, hint=hint
             ) from error

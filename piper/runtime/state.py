@@ -184,7 +184,7 @@ def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:
-    """Copy so much of a value as lies in a target; each is told where in the flat bucket it begins."""
+    """Copy the part of a value that lies in a target; `start`, `offset`: where each begins in the bucket."""
     low, high = max(offset, start), min(offset + len(value), start + len(target))
     if low < high:
         target[low - start : high - start] = value[low - offset : high - offset]

@@ -1,4 +1,4 @@
-"""One device of a recipe by itself: how long its steps take, and its memory, beside what was foretold."""
+"""One device of a recipe by itself: how long its steps take, and its memory, next to what was predicted."""
 
 from dataclasses import dataclass, replace
 from itertools import islice

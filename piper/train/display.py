@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from piper.train.loop import Told
+from piper.train.loop import Reporter
 from piper.train.measure import Measure
 from piper.words import size
 
@@ -27,7 +27,7 @@ QUIET = 10.0  # seconds after which a plain line comes anyway
 
 
 @contextmanager
-def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Told]:
+def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Reporter]:
     """Yield what shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
     if not console.is_terminal:
         yield Lines(console, done, steps, unit)

@@ -26,7 +26,7 @@ from piper.train.measure import Measure
 from piper.version import VERSION
 from piper.view.background import FILE, show_background
 
-RUNS = "runs"  # where folders go that nobody names
+RUNS = "runs"  # where folders without a given name go
 METRICS, ABOUT = "metrics.jsonl", "run.json"
 MOST = 3  # names that an error lists
 PACKAGES = ("torch", "numpy", "transformers", "ray")
@@ -174,7 +174,7 @@ class Metrics:
     def __init__(self, folder: Path, done: int) -> None:
         """Open the metrics of a folder, and keep `done` steps: a resumed run writes the later ones again."""
         self.path = folder / METRICS
-        kept = "".join(line for line, step in told(self.path) if step <= done)
+        kept = "".join(line for line, step in read_lines(self.path) if step <= done)
         try:
             if not self.path.exists() or self.path.read_text(encoding="utf-8") != kept:
                 part = self.path.with_name(f".{METRICS}.part")
@@ -200,7 +200,7 @@ class Metrics:
         self.file.close()
 
 
-def told(path: Path) -> list[tuple[str, int]]:
+def read_lines(path: Path) -> list[tuple[str, int]]:
     """Return the lines of a metrics file with their steps, without a line that was cut off."""
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""The loop: step after step until the last, a request to stop, or a number that is none."""
+"""The training loop: it ends after the last step, on a request to stop, or on a loss that is not finite."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from piper.runtime.batch import Wanted, check_batch
 from piper.train.measure import Measure, Rate, counted
 from piper.usercode import named
 
-Told = Callable[[Measure], None]
+Reporter = Callable[[Measure], None]
 
 
 class Result(Protocol):
@@ -43,20 +43,20 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What to train: from after `done` steps up to `steps`, telling of each step."""
+    """What to train: from after `done` steps up to `steps`, reporting each step."""
 
     done: int
     steps: int
-    tell: Told
+    tell: Reporter
     saves: Saves | None = None
     stopping: Callable[[], bool] = lambda: False
-    culprit: Callable[[], str | None] | None = None  # the first result of the last step that is no number
+    culprit: Callable[[], str | None] | None = None  # the first result of the last step that is not finite
 
 
 def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> int:
-    """Train, and say how many steps are done: fewer than asked for after a request to stop.
+    """Train, and return how many steps are done: fewer than asked for after a request to stop.
 
-    A step is told of before it is saved: a run that ends between the two repeats the step, and says so again.
+    A step is reported before it is saved: a run that ends between the two repeats and reports it again.
     """
     for step in range(course.done + 1, course.steps + 1):
         lr = rate.now

@@ -1,4 +1,4 @@
-"""Where a number that is none came from: the first result of a step that holds one."""
+"""Finds where a NaN or an infinity came from: the first result of a step that holds one."""
 
 from collections.abc import Mapping
 

@@ -26,7 +26,7 @@ from piper.train.display import display
 from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
-from piper.train.loop import Course, Told, checked, train
+from piper.train.loop import Course, Reporter, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
@@ -173,10 +173,12 @@ def asked_job(asked: Asked) -> Job:
 
 
 @contextmanager
-def watching(console: Console, folder: Path, program: Program, done: int, memory: Memory) -> Iterator[Told]:
+def watching(
+    console: Console, folder: Path, program: Program, done: int, memory: Memory
+) -> Iterator[Reporter]:
     """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
     with ExitStack() as held:
-        watchers: list[Told] = [memory, held.enter_context(Metrics(folder, done))]
+        watchers: list[Reporter] = [memory, held.enter_context(Metrics(folder, done))]
         if (written := held.enter_context(board(folder, done))) is not None:
             watchers.append(written)
         peak = max(timeline(plan).peak for plan in program.plans)

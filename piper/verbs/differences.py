@@ -24,7 +24,7 @@ class Compared:
     plans: tuple[Plans, Plans]
     simulations: tuple[Simulation, Simulation]
     difference: Difference
-    clock: str  # the cluster whose seconds are told; empty: units, because plans alone say no more
+    clock: str  # the cluster whose seconds are shown; empty: units, because plans alone have no costs
 
 
 def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:

@@ -71,12 +71,12 @@ def profile_report(profile: Profile) -> dict[str, object]:
         "first_step": profile.first,
         "step_s": [profile.seconds(step) for step in range(profile.count)],
         "clock_error_s": profile.error,
-        "ops": [told(row, scale) for row in rows_of(profile, by_node=False)],
-        "nodes": [{"node": row.name, **told(row, scale)} for row in rows_of(profile, by_node=True)],
+        "ops": [row_report(row, scale) for row in rows_of(profile, by_node=False)],
+        "nodes": [{"node": row.name, **row_report(row, scale)} for row in rows_of(profile, by_node=True)],
     }
 
 
-def told(row: Row, scale: int) -> dict[str, object]:
+def row_report(row: Row, scale: int) -> dict[str, object]:
     """Return one group of instructions as an object."""
     return {
         "op": row.op,

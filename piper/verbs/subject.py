@@ -40,7 +40,7 @@ def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured
         )
     prices = prices_of(cluster or CLUSTER, costs)
     program = compiled(target)
-    return of_background(told_by(program, target), program.plans, prices)
+    return of_background(recipe_background(program, target), program.plans, prices)
 
 
 def of_background(
@@ -75,7 +75,7 @@ def compiled(recipe: str) -> "Program":
     return compile(load_recipe(recipe))
 
 
-def told_by(program: "Program", recipe: str) -> Background:
+def recipe_background(program: "Program", recipe: str) -> Background:
     """Return the background of a recipe's plans."""
     from piper.train.background import background_of  # which imports torch
 
@@ -99,7 +99,7 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
     recipe = recipe_of(folder, profile)
     program, why = same_program(recipe, plans)
     if program is not None:
-        return of_background(told_by(program, recipe), plans, prices, profile)
+        return of_background(recipe_background(program, recipe), plans, prices, profile)
     strategy = folder / "strategy.txt"
     return Subject(
         title=folder.resolve().name,

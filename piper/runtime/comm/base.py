@@ -1,8 +1,8 @@
 """Communication as one device sees it: groups that reduce and exchange, and pipes from one device to another.
 
 Every implementation gives the same bits: a sum over a group is taken element by element from the first
-member to the last, whoever computes it and however it travels. Whoever adds an implementation gives
-`Group.swap` and a pipe, and the rest follows.
+member to the last, on any member and over any transport. A new implementation has to provide `Group.swap`
+and a pipe; the rest is built on these.
 """
 
 from abc import ABC, abstractmethod
@@ -34,8 +34,8 @@ class Group(ABC):
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Give part i to member i, and return what each member gave to this one.
 
-        Parts differ in their first axis only; `lengths[i]` of it comes from member i. Nobody may write to
-        what it gave or got.
+        Parts differ in their first axis only; `lengths[i]` of it comes from member i. No member may
+        write to the tensors that it gave or got.
         """
 
     def all_reduce(self, flat: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def finish(work: Work, name: str, timeout: timedelta) -> None:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join parts one after another; where they lie so in memory already, return a view: a copy costs a sum."""
+    """Join parts one after another; where they lie so in memory, return a view: a copy costs a sum."""
     full = [part for part in parts if len(part)]
     if not full:
         return parts[0]

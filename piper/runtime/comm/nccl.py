@@ -4,8 +4,8 @@ Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it
 from what the other groups give, and from one number of members to another, though not from run to run. What
 only moves (exchanges, gathers, broadcasts, transfers) has the same bits.
 
-Nothing here makes the host wait but the first step, in which transfers are described. Whoever waits for the
-stream watches the clock, and calls `abort` if it stands still: NCCL's kernels then end.
+Nothing here makes the host wait but the first step, in which transfers are described. The caller
+that waits for the stream calls `abort` after its timeout: NCCL's kernels then end.
 """
 
 from collections.abc import Sequence

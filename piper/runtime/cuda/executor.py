@@ -33,7 +33,7 @@ class StreamExecutor:
 
     The host issues everything in the order of the plan and waits for nothing until the end of the step, but
     where an instruction needs a number on the host. Streams wait for each other by events, made once and
-    recorded anew in each step. With `streams=False` all is issued on the stream that is current.
+    recorded again in each step. With `streams=False` all is issued on the stream that is current.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StreamExecutor:
         """
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
         self.timeout, self.on_failure, self.outro = timeout, on_failure, outro
-        self.alone = all(ins.comm is None for ins in plan.instrs)  # nobody can keep a step from its end
+        self.alone = all(ins.comm is None for ins in plan.instrs)  # no other device can block a step
         self.parked: list[object] = [None] * len(slots)
         self.replaced: list[object] = []
         self.begin, self.done = torch.cuda.Event(), torch.cuda.Event()

@@ -26,7 +26,7 @@ class GraphExecutor:
     """
 
     def __init__(self, inner: StreamExecutor, intake: Intake, residents: Sequence[int]) -> None:
-        """Capture `inner`, which begins on a stream that allows it; `residents`: slots that outlive a step."""
+        """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step."""
         self.inner, self.intake, self.residents = inner, intake, residents
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with

@@ -82,8 +82,8 @@ class Intake:
             except RuntimeError as error:
                 if not self.capturing or isinstance(error, CommError | torch.OutOfMemoryError):
                     raise
-                told = str(error).partition("\n")[0]
-                raise not_static([f"{ins.node} needs the host: {told}"]) from error
+                why = str(error).partition("\n")[0]
+                raise not_static([f"{ins.node} needs the host: {why}"]) from error
 
         return tried
 

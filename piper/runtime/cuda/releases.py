@@ -106,7 +106,7 @@ def releases(plan: Plan, lag: int = LAG) -> list[Handling]:
     return Releases(plan, lag).run()
 
 
-def foretold_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
+def predicted_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
     """Return the most bytes that a device holds in a step: those the plan counts, and those parked."""
     ledger = Ledger(plan)
     held: set[SlotId] = set()

@@ -1,8 +1,8 @@
 """Whether a step is the same work every time, so that it can be issued as one graph; if not, why not.
 
 A graph is replayed as it was captured: the same kernels on the same memory, with the numbers that the host
-gave them then. So nothing in a step may depend on what the host knows only while it runs, and nobody can look
-at one instruction of it.
+gave them then. So nothing in a step may depend on what the host knows only while it runs, and no
+instruction of it can be watched by itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ LOOKS = {
     "measure": "measure",
     "profile": "profile (--profile)",
 }  # options that look into a step
-RATES = ("lr", "initial_lr")  # of a group of parameters: read anew in every step
+RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
 MOST = 3  # chunks that are named
 
 
@@ -76,7 +76,7 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     if routed:
         reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
     if drawn:
-        reasons.append(f"{listed(drawn)}: the host sets the seed of random numbers anew in every step")
+        reasons.append(f"{listed(drawn)}: the host sets the seed of random numbers again in every step")
     return reasons
 
 
