@@ -1,4 +1,4 @@
-"""Starting a run from weights that no run of ours has made."""
+"""Starts a run from weights that were not made by a run of Piper."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

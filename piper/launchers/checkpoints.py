@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: workers write and read their parts, the driver says when it counts."""
+"""The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +33,7 @@ WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A save that workers are at."""
+    """A save that workers have not finished."""
 
     path: Path
     keep: int | None
@@ -242,7 +242,7 @@ def trainer_names(program: ProgramLike) -> Trainer:
 
 
 class Saves:
-    """A run that leaves its checkpoints to `Checkpoints`."""
+    """A run that saves and loads with `Checkpoints`."""
 
     checkpoints: Checkpoints
 

@@ -1,4 +1,4 @@
-"""What a worker writes into a checkpoint: the runs of parameters, moments and buffers that are its own."""
+"""Copies what a worker writes into a checkpoint: its own runs of parameters, moments and buffers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a p
 
 
 class RefusedError(Exception):
-    """A state that a worker cannot save or load as it is asked to; its driver tells the user."""
+    """A state that a worker cannot save or load as it is asked to; its driver reports it."""
 
     def __init__(self, what: str, facts: Mapping[str, str], hint: str) -> None:
         super().__init__(what, facts, hint)  # as given, so that it can be sent

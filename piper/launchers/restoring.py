@@ -1,4 +1,4 @@
-"""What a worker takes from a checkpoint, whatever strategy it was saved under."""
+"""Restores a worker's state from a checkpoint that was saved under any strategy."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

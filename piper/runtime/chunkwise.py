@@ -15,7 +15,7 @@ from piper.sharding import WHOLE, Sharding
 
 @dataclass(slots=True)
 class Walk:
-    """What the chunks made of one slice of the samples."""
+    """The values that the chunks returned for one slice of the samples."""
 
     batch: Mapping[str, Tensor]
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where a device's kernels find what they work on."""
+"""The environment of a device's kernels: slots, state and communicators."""
 
 import hashlib
 import threading

@@ -1,4 +1,4 @@
-"""Rows on their way to experts and back: uneven, as counted during the step.
+"""The exchange of rows with experts: to them and back, with sizes that are counted during the step.
 
 Rows leave a device grouped by expert, so they are grouped by receiver too. They arrive grouped by sender, and
 are put in the order of the local experts; the way back undoes both.

@@ -1,4 +1,4 @@
-"""Labels for torch's own profiler: what an instruction calls stands in its trace under the plan's node."""
+"""Labels for torch's own profiler: its trace shows the calls of an instruction under the plan's node."""
 
 from torch.autograd import profiler
 

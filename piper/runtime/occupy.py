@@ -44,10 +44,10 @@ class Sleeper:
 
 
 class CopyEngine:
-    """Moves so many bytes between host and device as take the time, which leaves the processors alone.
+    """Copies between host and device for the time given, which leaves the processors free.
 
-    The copy engines share the link to the host: what goes one way at one time takes longer than foreseen,
-    as it would on one network adapter. The two ways do not hinder each other.
+    The copy engines share the link to the host: copies in one direction at one time take longer than
+    predicted, as they would on one network adapter. The two directions are independent.
     """
 
     def __init__(self, accelerator: torch.device) -> None:

@@ -30,7 +30,7 @@ class Recording:
 
 
 class Recorder:
-    """Watches the instructions of one device: a few steps pass, the next are recorded, then it is quiet."""
+    """Watches the instructions of one device: it skips a few steps, records the next, then stops."""
 
     def __init__(self, device: int, steps: int, accelerator: torch.device) -> None:
         self.device, self.most = device, WARM + steps
@@ -110,7 +110,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """A worker's clock beside the driver's: what to take off its times, and by how much that may be wrong."""
+    """A worker's clock relative to the driver's: the offset of its times, and the error of that offset."""
 
     offset: float
     error: float

@@ -1,4 +1,4 @@
-"""What a worker is given to run one device's plan."""
+"""The setup that a worker needs to run one device's plan."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value,
 
 
 class JobLike(Protocol):
-    """What running a job needs to know of it."""
+    """The attributes of a job that running it needs."""
 
     @property
     def model(self) -> Callable[[], nn.Module]: ...
@@ -44,7 +44,7 @@ class JobLike(Protocol):
 
 
 class ProgramLike(Protocol):
-    """What running a compiled job needs to know of it."""
+    """The attributes of a compiled job that running it needs."""
 
     @property
     def job(self) -> JobLike: ...

@@ -1,4 +1,4 @@
-"""What a device holds between steps: its part of the parameters, the optimizer over it, and buffers."""
+"""The state of a device between steps: its part of the parameters, their optimizer, and buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +17,7 @@ PORTION = 2**26  # elements whose gradients are cast at a time, where the optimi
 
 
 class Holding:
-    """One bucket on one device: its parameters in the type that computes, and what the optimizer works on."""
+    """One bucket on one device: its parameters in the type that chunks compute in, and in the optimizer's."""
 
     def __init__(self, bucket: Bucket, device: int, initial: Initial, setup: Setup) -> None:
         self.bucket, self.layout = bucket, Layout(bucket, device)

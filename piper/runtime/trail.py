@@ -1,4 +1,4 @@
-"""Keeps what every chunk returned in a step, so that two runs can be compared where they first differ."""
+"""Records what every chunk returned in a step, so that two runs can be compared where they first differ."""
 
 from typing import cast
 

@@ -31,7 +31,7 @@ TOTAL = SlotId("total")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What every device knows at the end of a step."""
+    """The sums over all devices at the end of a step."""
 
     squares: float  # of the gradient's norm, before it is divided by the weight
     loss: float

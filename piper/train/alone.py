@@ -17,7 +17,7 @@ WARM = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What `piper train --on rank:N` is asked for."""
+    """The arguments of `piper train --on rank:N`."""
 
     recipe: str
     on: str

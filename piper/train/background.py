@@ -1,4 +1,4 @@
-"""What made a program: its strategy in words, and what a run keeps of it for `piper view`."""
+"""The background of a program that a run saves for `piper view`: its strategy, origins and costs."""
 
 from dataclasses import fields
 from pathlib import Path

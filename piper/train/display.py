@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display on a terminal, else plain lines."""
+"""The display of a run: live on a terminal, else plain lines."""
 
 import time
 from collections.abc import Callable, Iterator

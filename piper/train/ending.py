@@ -1,4 +1,4 @@
-"""What a run says at its end: how it went, and where to look."""
+"""The closing message of a run: its result, and where its files are."""
 
 from piper.train.folder import METRICS
 from piper.train.session import Outcome

@@ -1,4 +1,4 @@
-"""A run's folder: what was run, with which versions and numbers, and what came of it.
+"""A run's folder: its recipe, versions, metrics and checkpoints.
 
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
 run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/, tensorboard/

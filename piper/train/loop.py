@@ -19,7 +19,7 @@ Reporter = Callable[[Measure], None]
 
 
 class Result(Protocol):
-    """What a step gives back."""
+    """The result of a step."""
 
     @property
     def loss(self) -> float: ...
@@ -28,7 +28,7 @@ class Result(Protocol):
 
 
 class Steps(Protocol):
-    """A running job, as far as the loop knows it."""
+    """A running job that can train a step."""
 
     def step(self, batch: Mapping[str, Tensor]) -> Result: ...
 
@@ -43,7 +43,7 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What to train: from after `done` steps up to `steps`, reporting each step."""
+    """The steps to train, after `done` up to `steps`, and the callbacks of each step."""
 
     done: int
     steps: int

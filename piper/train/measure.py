@@ -1,4 +1,4 @@
-"""What a step of training tells, and how the learning rate goes on."""
+"""The measures of a training step, and the learning rate of the next."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: where they lie, when they are made, and going on from the newest."""
+"""Checkpoints of a run: where they are, when they are saved, and how to resume from the newest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from piper.train.loop import Saves
 
 
 class Resumed(Protocol):
-    """What a checkpoint says of where it was made."""
+    """The step and the data state of a checkpoint."""
 
     @property
     def step(self) -> int: ...

@@ -1,4 +1,4 @@
-"""One run from start to end: compile, launch, go on or begin, train, and say what came of it."""
+"""One run from start to end: compile, launch, start or resume, train, and return the outcome."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ from piper.train.saving import go_on, past_of, prepare_saves, saves_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `piper train` is asked for."""
+    """The arguments of `piper train`."""
 
     recipe: str
     on: str = "local"
@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     folder: Path
     done: int

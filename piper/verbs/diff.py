@@ -20,7 +20,7 @@ EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two: its plans, and what its chunks cost where that is known."""
+    """One of the two sides: its plans, and the outline of its model where that is known."""
 
     name: str
     plans: "Plans"

@@ -1,4 +1,4 @@
-"""What `piper diff` says of two sets of plans: as tables for people, as one object for programs."""
+"""The report of `piper diff` on two sets of plans: as tables for people, as one object for programs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`piper profile`: what a run's steps were made of, and what the simulator can learn from them."""
+"""`piper profile`: where the time of a run's steps went, and costs for the simulator."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `piper profile` says of a profile: as tables for people, as one object for programs."""
+"""The report of `piper profile`: as tables for people, as one object for programs."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ COLUMNS = ("calls", "time", "share", "median", "waited", "busy", "sent", "rate")
 
 @dataclass(slots=True)
 class Row:
-    """What some instructions took, over all devices and recorded steps."""
+    """The times of a group of instructions, over all devices and recorded steps."""
 
     name: str
     op: str

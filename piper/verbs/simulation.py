@@ -1,4 +1,4 @@
-"""What `piper simulate` says of a simulated step: as tables for people, as one object for programs."""
+"""The report of `piper simulate` on a simulated step: as tables for people, as one object for programs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A simulated step with what it is of."""
+    """A simulated step with its plans and the costs that it was simulated with."""
 
     plans: Plans
     simulation: Simulation
@@ -199,7 +199,7 @@ def kind_of(link: Link) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Neighbouring links of the path that do the same on one program."""
+    """Consecutive links of the path that all compute or all communicate on one program."""
 
     devices: str
     what: str

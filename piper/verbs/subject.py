@@ -1,4 +1,4 @@
-"""What `piper view` is asked to show: a recipe, compiled, or a run's folder with what it measured."""
+"""The subject of `piper view`: a compiled recipe, or a run's folder with its measurements."""
 
 import json
 from pathlib import Path

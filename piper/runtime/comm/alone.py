@@ -1,4 +1,4 @@
-"""Communication of a device whose peers are not there: values of the right shape, made of its own.
+"""Communication of a device that runs without its peers: values of the right shape, made of its own.
 
 A device that runs alone computes with real kernels on real memory, so what arrives must have the shape that
 it would have, and be numbers like those it would be. A sum is this device's share of it, gathered shards are
@@ -37,7 +37,7 @@ class AloneComms:
 
 
 class AloneGroup(Group):
-    """A group of which only one member is there."""
+    """A group of which only one member runs."""
 
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Return the parts themselves: a network needs no processor, so nothing is copied here."""
@@ -64,10 +64,10 @@ class AloneGroup(Group):
 
 
 class Drain:
-    """A pipe that leads nowhere."""
+    """A pipe without a peer: values sent are dropped; `arriving` makes those received."""
 
     def send(self, value: Tensor, form: Form) -> None:
-        """Let a value go."""
+        """Drop a value."""
 
     def recv(self, form: Form) -> Tensor:
         raise AssertionError("what arrives is made by `arriving`, which knows its shape")

@@ -17,7 +17,7 @@ SMALL = 4096  # elements: below it a sum in one round beats one in two
 
 
 class CommError(RuntimeError):
-    """Communication that did not happen: a peer is late, or has failed."""
+    """A failed communication: a peer is late, or has failed."""
 
 
 class StoppedError(CommError):
@@ -91,7 +91,7 @@ class Form:
 
 
 class Pipe(Protocol):
-    """One end of a way from one device to another; what is sent first arrives first."""
+    """One end of a first-in first-out connection between two devices."""
 
     def send(self, value: Tensor, form: Form) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""

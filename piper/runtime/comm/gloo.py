@@ -32,7 +32,7 @@ HEADER = 16  # numbers that describe a tensor: its type, how many axes, and thei
 
 
 class Wire(Protocol):
-    """What is used of a process group; torch's own annotations do not say."""
+    """The methods of a process group that are used; torch does not annotate them."""
 
     def alltoall_base(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> Work: ...
     def _allgather_base(self, out: Tensor, shard: Tensor) -> Work: ...
@@ -140,7 +140,7 @@ class GlooGroup(Group):
 
 
 class GlooPipe:
-    """A way from one process to another. What a transfer moves is described in its first step only."""
+    """A connection from one process to another. The first step also sends each value's shape and type."""
 
     def __init__(self, made: Wire, name: str, timeout: timedelta) -> None:
         self.made, self.name, self.timeout = made, name, timeout

@@ -1,4 +1,4 @@
-"""Devices as threads of one process: a mailbox for every pair that ever speaks, made before anything runs."""
+"""Devices as threads of one process: a mailbox for every pair that communicates, made before the run."""
 
 import queue
 import threading

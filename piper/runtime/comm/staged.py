@@ -55,7 +55,7 @@ class StagedGroup(Group):
 
 
 class StagedPipe:
-    """A way from one device to another through the hosts of both."""
+    """A connection from one device to another through the hosts of both."""
 
     def __init__(self, inner: Pipe, accelerator: torch.device) -> None:
         self.inner, self.accelerator = inner, accelerator

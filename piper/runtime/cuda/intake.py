@@ -1,7 +1,7 @@
-"""What the host puts in place before a step that is one graph: rows of the batch, and learning rates.
+"""The inputs that the host writes before a step that is one graph: rows of the batch, and learning rates.
 
-A graph reads the same memory in every step. So what differs from step to step lies in memory of its own,
-pinned on the host, which is filled before the graph is launched and read by it.
+A graph reads the same memory in every step. So the inputs that differ from step to step lie in static
+memory, pinned on the host, which is filled before the graph is launched and read by it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Kernel = Callable[[Env, Instr], Bound]
 
 
 class Intake:
-    """The instructions of one device that take something from the host, and what they take."""
+    """The static inputs of one device's instructions, and the kernels that read them."""
 
     def __init__(self) -> None:
         self.fills: list[Bound] = []

@@ -1,4 +1,4 @@
-"""Whether a step is the same work every time, so that it can be issued as one graph; if not, why not.
+"""Checks that a step is the same work every time, so that it can be issued as one graph.
 
 A graph is replayed as it was captured: the same kernels on the same memory, with the numbers that the host
 gave them then. So nothing in a step may depend on what the host knows only while it runs, and no
@@ -29,7 +29,7 @@ MOST = 3  # chunks that are named
 
 
 class Looks(Protocol):
-    """The options that look into a step."""
+    """The options that observe single instructions of a step."""
 
     @property
     def keep_gradients(self) -> bool: ...
