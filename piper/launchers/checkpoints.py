@@ -257,5 +257,5 @@ class Saves:
         return self.checkpoints.load(path)
 
     def settle(self) -> None:
-        """Wait until what is being saved is complete."""
+        """Wait until the save that is under way is complete."""
         self.checkpoints.settle()

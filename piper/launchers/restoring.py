@@ -73,7 +73,7 @@ def copy_buffer(value: Tensor, flat: Tensor) -> None:
 
 
 def renew(worker: Worker, step: int) -> None:
-    """Let a worker go on after so many steps."""
+    """Let a worker continue after the given number of steps."""
     worker.env.step = step
     worker.renew()
 

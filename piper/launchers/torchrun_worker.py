@@ -126,7 +126,7 @@ class BackgroundWorker:
             thread.join()
 
     def leave(self) -> None:
-        """End, whatever the driver does."""
+        """End the worker, even if the driver does not answer."""
         with suppress(OSError):
             self.channel.end.shutdown(socket.SHUT_RDWR)
         for thread in self.threads:

@@ -55,7 +55,7 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
-    """Draw the same numbers for the same chunk, part and replica in a step, wherever and whenever it runs."""
+    """Draw the same numbers for the same chunk, microbatch and replica in a step, wherever it runs."""
     place = env.setup.plans.chunks[chunk].devices.index(env.device)
     where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
 
@@ -135,7 +135,7 @@ def results(
 
 
 def load(env: Env, ins: Instr) -> Bound:
-    """Bring this device's rows of a batch field, for one part, to the device."""
+    """Bring this device's rows of a batch field, for one microbatch, to the device."""
     slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
     divided, place = ins.loads.slices, ins.loads.devices.index(env.device)
     dtype, device = env.setup.dtype, env.setup.device

@@ -32,7 +32,7 @@ def accumulate(env: Env, ins: Instr) -> Bound:
 
 
 def add_scalar(env: Env, value: int, total: int, first: bool) -> Bound:
-    """Add up losses and weights, in float64 whatever computes them."""
+    """Add up losses and weights in float64, in any precision of the model."""
     slots = env.slots
 
     def begin() -> None:

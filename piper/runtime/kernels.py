@@ -64,7 +64,7 @@ def copy(env: Env, ins: Instr) -> Bound:
 
 
 def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
-    """Take the rows that an instruction says, or all of them."""
+    """Take the rows that an instruction names, or all of them."""
     if not isinstance(ins.payload, Rows):
         return lambda value: value
     start, stop, of = ins.payload.start, ins.payload.stop, ins.payload.of

@@ -170,7 +170,7 @@ class State:
 
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Hand gradients to what is trained, cast where that is of another type."""
+    """Give gradients to the trained tensors, cast to their type where it differs."""
     casts, sources = list[Tensor](), list[Tensor]()
     for tensor, gradient in portion:
         cast = gradient

@@ -120,7 +120,7 @@ def earlier_seed(folder: Path) -> int | None:
 
 
 def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> None:
-    """Write down what is run."""
+    """Write the record of a run: its recipe, strategy, plans and versions."""
     job = program.job
     about = {
         "recipe": recipe,

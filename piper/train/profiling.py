@@ -66,7 +66,7 @@ def track_of(recording: Recording, clock: Clock) -> Track:
 
 
 def save_profile(profile: Profile, folder: Path) -> str:
-    """Write a run's profile into its folder, and the trace beside it; say where they are."""
+    """Write a run's profile and its trace into its folder, and return a message that says where they are."""
     if not profile.count:
         return f"No step was recorded: the run ended within its first {WARM}"
     write_profile(profile, folder / FOLDER)

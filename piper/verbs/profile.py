@@ -92,7 +92,7 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
 
 
 def write_calibration(found: "Profile", path: Path, cluster: str | None) -> None:
-    """Write what a profile says of costs."""
+    """Write the costs that a profile measured."""
     from piper.simulate.calibrate import calibrate
     from piper.simulate.cluster import load_cluster
     from piper.simulate.measured import write_costs

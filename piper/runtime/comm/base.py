@@ -59,7 +59,7 @@ class Group(ABC):
         return shard
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
-        """Write everybody's shard into `out`, in order. `shard` may be this member's part of `out`."""
+        """Write every member's shard into `out`, in order. `shard` may be this member's part of `out`."""
         length = len(shard)
         for i, part in enumerate(self.swap([shard] * self.size, [length] * self.size)):
             there = out[i * length : (i + 1) * length]

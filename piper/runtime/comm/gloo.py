@@ -94,7 +94,7 @@ class GlooComms:
 
 
 def finish(work: Work, name: str, timeout: timedelta) -> None:
-    """Wait for one operation, but not for ever."""
+    """Wait for one operation until the timeout."""
     try:
         work.wait(timeout)
     except RuntimeError as error:

@@ -34,7 +34,7 @@ class Intake:
         return {**kernels, "load": self.load, "update": self.update(kernels["update"])}
 
     def load(self, env: Env, ins: Instr) -> Bound:
-        """Bring this device's rows of a batch field, for one part, to the device."""
+        """Bring this device's rows of a batch field, for one microbatch, to the device."""
         slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
         dtype, device = env.setup.dtype, env.setup.device
         room: Tensor | None = None
@@ -134,7 +134,7 @@ class Rates:
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Let an optimizer keep all that it counts on the device, before it has counted anything."""
+    """Let an optimizer keep its step counts on the device, before it has counted anything."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
