@@ -488,7 +488,7 @@ error: capture (net.py:<model_raises>): the model cannot be built
     "net.py:model_raises_later": """
 error: model (net.py:<model_raises_later>): the model cannot be built
   why:  OSError: the weights are gone
-  hint: it was built once without memory, and now with values: mend the model at that line
+  hint: it was built once without memory, and now with values: fix the model at that line
 """,
     "net.py:samples_of_tuples": """
 error: Samples (net.py:<samples_of_tuples>): a sample is tuple, not a dict
@@ -726,19 +726,19 @@ error: scheduler (net.py:<scheduler_plateau>): ReduceLROnPlateau cannot be used:
 error: scheduler (net.py:<scheduler_fails>): LambdaLR cannot go on
   at:   step 2
   why:  ZeroDivisionError: division by zero
-  hint: mend the scheduler at that line, or let its schedule be as long as the job's steps
+  hint: fix the scheduler at that line, or let its schedule be as long as the job's steps
 """,
     "net.py:scheduler_ends": """
 error: scheduler (net.py:<scheduler_ends>): OneCycleLR cannot go on
   at:   step 3
   why:  ValueError: Tried to step 3 times. The specified number of total steps is 2
-  hint: mend the scheduler at that line, or let its schedule be as long as the job's steps
+  hint: fix the scheduler at that line, or let its schedule be as long as the job's steps
 """,
     "net.py:scheduler_ends_later": """
 error: scheduler (net.py:<scheduler_ends_later>): Lasting cannot go on
   at:   step 3
   why:  IndexError: the schedule has ended
-  hint: mend the scheduler at that line, or let its schedule be as long as the job's steps
+  hint: fix the scheduler at that line, or let its schedule be as long as the job's steps
 """,
     "net.py:device_of_text": """
 error: place (net.py:<device_of_text>): devices='0' is not a list

@@ -88,7 +88,7 @@ class Run(Protocol):
         """Continue from a checkpoint, whatever strategy it was saved under."""
 
     def settle(self) -> None:
-        """Wait until what is being saved is complete."""
+        """Wait until the save that is under way is complete."""
 
     def close(self) -> None:
         """End every worker. Idempotent."""

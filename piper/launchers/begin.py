@@ -1,4 +1,4 @@
-"""Starting a run from weights that no run of ours has made."""
+"""Starts a run from weights that were not made by a run of Piper."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -60,14 +60,14 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
 
 
 def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name of each given value, by the first name that it has in the model."""
+    """Return the given name of each value, by the first name that the value has in the model."""
     first = {alias: p.name for p in program.outline.parameters for alias in p.aliases}
     first |= {alias: b.name for b in program.outline.buffers for alias in b.saved_as}
     return {first.get(name, name): name for name in values}
 
 
 def batched(names: Mapping[str, object], value: Callable[[str], Tensor]) -> Iterator[list[Part]]:
-    """Values as parts, as many at a time as memory should hold."""
+    """Yield values as parts, as many at a time as memory should hold."""
     held: list[Part] = []
     for name in names:
         held += whole_parts({name: value(name)})

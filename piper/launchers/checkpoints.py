@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: workers write and read their parts, the driver says when it counts."""
+"""The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +33,7 @@ WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A save that workers are at."""
+    """A save that workers have not finished."""
 
     path: Path
     keep: int | None
@@ -53,7 +53,10 @@ class Checkpoints:
         unread: dict[str, Tensor],
         give_up: Callable[[], None],
     ) -> None:
-        """`unread`: the values that no device holds, which a load replaces. `give_up` ends the run."""
+        """Keep what saves and loads need.
+
+        unread: the values that no device holds, which a load replaces. give_up: ends the run.
+        """
         self.program, self.devices, self.ask, self.unread = program, [*devices], ask, unread
         self.give_up = give_up
         self.pending: Pending | None = None
@@ -77,7 +80,7 @@ class Checkpoints:
             self.settle()
 
     def poll(self, wait: float = 0.0) -> None:
-        """Complete the save that is under way, if every worker has done its part."""
+        """Finish the save that is under way, if every worker has done its part."""
         pending = self.pending
         if pending is None:
             return
@@ -102,13 +105,13 @@ class Checkpoints:
             raise error
 
     def abandon(self) -> None:
-        """Forget the save that is under way: there is nobody left to finish it."""
+        """Discard the save that is under way: no worker is left to finish it."""
         self.pending = None
 
     def _complete(self, pending: Pending) -> None:
         if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
             discard(pending.path)
-            raise refused.told("save", pending.path)
+            raise refused.as_config_error("save", pending.path)
         if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
             discard(pending.path)
             raise unwritten(pending.path, trouble)
@@ -137,14 +140,14 @@ class Checkpoints:
             self.retention.start(pending.path.parent, pending.keep)
 
     def _model(self) -> dict[str, Spec]:
-        """What this program's checkpoints hold; the types of unread values are those they have."""
+        """Return the specs of what this program's checkpoints hold; unread values keep their types."""
         found = wanted_model(self.program.plans, self.program.outline)
         for name, value in self._kept().items():
             found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
         return found
 
     def _kept(self) -> dict[str, Tensor]:
-        """The values that no device holds and a checkpoint does."""
+        """Return the values that no device holds and a checkpoint does."""
         wanted = wanted_model(self.program.plans, self.program.outline)
         return {name: value for name, value in self.unread.items() if name in wanted}
 
@@ -180,7 +183,7 @@ class Checkpoints:
         if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
             self.ask("adopt", dict.fromkeys(self.devices, False))
             raise (
-                failed.refused.told("load", folder)
+                failed.refused.as_config_error("load", folder)
                 if failed.refused
                 else DamagedError(folder, str(failed.trouble))
             )
@@ -196,7 +199,7 @@ class Checkpoints:
 
 
 def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
-    """What all workers say of each parameter, in one table."""
+    """Merge the tables of all workers into one, by parameter."""
     found: dict[str, dict[str, T]] = {}
     for table in tables:
         for name, keys in table.items():
@@ -205,7 +208,7 @@ def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[st
 
 
 def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
-    """Full values as parts of which each is all there is."""
+    """Yield full values as parts, each of which is all of its value."""
     for name, value in values.items():
         if value.numel():
             flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
@@ -213,7 +216,7 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
 
 
 def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
-    """The values that no device holds."""
+    """Read the values that no device holds."""
     plans = program.plans
     held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
     held |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
@@ -229,7 +232,7 @@ def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
 
 
 def trainer_names(program: ProgramLike) -> Trainer:
-    """Which optimizer and scheduler a program's workers have."""
+    """Return which optimizer and scheduler a program's workers have."""
     job: JobLike = program.job
     optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values())
     if optimizer is None:
@@ -239,7 +242,7 @@ def trainer_names(program: ProgramLike) -> Trainer:
 
 
 class Saves:
-    """A run that leaves its checkpoints to `Checkpoints`."""
+    """A run that saves and loads with `Checkpoints`."""
 
     checkpoints: Checkpoints
 
@@ -254,5 +257,5 @@ class Saves:
         return self.checkpoints.load(path)
 
     def settle(self) -> None:
-        """Wait until what is being saved is complete."""
+        """Wait until the save that is under way is complete."""
         self.checkpoints.settle()

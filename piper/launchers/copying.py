@@ -1,4 +1,4 @@
-"""What a worker writes into a checkpoint: the runs of parameters, moments and buffers that are its own."""
+"""Copies what a worker writes into a checkpoint: its own runs of parameters, moments and buffers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,20 +27,20 @@ Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a p
 
 
 class RefusedError(Exception):
-    """A state that a worker cannot save or load as it is asked to; its driver tells the user."""
+    """A state that a worker cannot save or load as it is asked to; its driver reports it."""
 
     def __init__(self, what: str, facts: Mapping[str, str], hint: str) -> None:
         super().__init__(what, facts, hint)  # as given, so that it can be sent
         self.what, self.facts, self.hint = what, facts, hint
 
-    def told(self, by: str, path: Path) -> ConfigError:
-        """The error that the user sees."""
+    def as_config_error(self, by: str, path: Path) -> ConfigError:
+        """Return the error that the user sees."""
         return ConfigError(self.what, by=by, facts={"path": str(path), **self.facts}, hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A worker's state at one moment, in memory that nobody else uses."""
+    """A worker's state at one moment, in memory of its own."""
 
     parts: list[Part]
     trainer: Trainer
@@ -83,12 +83,12 @@ def copy_state(worker: Worker) -> Copied:
 
 
 def copied(value: Tensor) -> Tensor:
-    """A tensor in memory of its own, on the host."""
+    """Copy a tensor to memory of its own on the host."""
     return value.detach().to("cpu", copy=True).contiguous()
 
 
 def model_part(span: Span, size: int, tensor: Tensor) -> Part:
-    """A run of a parameter's own elements."""
+    """Return a run of a parameter's own elements."""
     return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor)
 
 
@@ -122,7 +122,7 @@ def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor) -> li
 
 
 def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
-    """What the optimizer keeps for the parameters of a bucket."""
+    """Return what the optimizer keeps for the parameters of a bucket."""
     state = worker.env.state
     if state.optimizer is None:
         return {}
@@ -131,7 +131,7 @@ def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, objec
 
 
 def trainer_of(worker: Worker) -> Trainer:
-    """How a worker's parameters change, in words and numbers."""
+    """Return the state of a worker's optimizer and scheduler, in words and numbers."""
     optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
     if optimizer is None:
         return Trainer()
@@ -145,5 +145,5 @@ def trainer_of(worker: Worker) -> Trainer:
 
 
 def name_of(value: object) -> str:
-    """The class of an object."""
+    """Return the full name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

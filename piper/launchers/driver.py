@@ -257,7 +257,7 @@ class RemoteRun(Saves, Trains):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
-        """`unread`: the initial values of parameters and buffers that no device holds."""
+        """Drive the workers of a program; `unread`: initial parameters and buffers that no device holds."""
         self.program, self.plans, self.group, self.unread = program, program.plans, group, unread
         self.devices = devices_of(program.plans)
         self.wanted = wanted_batch(setup_of(program))

@@ -223,7 +223,7 @@ class Watcher:
     """Marks which instructions of one device run, and reports its first failure."""
 
     def __init__(self, device: int, marks: memoryview, report: Callable[[Failure], None]) -> None:
-        """`marks`: a number for each stream. `report` is called once, with the first failure."""
+        """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once."""
         self.device, self.marks, self.report = device, marks, report
         self.streams: dict[str, int] = {}
         self.first: Exception | None = None

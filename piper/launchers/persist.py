@@ -1,4 +1,4 @@
-"""A worker's side of checkpoints: it writes a copy of its state, or reads one, while it may go on."""
+"""A worker's side of checkpoints: it writes a copy of its state, or reads one, while steps go on."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from piper.runtime.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What became of a save or load: all in order, or what is wrong with the files or with what is asked."""
+    """The outcome of a save or load: done, refused, or failed because of the files."""
 
     trouble: str | None = None
     refused: RefusedError | None = None
@@ -25,7 +25,7 @@ class Done:
 
 
 class Keeper:
-    """Saves and loads one worker's state, while the worker may go on."""
+    """Saves and loads one worker's state in a thread, while the worker may go on."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -70,14 +70,14 @@ class Keeper:
                 self.done = Done(refused=error)
             except StorageError as error:
                 self.done = Done(trouble=str(error))
-            except Exception as error:  # noqa: BLE001  it is told to the driver, which raises
+            except Exception as error:  # noqa: BLE001  it is reported to the driver, which raises
                 self.done = Done(trouble=f"{type(error).__name__}: {error}")
 
         self.thread = threading.Thread(target=work, name=f"{what} {self.worker.device}", daemon=True)
         self.thread.start()
 
     def poll(self, wait: float) -> Done | None:
-        """What became of it, if it has ended within so many seconds."""
+        """Return the outcome of the save or load. None: it has not ended within `wait` seconds."""
         if self.thread is not None:
             self.thread.join(wait)
             if self.thread.is_alive():

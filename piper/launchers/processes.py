@@ -129,7 +129,7 @@ class NodeMonitor:
                 os.close(descriptor)
 
     def look(self) -> dict[int, ProcessStatus]:
-        """Return what is seen of the workers."""
+        """Return the status of the workers' processes."""
         return {
             device: ProcessStatus(
                 process=process, running=running(self.marks.get(device, ())), stopped=stopped(process)

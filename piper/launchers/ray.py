@@ -313,7 +313,7 @@ def loopback() -> Iterator[None]:
 
 @contextmanager
 def resources(devices: int, gpus: int) -> Iterator[PlacementGroup]:
-    """Reserve the resources of an actor for each device."""
+    """Claim the resources of an actor for each device."""
     bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
     group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
     try:

@@ -1,4 +1,4 @@
-"""How the ranks of a torchrun job find each other, and the key that they prove to know.
+"""The rendezvous of the ranks of a torchrun job, and the key that they prove to know.
 
 torch's store holds the address of the driver of each launch. It is open to every process that reaches its
 port, so the key is never in it: that comes from the environment, or from a file that only this user can read.

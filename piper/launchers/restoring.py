@@ -1,4 +1,4 @@
-"""What a worker takes from a checkpoint, whatever strategy it was saved under."""
+"""Restores a worker's state from a checkpoint that was saved under any strategy."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it 
 
 
 def blank_values(outline: Outline) -> Initial:
-    """Values of the right shape that take no memory, for a worker that is about to load others."""
+    """Return values of the right shape that take no memory, for a worker that is about to load others."""
     known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
     known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}
 
@@ -73,7 +73,7 @@ def copy_buffer(value: Tensor, flat: Tensor) -> None:
 
 
 def renew(worker: Worker, step: int) -> None:
-    """Let a worker go on after so many steps."""
+    """Let a worker continue after the given number of steps."""
     worker.env.step = step
     worker.renew()
 
@@ -104,7 +104,7 @@ def read_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> Callable[[], No
 
 
 def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor) -> Iterator[Part]:
-    """The parts of parameters that lie between two elements of a bucket, over a tensor that begins there."""
+    """Yield the parts of parameters between two elements of a bucket, over a tensor that begins there."""
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     low, high = between
     for span in spans(bucket, worker.device, low, high):
@@ -179,8 +179,8 @@ def moments_of(held: Sequence[Span], trained: Tensor, shelf: Shelf) -> dict[str,
 
 
 def goes_with_elements(record: Record, key: str) -> bool:
-    """Whether the optimizer's tensors of a name have an element for each of a parameter's: some show it.
+    """Return whether the optimizer's tensors of a name have an element for each element of their parameter.
 
-    A parameter that is a single number does not.
+    One parameter that shows it is enough: a parameter that is a single number does not.
     """
     return any(keys.get(key, ()) is None for keys in record.moments.values())

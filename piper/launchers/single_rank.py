@@ -17,7 +17,7 @@ from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.alone import AloneComms, arriving
-from piper.runtime.cuda.releases import foretold_peak
+from piper.runtime.cuda.releases import predicted_peak
 from piper.runtime.kernels import KERNELS
 from piper.runtime.occupy import CopyEngine, Sleeper, occupied
 from piper.runtime.record import Clock, Recording
@@ -80,7 +80,7 @@ class SingleRankRun(Trains):
         measured = None
         if self.engine is not None:
             measured = torch.cuda.max_memory_allocated(self.setup.device) - self.engine.nbytes
-        return PeakMemory(planned=timeline(plan).peak, predicted=foretold_peak(plan), measured=measured)
+        return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
 
     def recordings(self) -> dict[int, tuple[Recording, Clock]]:
         """Return when the instructions of the recorded steps ran; `profile` must be on."""

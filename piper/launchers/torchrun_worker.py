@@ -71,7 +71,10 @@ class BackgroundWorker:
     def __init__(
         self, channel: Channel, build: Callable[[Assignment], WorkerServer], hear: Hear | None = None
     ) -> None:
-        """`build`: makes the worker from the first message. `hear`: is called with the results of rank 0."""
+        """Start the threads.
+
+        build: makes the worker from the first message. hear: is called with the results of rank 0.
+        """
         self.channel, self.build, self.hear = channel, build, hear or (lambda result: None)
         self.calls: SimpleQueue[Assignment | tuple[Call, object] | None] = SimpleQueue()
         self.sockets = OpenSockets()
@@ -123,7 +126,7 @@ class BackgroundWorker:
             thread.join()
 
     def leave(self) -> None:
-        """End, whatever the driver does."""
+        """End the worker, even if the driver does not answer."""
         with suppress(OSError):
             self.channel.end.shutdown(socket.SHUT_RDWR)
         for thread in self.threads:
@@ -188,7 +191,7 @@ def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
 
 
 def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> BackgroundWorker:
-    """Become a worker of a launch."""
+    """Connect to the driver of a launch as one of its workers."""
     key = key_for(world, address)
     try:
         channel = connect((address.host, address.port), key, world.rank, PATIENCE, CODEC)

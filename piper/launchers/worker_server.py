@@ -39,7 +39,7 @@ class WorkerServer:
     """A worker that answers calls. Its first failure is its answer, even while other streams still wait."""
 
     def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
-        """`marks`: the progress of each stream, for the driver to read."""
+        """Build the worker of a device; `marks`: the progress of each stream, for the driver to read."""
         self.device = given.device
         torch.set_num_threads(given.options.threads)
         setup = unpack_setup(given.setup)

@@ -14,7 +14,7 @@ Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
 
 
 def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tensor]:
-    """Every parameter in full, by name; of the copies of a tied one, the first."""
+    """Return every parameter in full, by name; of the copies of a tied parameter, the first."""
     found: dict[str, Tensor] = {}
     for bucket in buckets:
         flats = {group[0]: whole_flat(bucket, group, owned) for group in bucket.distinct}
@@ -39,7 +39,7 @@ def joined(piece: Piece, parts: Mapping[int, Tensor]) -> Tensor:
 
 
 def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
-    """A buffer in full, from what devices hold of it; of copies, the first."""
+    """Return a buffer in full, from what devices hold of it; of copies, the first."""
     parts: dict[int, Tensor] = {}
     axis = 0
     for share, value in held:
@@ -49,7 +49,7 @@ def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
 
 
 def whole_buffers(answers: Iterable[Mapping[str, tuple[Share, Tensor]]]) -> dict[str, Tensor]:
-    """Buffers in full, from what each device holds of them, by name."""
+    """Return buffers in full by name, from what each device holds of them."""
     held: dict[str, list[tuple[Share, Tensor]]] = {}
     for found in answers:
         for name, value in found.items():
@@ -65,5 +65,5 @@ def whole_flat(bucket: Bucket, group: Devices, owned: Owned) -> Tensor:
 
 
 def cut(flat: Tensor, piece: Piece) -> Tensor:
-    """A piece in its shape."""
+    """Return a piece of a flat bucket as a view in its shape."""
     return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)

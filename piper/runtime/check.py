@@ -1,7 +1,7 @@
-"""Does a strategy give the same numbers as one device? If not, where do they first differ?
+"""Checks that a strategy gives the same numbers as one device, and finds where they first differ.
 
-The judge is plain PyTorch on the whole, unsliced batch (`runtime/reference.py`). Where the run differs from
-it, the same slices run in plain PyTorch too. If the run equals these, the slices are not the batch, and
+The reference is plain PyTorch on the whole, unsliced batch (`runtime/reference.py`). Where the run differs
+from it, the same slices run in plain PyTorch too. If the run equals these, the slices are not the batch, and
 `runtime/mixing.py` says why: an operation that mixes samples is a note, a mean of uneven slices an error.
 """
 
@@ -67,7 +67,7 @@ class Worst:
 
     @property
     def first(self) -> str | None:
-        """What differs first, buffers last."""
+        """Return what differs first, buffers last. None: nothing differs."""
         return self.bad or next(iter(self.buffers.values()), None)
 
 

@@ -15,7 +15,7 @@ from piper.sharding import WHOLE, Sharding
 
 @dataclass(slots=True)
 class Walk:
-    """What the chunks made of one slice of the samples."""
+    """The values that the chunks returned for one slice of the samples."""
 
     batch: Mapping[str, Tensor]
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Chunkwise:
                 self.ways[chunk] = max(bucket.ways, self.ways.get(chunk, 1))
 
     def run(self, batch: Mapping[str, Tensor], step: int, part: Tags, replica: int) -> Walk:
-        """One slice, forward."""
+        """Run one slice of the batch forward and return its values."""
         walk = Walk(batch)
         for chunk in self.setup.outline.chunks:
             if chunk.kind in ("route", "unroute"):
@@ -100,7 +100,7 @@ class Chunkwise:
     def _experts(
         self, chunk: Chunk, ways: int, inputs: list[Tensor], params: list[Tensor], buffers: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """An expert chunk whose code is for some of the experts: each part on its own rows, then joined."""
+        """Run an expert chunk whose code is for some of the experts: each part on its rows, then joined."""
         positions = chunk.phases["F"].inputs
         sources = [chunk.inputs[i] for i in positions]
         counted = next(

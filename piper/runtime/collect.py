@@ -32,7 +32,7 @@ def collect(env: Env, ins: Instr) -> Bound:
 
 
 def all_gather(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return what joins every member's part."""
+    """Return a function that joins every member's part."""
     slicing = how.joined
     assert slicing is not None
 
@@ -46,7 +46,7 @@ def all_gather(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
 
 
 def reduce_scatter(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return what sums every member's value and keeps this member's part."""
+    """Return a function that sums every member's value and keeps this member's part."""
     slicing = how.cut
     assert slicing is not None
 

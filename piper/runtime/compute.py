@@ -47,15 +47,15 @@ def compute(env: Env, ins: Instr) -> Bound:
 
 
 def ends_with(env: Env, ins: Instr) -> list[int]:
-    """Slots that a phase is the last to use, and whose memory may serve it as soon as it is done with them.
+    """Return the slots that a phase is the last to use, whose memory it may reuse when it is done with them.
 
-    Only those made on its own stream: what another stream made goes back to that one, when it may.
+    Only those made on its own stream: memory that another stream made returns to that stream.
     """
     return [env.at(slot) for slot in ins.frees if env.makers[slot] == ins.stream]
 
 
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
-    """Draw the same numbers for the same chunk, part and replica in a step, wherever and whenever it runs."""
+    """Draw the same numbers for the same chunk, microbatch and replica in a step, wherever it runs."""
     place = env.setup.plans.chunks[chunk].devices.index(env.device)
     where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
 
@@ -67,12 +67,12 @@ def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
 
 
 def draw_place(chunk: str, part: Tags, replica: int) -> str:
-    """Where random numbers are drawn, as part of their seed."""
+    """Return the place where random numbers are drawn, as part of their seed."""
     return f"{chunk}/{','.join(f'{axis}={i}' for axis, i in part)}/{replica}"
 
 
 def parts_of(plans: Plans, chunk: str) -> list[Tags]:
-    """The microbatches that a chunk runs on, whether once each or again."""
+    """Return the microbatches that a chunk's forward runs on, each once, recomputed or not."""
     found: dict[Tags, None] = {}
     for ins in plans.of(plans.chunks[chunk].devices[0]).instrs:
         if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
@@ -81,7 +81,7 @@ def parts_of(plans: Plans, chunk: str) -> list[Tags]:
 
 
 def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple[int, int]]:
-    """For each argument of a phase, its slot and its place in it."""
+    """Return the slot of each argument of a phase, and its index in that slot."""
     reads = iter(env.at(slot) for slot in ins.reads)
     wanted = [(next(reads), ITSELF) for _ in spec.inputs]
     found: dict[str, tuple[int, int]] = {}
@@ -111,7 +111,7 @@ Members = Sequence[int | None]
 def results(
     env: Env, ins: Instr, chunk: Chunk, phase: Phase, spec: PhaseSpec
 ) -> tuple[list[tuple[int, int]], list[tuple[int, Members]]]:
-    """Where the results of a phase go: one to a slot, or several together."""
+    """Return the slots of the results of a phase: those with one result each, then those with several."""
     writes = iter(env.at(slot) for slot in ins.writes)
     single: list[tuple[int, int]] = []
     several: list[tuple[int, Members]] = []
@@ -135,7 +135,7 @@ def results(
 
 
 def load(env: Env, ins: Instr) -> Bound:
-    """Bring this device's rows of a batch field, for one part, to the device."""
+    """Bring this device's rows of a batch field, for one microbatch, to the device."""
     slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
     divided, place = ins.loads.slices, ins.loads.devices.index(env.device)
     dtype, device = env.setup.dtype, env.setup.device
@@ -165,14 +165,14 @@ def load(env: Env, ins: Instr) -> Bound:
 
 
 def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
-    """Which samples a device's part is: the same piece of each of the device's cells."""
+    """Return the ranges of samples of a device's microbatch: the same piece of each of the device's cells."""
     field = ins.loads
     place, count = field.devices.index(env.device) // field.degree, len(field.devices) // field.degree
     return slices(env.setup.plans, samples, place, count, field.part)
 
 
 def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) -> list[tuple[int, int]]:
-    """The samples of one part on the device at `position` of `count`; neighbouring ranges are joined."""
+    """Return the samples of a microbatch on the device at `position` of `count`, adjacent ranges joined."""
     cell = samples // plans.cells
     piece = cell // math.prod(plans.axes[axis] for axis, _ in part)
     number = 0

@@ -1,4 +1,4 @@
-"""How far numbers are apart, relative to their size. NaN on either side is never close."""
+"""The distance of numbers, relative to their size. NaN on either side is never close."""
 
 import math
 from collections.abc import Iterator, Mapping

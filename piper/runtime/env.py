@@ -1,4 +1,4 @@
-"""Where a device's kernels find what they work on."""
+"""The environment of a device's kernels: slots, state and communicators."""
 
 import hashlib
 import threading
@@ -33,7 +33,7 @@ class Dice:
     """Seeds torch's generator for one draw at a time: it is one for all threads of a process."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: where the numbers are drawn; each has its own generator, which lives on the host."""
+        """Take the generator of `device`, where the numbers are drawn; its state lives on the host."""
         self.lock = threading.Lock()
         self.generator = torch.default_generator
         if device is not None and device.type == "cuda":
@@ -52,7 +52,7 @@ class Dice:
 
 
 def draw_seed(seed: int, step: int, where: str) -> int:
-    """A seed for one chunk on one part and replica in one step; neighbours have nothing in common."""
+    """Return a seed for one chunk on one microbatch and replica in one step; no two of them are related."""
     text = f"{seed}/{step}/{where}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -82,7 +82,7 @@ class Env:
         self.step = 0
 
     def _seed(self) -> Tensor:
-        """The gradient that each part's loss starts from."""
+        """Return the gradient that each microbatch's loss starts from."""
         loss = self.setup.outline.loss
         spec = self.chunks[loss.chunk].outputs[loss.index]
         return torch.full(
@@ -90,5 +90,5 @@ class Env:
         )
 
     def at(self, slot: SlotId) -> int:
-        """The number of a slot."""
+        """Return the number of a slot."""
         return self.index[slot]

@@ -1,11 +1,11 @@
-"""Rows on their way to experts and back: uneven, as counted during the step.
+"""The exchange of rows with experts: to them and back, with sizes that are counted during the step.
 
 Rows leave a device grouped by expert, so they are grouped by receiver too. They arrive grouped by sender, and
 are put in the order of the local experts; the way back undoes both.
 
-The host must know how many rows travel before it can let them. On an accelerator it is told by a copy that is
-begun where the rows are counted, and waits for it only where the first rows leave: what a plan issues between
-the two is under way meanwhile.
+The host must know how many rows travel before it can send them. On an accelerator the numbers are copied to
+the host where the rows are counted. The host waits for that copy only where the first rows leave, so that the
+instructions between the two overlap with it.
 """
 
 import math
@@ -40,16 +40,16 @@ class Splits:
 
     given: Tensor  # [member, expert of that member]: rows this device sends
     taken: Tensor  # [member, own expert]: rows this device receives
-    told: Tensor  # both, on the host
-    arrival: Arrival | None = None  # when `told` can be read; none: it can
+    counts: Tensor  # both, on the host
+    arrival: Arrival | None = None  # after which `counts` can be read; None: at once
     known: Lengths | None = None
 
     def lengths(self) -> Lengths:
-        """The numbers, for which the host waits the first time it asks."""
+        """Return the numbers of rows; the first call waits for them."""
         if self.known is None:
             if self.arrival is not None:
                 self.arrival.synchronize()
-            sent, blocks = self.told.tolist()
+            sent, blocks = self.counts.tolist()
             gives, gets = ([sum(row) for row in rows] for rows in (sent, blocks))
             self.known = Lengths(gives=gives, gets=gets, blocks=blocks)
         return self.known
@@ -59,22 +59,25 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
     given = counts.view(group.size, -1).clone()  # the counts may be freed before the rows have come back
     taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
-    told, arrival = on_its_way(torch.stack((given, taken)))
-    return Splits(given=given, taken=taken, told=told, arrival=arrival), taken.sum(0)
+    here, arrival = on_its_way(torch.stack((given, taken)))
+    return Splits(given=given, taken=taken, counts=here, arrival=arrival), taken.sum(0)
 
 
 def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
-    """A value on the host, once the current stream has got there; the host does not wait."""
+    """Start the copy of a value to the host; return it, and the event after which it can be read.
+
+    The host does not wait. None: the value can be read at once.
+    """
     if not value.is_cuda:
         return value, None
-    told = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(value.device))
-    return told, arrival
+    return here, arrival
 
 
 def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:
-    """Rows to their experts."""
+    """Send rows to their experts, and return those that arrived, sorted by expert."""
     lengths = splits.lengths()
     arrived = group.all_to_all(rows, lengths.gives, lengths.gets)
     by_sender = [part.split(block) for part, block in zip(arrived, lengths.blocks, strict=True)]
@@ -82,7 +85,7 @@ def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:
 
 
 def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
-    """Rows to where they came from, in the order they left."""
+    """Send rows back to where they came from, and return those that came back, in the order they left."""
     lengths = splits.lengths()
     experts, senders = len(lengths.blocks[0]), group.size
     by_expert = [lengths.blocks[sender][expert] for expert in range(experts) for sender in range(senders)]
@@ -92,7 +95,7 @@ def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:
-    """Parts one after another: what they are parts of, if they are all of it, else a copy."""
+    """Join parts one after another: return a view of the tensor that they cover, else a copy."""
     first = parts[0]
     storage, place = first.untyped_storage(), first.storage_offset()
     for part in parts:

@@ -37,17 +37,17 @@ class Layout:
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
-        """The pieces of a flat bucket, in their shapes."""
+        """Return the pieces of a flat bucket, in their shapes."""
         rest = len(flat) - self.bucket.numel
         parts = flat.split([*self.sizes, rest] if rest else self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
 
     def over(self, flat: Tensor) -> Flat:
-        """A flat tensor with its pieces."""
+        """Return a flat tensor with its pieces."""
         return Flat(flat, self.pieces(flat))
 
     def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of the pieces, one after another; a piece without one counts as zeros."""
+        """Concatenate the gradients of the pieces into a flat tensor; a piece without one counts as zeros."""
         like = next(g for g in gradients if g is not None)
         return torch.cat(
             [
@@ -57,11 +57,11 @@ class Layout:
         )
 
     def owned(self, flat: Tensor) -> Tensor:
-        """The part of a flat bucket that this device updates."""
+        """Return the part of a flat bucket that this device updates."""
         return flat[self.start : self.stop]
 
     def segments(self, owned: Tensor) -> list[tuple[str, Tensor]]:
-        """What this device owns of each piece: in its shape where it is whole, else as a flat run."""
+        """Return what this device owns of each piece: in its shape where it is whole, else as a flat run."""
         found = []
         for piece in self.bucket.pieces:
             low, high = max(piece.offset, self.start), min(piece.offset + piece.numel, self.stop)
@@ -72,7 +72,7 @@ class Layout:
         return found
 
     def apart(self, owned: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What this device owns, by piece: cut from one flat tensor, or as it is in one for each piece."""
+        """Return what this device owns, by piece; `owned` is one flat tensor, or a tensor for each piece."""
         if len(owned) == 1:
             return dict(self.segments(owned[0].reshape(-1)))
         return dict(zip(self.index, owned, strict=True))

@@ -32,7 +32,7 @@ def accumulate(env: Env, ins: Instr) -> Bound:
 
 
 def add_scalar(env: Env, value: int, total: int, first: bool) -> Bound:
-    """Add up losses and weights, in float64 whatever computes them."""
+    """Add up losses and weights in float64, in any precision of the model."""
     slots = env.slots
 
     def begin() -> None:
@@ -86,7 +86,7 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
 
 
 def flat_of(value: object, layout: Layout) -> Tensor:
-    """A gradient as one flat tensor to read from, whether or not it was added up before."""
+    """Return a gradient as one flat tensor to read from, whether or not it was accumulated before."""
     match value:
         case Flat():
             return value.whole
@@ -96,7 +96,7 @@ def flat_of(value: object, layout: Layout) -> Tensor:
 
 
 def parts_of(value: object) -> list[Tensor]:
-    """The tensors that a gradient consists of: a flat one, a shard, or one for each piece."""
+    """Return the tensors that a gradient consists of: a flat one, a shard, or one for each piece."""
     match value:
         case Flat():
             return [value.whole]
@@ -125,7 +125,7 @@ def gather(env: Env, ins: Instr) -> Bound:
 
 
 def norm(env: Env, ins: Instr) -> Bound:
-    """This device's part of the squared norm, each element counted once over all; its loss and weight."""
+    """Compute this device's loss, weight and squared norm; over all devices, each element counts once."""
     slots, target = env.slots, env.at(ins.writes[0])
     gradients = [slot for slot in ins.reads if slot.kind in ("grad", "grad_shard")]
     parts = [(env.at(slot), env.layouts[slot.owner].bucket.copies) for slot in gradients]
@@ -146,7 +146,7 @@ def norm(env: Env, ins: Instr) -> Bound:
 
 
 def squares(gradient: list[Tensor]) -> Tensor:
-    """The sum of squares, exact to a rounding of its type."""
+    """Return the sum of squares, exact to a rounding of its type."""
     if gradient[0].is_cuda:
         norms = torch._foreach_norm(gradient, 2, dtype=at_least_single(gradient[0].dtype))
         return torch.stack(norms).double().square().sum()
@@ -154,7 +154,7 @@ def squares(gradient: list[Tensor]) -> Tensor:
 
 
 def squares_on_host(flat: Tensor) -> Tensor:
-    """The same of one flat tensor: short blocks in its own type, then float64.
+    """Return the sum of squares of one flat tensor: short blocks in its own type, then float64.
 
     Reading a float32 gradient as float64 takes several times as long as this.
     """
@@ -166,12 +166,12 @@ def squares_on_host(flat: Tensor) -> Tensor:
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    """The type that a short sum is taken in."""
+    """Return the type that a short sum is taken in: float32 or wider."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def total(env: Env, ins: Instr) -> Bound:
-    """The norm, loss and weight over all devices."""
+    """Compute the norm, loss and weight over all devices."""
     group = env.comms.group(ins.comm) if ins.comm is not None else None
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
 

@@ -51,7 +51,7 @@ def recv(env: Env, ins: Instr) -> Bound:
 
 
 def copy(env: Env, ins: Instr) -> Bound:
-    """A value, or some of its rows, under another name on the same device."""
+    """Copy a value, or some of its rows, to another slot of the same device."""
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     cut = row_cut(ins)
 
@@ -64,7 +64,7 @@ def copy(env: Env, ins: Instr) -> Bound:
 
 
 def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
-    """Take the rows that an instruction says, or all of them."""
+    """Take the rows that an instruction names, or all of them."""
     if not isinstance(ins.payload, Rows):
         return lambda value: value
     start, stop, of = ins.payload.start, ins.payload.stop, ins.payload.of
@@ -109,7 +109,7 @@ def counts(env: Env, ins: Instr) -> Bound:
 
 
 def exchange(env: Env, ins: Instr) -> Bound:
-    """Rows to their experts, or back."""
+    """Send rows to their experts, or back."""
     assert ins.comm is not None
     group, slots = env.comms.group(ins.comm), env.slots
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])

@@ -1,4 +1,4 @@
-"""Labels for torch's own profiler: what an instruction calls stands in its trace under the plan's node."""
+"""Labels for torch's own profiler: its trace shows the calls of an instruction under the plan's node."""
 
 from torch.autograd import profiler
 
@@ -6,10 +6,10 @@ from piper.runtime.env import Bound
 
 
 def labelled(node: str, run: Bound) -> Bound:
-    """An instruction that has a label while a profiler of torch's runs; otherwise it only asks for one.
+    """Wrap an instruction so that it has a label while a torch profiler runs.
 
     The label is an annotation of the user's, which Kineto also draws on the streams of an accelerator, around
-    the kernels that were launched within it. It costs some 10 µs, so it is not made where nobody sees it.
+    the kernels that were launched within it. It costs some 10 µs, so it is only made while a profiler runs.
     """
 
     def named() -> None:

@@ -64,7 +64,7 @@ class ChunkwiseReference(Reference):
         self.walks: list[tuple[Piece, Walk]] = []
 
     def _sliced(self, batch: Mapping[str, Tensor]) -> float:
-        """Losses and gradients of every slice; replicas after the first leave no trace in the buffers."""
+        """Compute the losses and gradients of every slice; only the first replica changes the buffers."""
         self.walks = []
         pieces, outline = [*cut(self.setup, batch)], self.setup.outline
         weighted = outline.weight is not None

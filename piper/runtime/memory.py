@@ -1,4 +1,4 @@
-"""Counts the bytes that live slots really hold, to set beside what the plan foretells."""
+"""Measures the bytes that live slots really hold, to compare with what the plan predicts."""
 
 from torch import Tensor
 
@@ -22,12 +22,12 @@ class Meter:
         self.users: dict[int, int] = {}  # slots that share a storage, by its address
 
     def begin(self) -> None:
-        """Forget the last step."""
+        """Reset the measurement for a new step."""
         assert not self.held, "a slot outlived its step"
         self.live = []
 
     def watch(self, ins: Instr, run: Bound) -> Bound:
-        """An instruction that is counted: what it writes, then what it frees."""
+        """Wrap an instruction so that it is counted: what it writes, then what it frees."""
         plan, slots = self.env.plan, self.env.slots
         writes = [self.env.at(slot) for slot in ins.writes if slot in plan.slots]
         frees = [self.env.at(slot) for slot in ins.frees]
@@ -62,7 +62,7 @@ class Meter:
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors that a slot holds."""
+    """Return the tensors that a slot holds."""
     match value:
         case Tensor():
             return [value]

@@ -116,7 +116,7 @@ class _Record(TorchDispatchMode):
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Know which module runs, inside the block."""
+        """Track which module runs, inside the block."""
 
         def enter(module: nn.Module, _: object) -> None:
             self.stack.append(self.names.get(id(module), ""))

@@ -25,7 +25,7 @@ class Occupier(Protocol):
     def __call__(self, seconds: float, outward: bool) -> None: ...
 
     def filling(self, nbytes: int) -> float:
-        """The seconds that it takes to fill so much memory, where that takes a stream's time."""
+        """Return the seconds that it takes to fill so much memory, where that takes a stream's time."""
         ...
 
 
@@ -44,10 +44,10 @@ class Sleeper:
 
 
 class CopyEngine:
-    """Moves so many bytes between host and device as take the time, which leaves the processors alone.
+    """Copies between host and device for the time given, which leaves the processors free.
 
-    The copy engines share the link to the host: what goes one way at one time takes longer than foreseen,
-    as it would on one network adapter. The two ways do not hinder each other.
+    The copy engines share the link to the host: copies in one direction at one time take longer than
+    predicted, as they would on one network adapter. The two directions are independent.
     """
 
     def __init__(self, accelerator: torch.device) -> None:
@@ -61,7 +61,7 @@ class CopyEngine:
 
     @property
     def nbytes(self) -> int:
-        """The memory of the accelerator that this takes."""
+        """Return the bytes of the accelerator's memory that this takes."""
         return self.device.nbytes
 
     def _copy(self, nbytes: int, outward: bool) -> None:
@@ -72,7 +72,7 @@ class CopyEngine:
         return nbytes / self.local
 
     def _rate(self, copy: Callable[[], object]) -> float:
-        """Bytes per second of a copy that counts as one block, measured."""
+        """Return the measured bytes per second of a copy that counts as one block."""
         best = float("inf")
         for _ in range(3):
             torch.cuda.synchronize(self.device.device)
@@ -90,7 +90,7 @@ class CopyEngine:
 
 
 def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
-    """A kernel that communicates, made to take as long as it would on a network."""
+    """Wrap a kernel that communicates so that it takes as long as it would on a network."""
 
     def bind(env: Env, ins: Instr) -> Bound:
         run = kernel(env, ins)
@@ -115,7 +115,7 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
 
 
 def exchanged(env: Env, ins: Instr, run: Bound, occupy: Bound) -> Bound:
-    """An exchange of rows, which a network cannot begin before the host knows how many there are."""
+    """Wrap an exchange of rows, which a network cannot begin before the host knows how many there are."""
     slots, splits = env.slots, env.at(ins.reads[1])
 
     def busy() -> None:

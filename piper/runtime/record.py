@@ -1,6 +1,6 @@
 """Records when each instruction of a device ran, for as many steps as asked.
 
-On the host an instruction's span is that of its call, and the time its thread was computing is told apart
+On the host an instruction's span is that of its call, and the time its thread computed is recorded apart
 from the time it waited. On an accelerator a span lies between two events on the instruction's stream, read
 after the steps are done.
 """
@@ -30,7 +30,7 @@ class Recording:
 
 
 class Recorder:
-    """Watches the instructions of one device: a few steps pass, the next are recorded, then it is quiet."""
+    """Watches the instructions of one device: it skips a few steps, records the next, then stops."""
 
     def __init__(self, device: int, steps: int, accelerator: torch.device) -> None:
         self.device, self.most = device, WARM + steps
@@ -38,7 +38,7 @@ class Recorder:
         self.cuda = Events(accelerator) if accelerator.type == "cuda" else None
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """An instruction that notes when it ran, under its node's name in a trace of torch's profiler."""
+        """Wrap an instruction to note when it ran, under its node's name in a trace of torch's profiler."""
         assert place == len(self.rows), "instructions are watched in order"
         row: list[Times] = []
         self.rows.append(row)
@@ -57,7 +57,7 @@ class Recorder:
         return labelled(ins.node, timed)
 
     def take(self) -> Recording:
-        """What has been recorded; steps that are not complete are left out."""
+        """Return what has been recorded, without the steps that are not complete."""
         if self.cuda is not None:
             self.cuda.resolve()
         done = min((len(row) for row in self.rows), default=0)
@@ -80,7 +80,7 @@ class Events:
             self.began = monotonic()
 
     def watch(self, row: list[Times], most: int, run: Bound) -> Bound:
-        """An instruction between two events of the stream that is current when it is issued."""
+        """Wrap an instruction in two events of the stream that is current when it is issued."""
         noted = 0
 
         def timed() -> None:
@@ -110,7 +110,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """A worker's clock beside the driver's: what to take off its times, and by how much that may be wrong."""
+    """A worker's clock relative to the driver's: the offset of its times, and the error of that offset."""
 
     offset: float
     error: float

@@ -1,4 +1,4 @@
-"""What a worker is given to run one device's plan."""
+"""The setup that a worker needs to run one device's plan."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value,
 
 
 class JobLike(Protocol):
-    """What running a job needs to know of it."""
+    """The attributes of a job that running it needs."""
 
     @property
     def model(self) -> Callable[[], nn.Module]: ...
@@ -44,7 +44,7 @@ class JobLike(Protocol):
 
 
 class ProgramLike(Protocol):
-    """What running a compiled job needs to know of it."""
+    """The attributes of a compiled job that running it needs."""
 
     @property
     def job(self) -> JobLike: ...
@@ -77,12 +77,12 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that computes."""
+        """Return the type that chunks compute in."""
         return DTYPES[self.precision]
 
 
 def setup_of(program: ProgramLike) -> Setup:
-    """A program as workers need it."""
+    """Return what workers need of a program."""
     job = program.job
     return Setup(
         plans=program.plans,
@@ -99,7 +99,7 @@ def setup_of(program: ProgramLike) -> Setup:
 
 
 def device_kind(asked: str | None) -> str:
-    """The kind of device that a job is for: as asked, otherwise CUDA where there is any."""
+    """Return the kind of device that a job is for: as asked, otherwise CUDA where there is any."""
     there = torch.cuda.is_available()
     if asked is None:
         return "cuda" if there else "cpu"
@@ -117,30 +117,30 @@ def device_kind(asked: str | None) -> str:
 
 
 def device_of(kind: str) -> torch.device:
-    """The device of a kind as each worker sees it: one accelerator, the first. What is captured names it."""
+    """Return the device of a kind as each worker sees it: the first accelerator. Captured code names it."""
     return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
 
 
 def build_model(job: JobLike) -> nn.Module:
-    """The model as PyTorch initialises it for the job's seed on one device."""
+    """Build the model as PyTorch initialises it for the job's seed on one device."""
     accelerators = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=accelerators):
         torch.manual_seed(job.seed)
         try:
             return job.model()
         except Exception as error:
-            hint = "it was built once without memory, and now with values: mend the model at that line"
+            hint = "it was built once without memory, and now with values: fix the model at that line"
             raise raised(
                 "the model cannot be built", error, role="model", thing=job.model, hint=hint
             ) from error
 
 
 def initial_tensors(job: JobLike) -> dict[str, Tensor]:
-    """Every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
+    """Return every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
     model = build_model(job)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def initial_values(job: JobLike) -> Initial:
-    """The first values of a job's parameters and buffers, by name."""
+    """Return a function from a name to the initial value of that parameter or buffer."""
     return initial_tensors(job).__getitem__

@@ -1,4 +1,4 @@
-"""Which samples each device sees at a time, from the documented rule alone (docs/architecture.md, Samples).
+"""The samples that a device sees at a time, from the documented rule alone (docs/architecture.md, Samples).
 
 The reference of `piper check` uses this module. The workers slice a batch with code of their own
 (`runtime/compute.py`), so a wrong slicing on either side shows as a difference.

@@ -1,4 +1,4 @@
-"""Stand-ins for what optimizers are given: each device's parameters, without memory or in miniature."""
+"""Stand-ins for the parameters of each device's optimizer, without memory or in miniature."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ LARGEST = 8  # along one axis of a miniature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a device's optimizer holds of one parameter: all, some of its experts, or a flat run of those."""
+    """A device's part of one parameter: all, some of its experts, or a flat run of those."""
 
     name: str
     rows: tuple[int, int] | None = None  # of the first axis; None: all
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What one device's optimizer is given, in order."""
+    """The parameters of one device's optimizer, in order."""
 
     device: int
     parts: tuple[Part, ...]

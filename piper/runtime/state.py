@@ -1,4 +1,4 @@
-"""What a device holds between steps: its part of the parameters, the optimizer over it, and buffers."""
+"""The state of a device between steps: its part of the parameters, their optimizer, and buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +17,7 @@ PORTION = 2**26  # elements whose gradients are cast at a time, where the optimi
 
 
 class Holding:
-    """One bucket on one device: its parameters in the type that computes, and what the optimizer works on."""
+    """One bucket on one device: its parameters in the type that chunks compute in, and in the optimizer's."""
 
     def __init__(self, bucket: Bucket, device: int, initial: Initial, setup: Setup) -> None:
         self.bucket, self.layout = bucket, Layout(bucket, device)
@@ -40,7 +40,7 @@ class Holding:
 
     @property
     def trained(self) -> Tensor:
-        """The elements that this device updates, in the type that the optimizer sees."""
+        """Return the elements that this device updates, in the type that the optimizer sees."""
         return self.own if self.master is None else self.master
 
 
@@ -81,7 +81,7 @@ class State:
         )
 
     def _copies(self) -> dict[Tensor, Tensor]:
-        """What computes, by what the optimizer works on, where the two differ."""
+        """Return the tensors that chunks read, by those that the optimizer updates, where the two differ."""
         copies = dict[Tensor, Tensor]()
         for name, segments in self.segments.items():
             holding = self.holdings[name]
@@ -91,7 +91,7 @@ class State:
         return copies
 
     def resident(self, slot: SlotId, initial: Initial) -> object:
-        """What a slot that outlives the step holds at first."""
+        """Return the initial value of a slot that outlives the step."""
         if slot.kind == "buffer":
             share, value = self.shares[slot.owner], initial(slot.owner)
             if share.ways > 1:
@@ -136,7 +136,7 @@ class State:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
 
     def _factors(self, sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are divided by, and what they are scaled by to clip their norm."""
+        """Return the divisor of the gradients and the factor that clips their norm. None: not needed."""
         if sums is None:
             return None, None
         weight = sums[2] if self.setup.plans.weighted else None
@@ -150,7 +150,7 @@ class State:
     def _portions(
         self, optimizer: Optimizer, gradients: Mapping[str, list[Tensor]]
     ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """What is trained with its gradients: all of it, or so much at a time as casts may take memory for.
+        """Yield parameters with their gradients: all at once, or as many as casts may take memory for.
 
         Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
         """
@@ -170,7 +170,7 @@ class State:
 
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Hand gradients to what is trained, cast where that is of another type."""
+    """Give gradients to the trained tensors, cast to their type where it differs."""
     casts, sources = list[Tensor](), list[Tensor]()
     for tensor, gradient in portion:
         cast = gradient
@@ -184,7 +184,7 @@ def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:
-    """Copy so much of a value as lies in a target; each is told where in the flat bucket it begins."""
+    """Copy the part of a value that lies in a target; `start`, `offset`: where each begins in the bucket."""
     low, high = max(offset, start), min(offset + len(value), start + len(target))
     if low < high:
         target[low - start : high - start] = value[low - offset : high - offset]

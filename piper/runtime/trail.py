@@ -1,4 +1,4 @@
-"""Keeps what every chunk returned in a step, so that two runs can be compared where they first differ."""
+"""Records what every chunk returned in a step, so that two runs can be compared where they first differ."""
 
 from typing import cast
 
@@ -19,7 +19,7 @@ class Trail:
         self.kept: dict[Mark, Tensor] = {}
 
     def watch(self, ins: Instr, run: Bound) -> Bound:
-        """Return an instruction that keeps its results, if it is a chunk's or a collective."""
+        """Return an instruction that records its results, if it is a chunk's or a collective."""
         if ins.op in ("collect", "slice"):
             return self._collective(ins, run)
         if ins.op != "compute" or ins.again:
@@ -41,7 +41,7 @@ class Trail:
         return watched
 
     def _collective(self, ins: Instr, run: Bound) -> Bound:
-        """Return a collective that keeps the value it read and the value it wrote."""
+        """Return a collective that records the value it read and the value it wrote."""
         slots, kept, at = self.env.slots, self.kept, ins.collects.run
         read, written = self.env.at(ins.reads[0]), self.env.at(ins.writes[0])
 

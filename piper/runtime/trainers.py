@@ -99,7 +99,7 @@ def advance(scheduler: LRScheduler, make: MakeScheduler, step: int) -> None:
             role="scheduler",
             thing=make,
             facts={"at": f"step {step}"},
-            hint="mend the scheduler at that line, or let its schedule be as long as the job's steps",
+            hint="fix the scheduler at that line, or let its schedule be as long as the job's steps",
         ) from error
 
 

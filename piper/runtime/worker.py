@@ -31,7 +31,7 @@ TOTAL = SlotId("total")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What every device knows at the end of a step."""
+    """The sums over all devices at the end of a step."""
 
     squares: float  # of the gradient's norm, before it is divided by the weight
     loss: float
@@ -103,7 +103,7 @@ class Worker:
     def _executor(
         self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
     ) -> Executor | StreamExecutor | GraphExecutor:
-        """What runs the plan: threads on the host, streams on an accelerator, or a graph of them."""
+        """Return the plan's executor: threads on the host, streams on an accelerator, or a graph of them."""
         env, streams = self.env, options.streams and not options.measure
         if self.setup.device.type == "cuda":
             executor = StreamExecutor(
@@ -154,20 +154,20 @@ class Worker:
         return Sums(squares=squares, loss=loss, weight=weight)
 
     def owned(self, bucket: str) -> Tensor:
-        """What this device holds of a bucket, exact: its shard, or all of it."""
+        """Return what this device holds of a bucket, exact: its shard, or all of it."""
         return self.env.state.holdings[bucket].trained
 
     def gradient(self, bucket: str) -> Tensor | None:
-        """The last step's gradient of what this device owns of a bucket, before clipping, if it has one."""
+        """Return the last gradient of this device's share of a bucket, before clipping. None: it has none."""
         return self.env.state.gradients.get(bucket)
 
     def buffer(self, name: str) -> Tensor | None:
-        """A buffer, where this device uses it."""
+        """Return a buffer. None: this device does not use it."""
         slot = self.env.index.get(SlotId("buffer", name))
         return None if slot is None else cast(Tensor, self.env.slots[slot])
 
     def buffers(self, names: Iterable[str]) -> dict[str, tuple[Share, Tensor]]:
-        """The buffers that this device uses, of those asked for, and which share of each it has."""
+        """Return those of the named buffers that this device uses, and which share of each it has."""
         found = {name: self.buffer(name) for name in names}
         shares = self.env.state.shares
         return {name: (shares[name], value) for name, value in found.items() if value is not None}

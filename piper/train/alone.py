@@ -1,4 +1,4 @@
-"""One device of a recipe by itself: how long its steps take, and its memory, beside what was foretold."""
+"""One device of a recipe by itself: how long its steps take, and its memory, next to what was predicted."""
 
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +17,7 @@ WARM = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What `piper train --on rank:N` is asked for."""
+    """The arguments of `piper train --on rank:N`."""
 
     recipe: str
     on: str
@@ -46,7 +46,7 @@ def train_alone(wanted: Wanted) -> str:
 
 
 def summary(run: SingleRankRun, on: str, warm: int) -> str:
-    """What a device's steps took, in words, without the first ones."""
+    """Return what a device's steps took, in words, without the first ones."""
     times = run.seconds[warm:] or run.seconds
     peak = run.peak()
     lines = [
@@ -61,5 +61,5 @@ def summary(run: SingleRankRun, on: str, warm: int) -> str:
 
 
 def mib(nbytes: int) -> str:
-    """Bytes in MiB."""
+    """Format bytes in MiB."""
     return f"{nbytes / 2**20:,.1f} MiB"

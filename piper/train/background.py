@@ -1,4 +1,4 @@
-"""What made a program: its strategy in words, and what a run keeps of it for `piper view`."""
+"""The background of a program that a run saves for `piper view`: its strategy, origins and costs."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +10,7 @@ from piper.view.subject import said_by
 
 
 def background_of(program: Program, recipe: str) -> Background:
-    """What made a program's nodes, what its chunks cost, and the text of the recipe that it came from."""
+    """Return the model, directives and costs of a program, and the text of its recipe."""
     file, _, function = recipe.rpartition(":")
     return Background(
         title=f"{Path(file).name}:{function}",
@@ -25,7 +25,7 @@ def background_of(program: Program, recipe: str) -> Background:
 
 
 def strategy_text(strategy: list[Directive]) -> str:
-    """Directives one per line, with what they were given and where."""
+    """Return the directives one per line, with their arguments and where they were written."""
     lines = []
     for number, directive in enumerate(strategy):
         given = ", ".join(
@@ -38,7 +38,7 @@ def strategy_text(strategy: list[Directive]) -> str:
 
 
 def shown(value: object) -> str:
-    """A directive's argument as its user would write it."""
+    """Format a directive's argument as its user would write it."""
     if isinstance(value, tuple):
         return "[" + ", ".join(map(shown, value)) + "]"
     return str(value)

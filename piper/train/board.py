@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from piper.train.loop import Told
+from piper.train.loop import Reporter
 from piper.train.measure import Measure
 
 
 @contextmanager
-def board(folder: Path, done: int) -> Iterator[Told | None]:
-    """What writes a run's measures for TensorBoard; none where it is not installed."""
+def board(folder: Path, done: int) -> Iterator[Reporter | None]:
+    """Yield a function that writes a run's measures for TensorBoard. None: TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display on a terminal, else plain lines."""
+"""The display of a run: live on a terminal, else plain lines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from piper.train.loop import Told
+from piper.train.loop import Reporter
 from piper.train.measure import Measure
 from piper.words import size
 
@@ -27,8 +27,8 @@ QUIET = 10.0  # seconds after which a plain line comes anyway
 
 
 @contextmanager
-def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Told]:
-    """What shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
+def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Reporter]:
+    """Yield a function that shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
     if not console.is_terminal:
         yield Lines(console, done, steps, unit)
         return
@@ -84,7 +84,7 @@ class Lines:
 
 
 def numbers(measure: Measure, unit: str) -> str:
-    """A step in one line."""
+    """Format the measures of a step in one line."""
     return (
         f"loss {measure.loss:.4f}   grad norm {measure.grad_norm:.3f}   lr {measure.lr:.2e}   "
         f"{measure.tokens_per_s:,.0f} {unit}/s   {1000 * measure.step_s:.0f} ms/step"
@@ -92,7 +92,7 @@ def numbers(measure: Measure, unit: str) -> str:
 
 
 def curve(losses: list[float]) -> str:
-    """The losses so far as a row of bars, from the first to the last."""
+    """Draw the losses so far as a row of bars, from the first to the last."""
     step = max(1, len(losses) / WIDTH)
     picked = [losses[int(place * step)] for place in range(min(len(losses), WIDTH))]
     low, high = min(picked), max(picked)

@@ -1,11 +1,11 @@
-"""What a run says at its end: how it went, and where to look."""
+"""The closing message of a run: its result, and where its files are."""
 
 from piper.train.folder import METRICS
 from piper.train.session import Outcome
 
 
 def ending(outcome: Outcome) -> str:
-    """The last words of a run that reached its last step."""
+    """Return the closing message of a run that reached its last step."""
     folder, first, last = outcome.folder, outcome.first, outcome.last
     if first is None or last is None:
         return f"The run is at step {outcome.done} already: --steps asks for more"
@@ -23,7 +23,7 @@ def ending(outcome: Outcome) -> str:
 
 
 def stopping(outcome: Outcome, again: str) -> str:
-    """The message of a run that was stopped; `again`: the command that goes on."""
+    """Return the message of a run that was stopped; `again`: the command that goes on."""
     where = f"stopped after step {outcome.done} of {outcome.steps}"
     if outcome.saved:
         return f"{where}; go on with: {again}"

@@ -1,4 +1,4 @@
-"""A run's folder: what was run, with which versions and numbers, and what came of it.
+"""A run's folder: its recipe, versions, metrics and checkpoints.
 
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
 run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/, tensorboard/
@@ -26,14 +26,14 @@ from piper.train.measure import Measure
 from piper.version import VERSION
 from piper.view.background import FILE, show_background
 
-RUNS = "runs"  # where folders go that nobody names
+RUNS = "runs"  # where folders without a given name go
 METRICS, ABOUT = "metrics.jsonl", "run.json"
 MOST = 3  # names that an error lists
 PACKAGES = ("torch", "numpy", "transformers", "ray")
 
 
 def choose(out: Path | None, recipe: str, resume: bool) -> Path:
-    """The folder of a run: as named, else `runs/recipe-function`, numbered; a resumed run takes the last."""
+    """Return a run's folder: `out`, else `runs/recipe-function`, numbered; a resumed run takes the last."""
     if out is not None:
         return out
     file, _, function = recipe.rpartition(":")
@@ -68,7 +68,7 @@ def claim(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run: its lock or its record says so."""
+    """Return whether a folder is that of a run: its lock or its record says so."""
     try:
         lock = (folder / LOCK).read_bytes()
         if read_lock(lock) is not None or (not lock and len([*folder.iterdir()]) == 1):
@@ -101,7 +101,7 @@ def prepare(folder: Path, job: Job, resume: bool) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The error of a folder that cannot be written."""
+    """Return the error of a folder that cannot be written."""
     return ConfigError(
         "the run's folder cannot be written",
         by=str(path),
@@ -111,7 +111,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def earlier_seed(folder: Path) -> int | None:
-    """The seed of the run in a folder, if it says one."""
+    """Return the seed of the run in a folder. None: the folder has none."""
     try:
         seed = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -120,7 +120,7 @@ def earlier_seed(folder: Path) -> int | None:
 
 
 def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> None:
-    """Write down what is run."""
+    """Write the record of a run: its recipe, strategy, plans and versions."""
     job = program.job
     about = {
         "recipe": recipe,
@@ -158,7 +158,7 @@ def keep_recipe(source: Path, folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The packages that numbers depend on, where they are installed."""
+    """Return the versions of the packages that numbers depend on, where they are installed."""
     found = {"piper": VERSION}
     for name in PACKAGES:
         try:
@@ -172,9 +172,9 @@ class Metrics:
     """`metrics.jsonl`: one object for each step, on disk before the next step begins."""
 
     def __init__(self, folder: Path, done: int) -> None:
-        """`done`: the steps that stay; what a killed run told of later ones is told anew."""
+        """Open the metrics of a folder, and keep `done` steps: a resumed run writes the later ones again."""
         self.path = folder / METRICS
-        kept = "".join(line for line, step in told(self.path) if step <= done)
+        kept = "".join(line for line, step in read_lines(self.path) if step <= done)
         try:
             if not self.path.exists() or self.path.read_text(encoding="utf-8") != kept:
                 part = self.path.with_name(f".{METRICS}.part")
@@ -200,8 +200,8 @@ class Metrics:
         self.file.close()
 
 
-def told(path: Path) -> list[tuple[str, int]]:
-    """The lines of a metrics file with their steps; a line that was cut off is none."""
+def read_lines(path: Path) -> list[tuple[str, int]]:
+    """Return the lines of a metrics file with their steps, without a line that was cut off."""
     if not path.exists():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""The loop: step after step until the last, a request to stop, or a number that is none."""
+"""The training loop: it ends after the last step, on a request to stop, or on a loss that is not finite."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +15,11 @@ from piper.runtime.batch import Wanted, check_batch
 from piper.train.measure import Measure, Rate, counted
 from piper.usercode import named
 
-Told = Callable[[Measure], None]
+Reporter = Callable[[Measure], None]
 
 
 class Result(Protocol):
-    """What a step gives back."""
+    """The result of a step."""
 
     @property
     def loss(self) -> float: ...
@@ -28,7 +28,7 @@ class Result(Protocol):
 
 
 class Steps(Protocol):
-    """A running job, as far as the loop knows it."""
+    """A running job that can train a step."""
 
     def step(self, batch: Mapping[str, Tensor]) -> Result: ...
 
@@ -43,20 +43,20 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What to train: from after `done` steps up to `steps`, telling of each step."""
+    """The steps to train, after `done` up to `steps`, and the callbacks of each step."""
 
     done: int
     steps: int
-    tell: Told
+    tell: Reporter
     saves: Saves | None = None
     stopping: Callable[[], bool] = lambda: False
-    culprit: Callable[[], str | None] | None = None  # the first result of the last step that is no number
+    culprit: Callable[[], str | None] | None = None  # the first result of the last step that is not finite
 
 
 def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> int:
-    """Train, and say how many steps are done: fewer than asked for after a request to stop.
+    """Train, and return how many steps are done: fewer than asked for after a request to stop.
 
-    A step is told of before it is saved: a run that ends between the two repeats the step, and says so again.
+    A step is reported before it is saved: a run that ends between the two repeats and reports it again.
     """
     for step in range(course.done + 1, course.steps + 1):
         lr = rate.now
@@ -93,7 +93,7 @@ def checked(feed: Feed, wanted: Wanted) -> Iterator[Batch]:
 
 
 def not_a_number(step: int, result: Result, course: Course) -> ConfigError:
-    """The error of a step whose loss or gradient is not finite."""
+    """Return the error of a step whose loss or gradient is not finite."""
     facts = {"loss": f"{result.loss:g}", "gradient": f"norm {result.grad_norm:g}"}
     first = course.culprit() if course.culprit is not None else None
     if first is not None:

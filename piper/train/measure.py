@@ -1,4 +1,4 @@
-"""What a step of training tells, and how the learning rate goes on."""
+"""The measures of a training step, and the learning rate of the next."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Rate:
     """The learning rate of each step, from an optimizer like the workers' that has nothing to train."""
 
     def __init__(self, job: Job, buckets: Iterable[Bucket], resumed: Trainer | None = None) -> None:
-        """`resumed`: what workers took from a checkpoint, which wins over the recipe. None: a new run."""
+        """Build the schedule; `resumed`: a checkpoint's, which wins over the recipe. None: a new run."""
         self._job = job
         self._optimizer = empty_optimizer(job.optimizer, buckets)
         self._scheduler = None
@@ -48,7 +48,7 @@ class Rate:
 
     @property
     def now(self) -> float:
-        """The rate of the next step, of the first group of parameters."""
+        """Return the learning rate of the next step, of the first group of parameters."""
         return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self, step: int) -> None:
@@ -58,12 +58,12 @@ class Rate:
 
 
 def unit_of(fields: Collection[str]) -> str:
-    """What is counted in batches of these fields."""
+    """Return the unit that is counted in batches of these fields."""
     return "tokens" if any(name in fields for name in TOKENS) else "samples"
 
 
 def counted(batch: Mapping[str, Tensor]) -> int:
-    """The tokens of a batch, or its samples."""
+    """Count the tokens of a batch, or its samples."""
     for name in TOKENS:
         if name in batch:
             return batch[name].numel()

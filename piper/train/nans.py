@@ -1,4 +1,4 @@
-"""Where a number that is none came from: the first result of a step that holds one."""
+"""Finds where a NaN or an infinity came from: the first result of a step that holds one."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,10 @@ Trails = Mapping[int, Mapping[Mark, Tensor]]  # what every chunk returned, by de
 
 
 def first_bad(outline: Outline, trails: Trails, state: Mapping[str, Tensor]) -> str | None:
-    """The first bad result in the order of the model: forwards in order, backwards in reverse, parameters.
+    """Return the first bad result in the order of the model. None: all results are finite.
 
-    What comes later only hands it on. Parts of the batch are looked at one after another within a chunk.
+    The order: forwards, backwards in reverse, parameters. Later results only propagate it. Within a chunk,
+    microbatches are looked at one after another.
     """
     order = {chunk.name: place for place, chunk in enumerate(outline.chunks)}
     found: list[tuple[tuple[int, int], int, Mark, str]] = []
@@ -37,7 +38,7 @@ def first_bad(outline: Outline, trails: Trails, state: Mapping[str, Tensor]) -> 
 
 
 def kind_of(value: Tensor) -> str | None:
-    """What is wrong with a tensor's numbers, if anything."""
+    """Return what is wrong with a tensor's numbers. None: all are finite."""
     if not value.is_floating_point() or bool(torch.isfinite(value).all()):
         return None
     return "a NaN" if bool(torch.isnan(value).any()) else "an infinity"

@@ -38,7 +38,7 @@ def check_profile(profile: int, steps: int) -> None:
 
 
 def profile_of(run: Recorded, program: Program, recipe: str, on: str, done: int = 0) -> Profile:
-    """What the workers of a run recorded; `done`: the steps that were taken before they began."""
+    """Return the profile that a run's workers recorded; `done`: the steps taken before they began."""
     recorded = run.recordings()
     tracks = [track_of(recording, clock) for recording, clock in recorded.values()]
     first = next((recording.first for recording, _ in recorded.values()), 0)
@@ -55,7 +55,7 @@ def profile_of(run: Recorded, program: Program, recipe: str, on: str, done: int 
 
 
 def track_of(recording: Recording, clock: Clock) -> Track:
-    """One device's recording on the driver's clock."""
+    """Return one device's recording on the driver's clock."""
 
     def moved(times: Times) -> Times:
         start, end, busy = times
@@ -66,7 +66,7 @@ def track_of(recording: Recording, clock: Clock) -> Track:
 
 
 def save_profile(profile: Profile, folder: Path) -> str:
-    """Write a run's profile into its folder, and the trace beside it; say where they are."""
+    """Write a run's profile and its trace into its folder, and return a message that says where they are."""
     if not profile.count:
         return f"No step was recorded: the run ended within its first {WARM}"
     write_profile(profile, folder / FOLDER)

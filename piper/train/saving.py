@@ -1,4 +1,4 @@
-"""Checkpoints of a run: where they lie, when they are made, and going on from the newest."""
+"""Checkpoints of a run: where they are, when they are saved, and how to resume from the newest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from piper.train.loop import Saves
 
 
 class Resumed(Protocol):
-    """What a checkpoint says of where it was made."""
+    """The step and the data state of a checkpoint."""
 
     @property
     def step(self) -> int: ...
@@ -33,7 +33,7 @@ class Saved(Protocol):
 
 
 def checkpoints_of(folder: Path, job: Job) -> Path | None:
-    """Where a run's checkpoints lie: a relative folder of the job is inside the run's own."""
+    """Return the folder of a run's checkpoints; a relative one is in the run's own. None: it saves none."""
     return None if job.checkpoint is None else folder / job.checkpoint.folder
 
 
@@ -57,7 +57,10 @@ def prepare_saves(folder: Path, job: Job, resume: bool) -> Path | None:
 
 
 def saves_of(run: Saved, folder: Path, job: Job, feed: Feed, warn: Callable[[str], None]) -> Saves | None:
-    """How to save, if the job asks for it. A save that fails is a warning, except at the end of the run."""
+    """Return how to save. None: the job asks for no saves.
+
+    A save that fails is a warning, except at the end of the run.
+    """
     where, wanted = checkpoints_of(folder, job), job.checkpoint
     if where is None or wanted is None:
         return None
@@ -95,7 +98,7 @@ def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
 
 
 def none_left(where: Path, damaged: Sequence[DamagedError]) -> ConfigError:
-    """The error of a run that has checkpoints, of which none can be loaded."""
+    """Return the error of a run none of whose checkpoints can be loaded."""
     return ConfigError(
         "no checkpoint of this run can be loaded",
         by="--resume",

@@ -1,4 +1,4 @@
-"""One run from start to end: compile, launch, go on or begin, train, and say what came of it."""
+"""One run from start to end: compile, launch, start or resume, train, and return the outcome."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from piper.train.display import display
 from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
-from piper.train.loop import Course, Told, checked, train
+from piper.train.loop import Course, Reporter, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
@@ -35,7 +35,7 @@ from piper.train.saving import go_on, past_of, prepare_saves, saves_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `piper train` is asked for."""
+    """The arguments of `piper train`."""
 
     recipe: str
     on: str = "local"
@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     folder: Path
     done: int
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody stopped it."""
+        """Return whether the run was stopped before its last step."""
         return self.done < self.steps
 
 
@@ -158,14 +158,14 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
 
 
 def stopping_now(console: Console, number: int) -> None:
-    """Tell that the run ends after this step. A terminal that hung up is not written to any more."""
+    """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
     console.print("Stopping after this step; once more to stop now")
 
 
 def asked_job(asked: Asked) -> Job:
-    """The recipe's job, for as many steps as asked for."""
+    """Return the recipe's job, for as many steps as asked for."""
     if asked.steps is not None and asked.steps < 1:
         raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
     job = load_recipe(asked.recipe)
@@ -173,10 +173,12 @@ def asked_job(asked: Asked) -> Job:
 
 
 @contextmanager
-def watching(console: Console, folder: Path, program: Program, done: int, memory: Memory) -> Iterator[Told]:
-    """What is told of every step, and tells it to all who want to know: the file first."""
+def watching(
+    console: Console, folder: Path, program: Program, done: int, memory: Memory
+) -> Iterator[Reporter]:
+    """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
     with ExitStack() as held:
-        watchers: list[Told] = [memory, held.enter_context(Metrics(folder, done))]
+        watchers: list[Reporter] = [memory, held.enter_context(Metrics(folder, done))]
         if (written := held.enter_context(board(folder, done))) is not None:
             watchers.append(written)
         peak = max(timeline(plan).peak for plan in program.plans)

@@ -20,7 +20,7 @@ EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two: its plans, and what its chunks cost where that is known."""
+    """One of the two sides: its plans, and the outline of its model where that is known."""
 
     name: str
     plans: "Plans"
@@ -65,7 +65,7 @@ def diff(
 
 
 def side_of(name: str) -> Side:
-    """A recipe, compiled, or plans read from their text, which a run leaves in its folder with its costs."""
+    """Compile a recipe, or read plans from a file or from a run's folder with its costs."""
     path = Path(name) / "plan.txt" if Path(name).is_dir() else Path(name)
     if path.is_file():
         from piper.plan.text import read_plans
@@ -82,5 +82,5 @@ def side_of(name: str) -> Side:
 
 
 def read(path: Path) -> str:
-    """The text of a file; one that is none is refused by who reads plans."""
+    """Read the text of a file; the reader of plans refuses one that is not text."""
     return path.read_bytes().decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""What `piper diff` says of two sets of plans: as tables for people, as one object for programs."""
+"""The report of `piper diff` on two sets of plans: as tables for people, as one object for programs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Compared:
     plans: tuple[Plans, Plans]
     simulations: tuple[Simulation, Simulation]
     difference: Difference
-    clock: str  # the cluster whose seconds are told; empty: units, because plans alone say no more
+    clock: str  # the cluster whose seconds are shown; empty: units, because plans alone have no costs
 
 
 def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
-    """A step in a few numbers."""
+    """Return the numbers that sum up a step."""
     return {
         "devices": sum(len(plan.devices) for plan in plans),
         "programs": len(plans),
@@ -43,7 +43,7 @@ def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
 
 
 def compared_report(compared: Compared) -> dict[str, object]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     changes = compared.difference
     sides = zip(("a", "b"), compared.names, compared.plans, compared.simulations, strict=True)
     return {
@@ -59,7 +59,7 @@ def compared_report(compared: Compared) -> dict[str, object]:
 
 
 def seat(found: Seat) -> dict[str, object]:
-    """Where a node runs, as an object."""
+    """Return where a node runs, as an object."""
     return {"devices": show(found.devices), "stream": found.stream}
 
 
@@ -86,7 +86,7 @@ def print_compared(compared: Compared, console: Console) -> None:
 
 
 def units(value: float) -> str:
-    """A time in units."""
+    """Format a time in units."""
     return f"{value:g}"
 
 
@@ -116,7 +116,7 @@ def print_changes(changes: Difference, console: Console) -> None:
 
 
 def place(found: Seat) -> str:
-    """Where a node runs, in words."""
+    """Return where a node runs, in words."""
     return f"{show(found.devices)} {found.stream}"
 
 

@@ -46,17 +46,17 @@ class Layers(nn.Module):
 
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """A number that depends on every layer."""
+    """Return a number that depends on every layer."""
     return cast(Tensor, model(batch["x"]))
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """Enough small batches."""
+    """Return small batches, enough for all steps."""
     return [{"x": torch.ones(2, 4)} for _ in range(STEPS + WARM)]
 
 
 def measure() -> Cluster:
-    """This machine: its arithmetic and memory, and how two of its processes speak."""
+    """Measure this machine: its arithmetic and memory, and the links between two of its processes."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a worker has
@@ -81,7 +81,7 @@ def measure() -> Cluster:
 
 
 def best(run: Callable[[], object], kind: str) -> float:
-    """The shortest of several runs, in seconds."""
+    """Return the shortest of several runs, in seconds."""
     run()
     shortest, until = float("inf"), perf_counter() + MOST
     while perf_counter() < until:
@@ -94,21 +94,21 @@ def best(run: Callable[[], object], kind: str) -> float:
 
 
 def arithmetic(kind: str, dtype: torch.dtype) -> float:
-    """The arithmetic of a large product, per second."""
+    """Return the operations per second of a large matrix product."""
     side = SIDE[kind] if dtype != torch.float64 or kind == "cpu" else SIDE[kind] // 4
     a, b = (torch.ones(side, side, dtype=dtype, device=kind) for _ in range(2))
     return 2 * side**3 / best(lambda: a @ b, kind)
 
 
 def traffic(kind: str) -> float:
-    """The bytes that a copy reads and writes, per second."""
+    """Return the bytes per second that a copy reads and writes."""
     source = torch.zeros(COPIED[kind], dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     return 2 * COPIED[kind] / best(lambda: target.copy_(source), kind)
 
 
 def memory(kind: str) -> float:
-    """The memory of a device."""
+    """Return the bytes of memory of a device."""
     if kind == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,4 +1,4 @@
-"""What work is taken to cost: by a cluster's data sheet, or as a run has measured it."""
+"""The assumed costs of work: from a cluster's data sheet, or as a run has measured them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from piper.simulate.measured import Measured, check_model, read_costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Costs, and whose they are."""
+    """Costs, and the cluster or run that they come from."""
 
     costs: Costs
     name: str

@@ -1,4 +1,4 @@
-"""`piper profile`: what a run's steps were made of, and what the simulator can learn from them."""
+"""`piper profile`: where the time of a run's steps went, and costs for the simulator."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def show_profile(found: "Profile", console: Console, as_json: bool) -> None:
 
 
 def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
-    """The profile in a folder, or that of a recipe, which is run for it."""
+    """Return the profile in a folder, or run a recipe and return its profile."""
     from piper.simulate.profile import read_profile
 
     file, _, function = target.rpartition(":")
@@ -92,7 +92,7 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
 
 
 def write_calibration(found: "Profile", path: Path, cluster: str | None) -> None:
-    """Write what a profile says of costs."""
+    """Write the costs that a profile measured."""
     from piper.simulate.calibrate import calibrate
     from piper.simulate.cluster import load_cluster
     from piper.simulate.measured import write_costs

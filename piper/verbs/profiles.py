@@ -1,4 +1,4 @@
-"""What `piper profile` says of a profile: as tables for people, as one object for programs."""
+"""The report of `piper profile`: as tables for people, as one object for programs."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ COLUMNS = ("calls", "time", "share", "median", "waited", "busy", "sent", "rate")
 
 @dataclass(slots=True)
 class Row:
-    """What some instructions took, over all devices and recorded steps."""
+    """The times of a group of instructions, over all devices and recorded steps."""
 
     name: str
     op: str
@@ -31,7 +31,7 @@ class Row:
 
 
 def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
-    """The instructions in groups, largest first: by op, or by what of the model they are."""
+    """Return the instructions in groups, largest first: by op, or by node."""
     rows: dict[tuple[str, str], Row] = {}
     for step in range(profile.count):
         timelines = profile.timelines(step)
@@ -49,19 +49,19 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
 
 
 def node_name(ins: Instr) -> str:
-    """A node, and of a transfer which side of it."""
+    """Return the name of a node; that of a transfer says which side of it."""
     return f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
 
 
 def every_part(node: str, axes: Iterable[str]) -> str:
-    """A node's name with `*` for its part: those of all microbatches are told of together."""
+    """Replace the microbatch in a node's name with `*`: all microbatches are counted together."""
     for axis in axes:
         node = re.sub(rf"\b{re.escape(axis)}=\d+", f"{axis}=*", node)
     return node
 
 
 def profile_report(profile: Profile) -> dict[str, object]:
-    """What `--json` prints: seconds of one device in one step, on average."""
+    """Return what `--json` prints: seconds of one device in one step, on average."""
     scale = profile.count * len(profile.tracks)
     return {
         "recipe": profile.recipe,
@@ -71,13 +71,13 @@ def profile_report(profile: Profile) -> dict[str, object]:
         "first_step": profile.first,
         "step_s": [profile.seconds(step) for step in range(profile.count)],
         "clock_error_s": profile.error,
-        "ops": [told(row, scale) for row in rows_of(profile, by_node=False)],
-        "nodes": [{"node": row.name, **told(row, scale)} for row in rows_of(profile, by_node=True)],
+        "ops": [row_report(row, scale) for row in rows_of(profile, by_node=False)],
+        "nodes": [{"node": row.name, **row_report(row, scale)} for row in rows_of(profile, by_node=True)],
     }
 
 
-def told(row: Row, scale: int) -> dict[str, object]:
-    """One group of instructions."""
+def row_report(row: Row, scale: int) -> dict[str, object]:
+    """Return one group of instructions as an object."""
     return {
         "op": row.op,
         "calls": len(row.spans) / scale,
@@ -135,7 +135,7 @@ def print_rows(rows: list[Row], heading: str, profile: Profile, step: float, con
 
 
 def sent(row: Row, scale: int) -> Iterator[str]:
-    """The bytes of a step and how quickly they went, where anything travels."""
+    """Yield the bytes of a step and their rate, empty where nothing travels."""
     if row.op not in COMMUNICATION or not row.nbytes:
         yield from ("", "")
         return

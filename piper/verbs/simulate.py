@@ -19,14 +19,14 @@ def simulate(
     from piper.recipe import load_recipe
     from piper.simulate.simulate import simulate as run
     from piper.verbs.prices import prices_of
-    from piper.verbs.simulation import Told, print_simulation, simulation_report
+    from piper.verbs.simulation import SimulatedStep, print_simulation, simulation_report
 
     prices = prices_of(cluster, costs)
     program = compile(load_recipe(recipe))
     prices.check(program.outline)
     found = run(program.plans, program.outline, prices.costs)
-    told = Told(plans=program.plans, simulation=found, where=prices.name, memory=prices.memory)
+    simulated = SimulatedStep(plans=program.plans, simulation=found, where=prices.name, memory=prices.memory)
     if as_json:
-        sys.stdout.write(json.dumps(simulation_report(told)) + "\n")
+        sys.stdout.write(json.dumps(simulation_report(simulated)) + "\n")
     else:
-        print_simulation(told, Console(highlight=False, soft_wrap=True))
+        print_simulation(simulated, Console(highlight=False, soft_wrap=True))

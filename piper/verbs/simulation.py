@@ -1,4 +1,4 @@
-"""What `piper simulate` says of a simulated step: as tables for people, as one object for programs."""
+"""The report of `piper simulate` on a simulated step: as tables for people, as one object for programs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ REASONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A simulated step with what it is of."""
+class SimulatedStep:
+    """A simulated step with its plans and the costs that it was simulated with."""
 
     plans: Plans
     simulation: Simulation
@@ -38,15 +38,15 @@ class Told:
     memory: float = 0.0  # bytes of a device; 0: unknown
 
 
-def simulation_report(told: Told) -> dict[str, object]:
-    """What `--json` prints: the lists go device by device, in the order of `devices`."""
-    found = told.simulation
-    program = {device: n for n, plan in enumerate(told.plans) for device in plan.devices}
+def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
+    """Return what `--json` prints: the lists go device by device, in the order of `devices`."""
+    found = simulated.simulation
+    program = {device: n for n, plan in enumerate(simulated.plans) for device in plan.devices}
     devices = sorted(program)
     rows = [program[device] for device in devices]
     accounts, memories = found.accounts, found.memories
     return {
-        "on": told.where,
+        "on": simulated.where,
         "step_s": found.step,
         "bubble": found.bubble,
         "devices": devices,
@@ -62,7 +62,7 @@ def simulation_report(told: Told) -> dict[str, object]:
             {
                 "node": link.node,
                 "op": link.op,
-                "device": told.plans.plans[link.program].devices[0],
+                "device": simulated.plans.plans[link.program].devices[0],
                 "start_s": link.start,
                 "end_s": link.end,
                 "reason": link.reason,
@@ -72,31 +72,31 @@ def simulation_report(told: Told) -> dict[str, object]:
     }
 
 
-def print_simulation(told: Told, console: Console) -> None:
+def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     """Print the step's time, where each device's time and memory go, and why the step is this long."""
-    found = told.simulation
-    devices = sum(len(plan.devices) for plan in told.plans)
+    found = simulated.simulation
+    devices = sum(len(plan.devices) for plan in simulated.plans)
     what = f"{devices} devices" if devices > 1 else "one device"
     console.print(
-        f"Step {seconds(found.step)} on {what} of {told.where}; bubble {percent(found.bubble, 1)}",
+        f"Step {seconds(found.step)} on {what} of {simulated.where}; bubble {percent(found.bubble, 1)}",
         style="bold",
     )
     console.print()
-    print_programs(told, console)
-    print_exposed(told, console)
-    print_fit(told, console)
-    print_peak(told, console)
+    print_programs(simulated, console)
+    print_exposed(simulated, console)
+    print_fit(simulated, console)
+    print_peak(simulated, console)
     console.print()
-    print_path(told, console)
+    print_path(simulated, console)
 
 
-def print_programs(told: Told, console: Console) -> None:
+def print_programs(simulated: SimulatedStep, console: Console) -> None:
     """Print where each program's time and memory go."""
-    found = told.simulation
+    found = simulated.simulation
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in COLUMNS:
         table.add_column(heading, justify="left" if heading == "devices" else "right", no_wrap=True)
-    for number, plan in enumerate(told.plans.plans[:MOST_PROGRAMS]):
+    for number, plan in enumerate(simulated.plans.plans[:MOST_PROGRAMS]):
         account, memory = found.accounts[number], found.memories[number]
         table.add_row(
             show(plan.devices),
@@ -108,55 +108,55 @@ def print_programs(told: Told, console: Console) -> None:
             size(memory.peak),
         )
     console.print(table)
-    if len(told.plans) > MOST_PROGRAMS:
-        console.print(f"... and {len(told.plans) - MOST_PROGRAMS} programs more: --json has all")
+    if len(simulated.plans) > MOST_PROGRAMS:
+        console.print(f"... and {len(simulated.plans) - MOST_PROGRAMS} programs more: --json has all")
 
 
 def amount(spent: float, step: float) -> str:
-    """A time, unless it is next to nothing of the step."""
+    """Format a time; one that is negligible in the step is "none"."""
     return seconds(spent) if spent > step * NOTHING else "none"
 
 
-def print_exposed(told: Told, console: Console) -> None:
+def print_exposed(simulated: SimulatedStep, console: Console) -> None:
     """Print the communication that nothing hides, by kind, where there is most of it."""
-    accounts = told.simulation.accounts
+    accounts = simulated.simulation.accounts
     worst = max(range(len(accounts)), key=lambda number: sum(accounts[number].exposed.values()))
     exposed = accounts[worst].exposed
     largest = sorted(exposed.items(), key=lambda entry: (-entry[1], entry[0]))
-    worth = [(op, spent) for op, spent in largest if spent > told.simulation.step * NOTHING]
+    worth = [(op, spent) for op, spent in largest if spent > simulated.simulation.step * NOTHING]
     if worth:
         console.print()
-        console.print(f"Exposed communication of {show(told.plans.plans[worst].devices)}", style="bold")
+        console.print(f"Exposed communication of {show(simulated.plans.plans[worst].devices)}", style="bold")
         for op, spent in worth:
             hidden = accounts[worst].communication[op] - spent
             console.print(f"  {seconds(spent):>10}  {op}, beside {seconds(hidden)} that computing hides")
 
 
-def print_fit(told: Told, console: Console) -> None:
+def print_fit(simulated: SimulatedStep, console: Console) -> None:
     """Say which devices do not have the memory."""
     full = [
         (show(plan.devices), memory.peak)
-        for plan, memory in zip(told.plans, told.simulation.memories, strict=True)
-        if told.memory and memory.peak > told.memory
+        for plan, memory in zip(simulated.plans, simulated.simulation.memories, strict=True)
+        if simulated.memory and memory.peak > simulated.memory
     ]
     if full:
         devices, peak = max(full, key=lambda entry: entry[1])
         more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
         console.print()
         console.print(
-            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {told.where} has "
-            f"{size(told.memory)}",
+            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.where} has "
+            f"{size(simulated.memory)}",
             markup=False,
         )
 
 
-def print_peak(told: Told, console: Console) -> None:
+def print_peak(simulated: SimulatedStep, console: Console) -> None:
     """Print what is live at the fullest device's peak."""
-    memories = told.simulation.memories
+    memories = simulated.simulation.memories
     fullest = max(range(len(memories)), key=lambda number: memories[number].peak)
     memory = memories[fullest]
     console.print()
-    console.print(f"Live at the peak of {show(told.plans.plans[fullest].devices)}", style="bold")
+    console.print(f"Live at the peak of {show(simulated.plans.plans[fullest].devices)}", style="bold")
     for name, nbytes in memory.at_peak[:MOST_LIVE]:
         console.print(f"  {size(nbytes):>10}  {name}", markup=False)
     if len(memory.at_peak) > MOST_LIVE:
@@ -164,9 +164,9 @@ def print_peak(told: Told, console: Console) -> None:
         console.print(f"  {size(rest):>10}  in {len(memory.at_peak) - MOST_LIVE} more")
 
 
-def print_path(told: Told, console: Console) -> None:
+def print_path(simulated: SimulatedStep, console: Console) -> None:
     """Print the critical path: how much of it is what, then its stretches in the order of time."""
-    path, step = told.simulation.path, told.simulation.step
+    path, step = simulated.simulation.path, simulated.simulation.step
     console.print(
         "Why the step is this long: each of these could only start when the last had ended", style="bold"
     )
@@ -178,7 +178,7 @@ def print_path(told: Told, console: Console) -> None:
         if spent > step * NOTHING:
             console.print(f"  {percent(spent, step):>7}  {seconds(spent):>8}  {kind}", markup=False)
     console.print()
-    stretches = [stretch for stretch in stretches_of(told, path) if stretch.seconds > step * NOTHING]
+    stretches = [stretch for stretch in stretches_of(simulated, path) if stretch.seconds > step * NOTHING]
     shown, hidden = picked(stretches)
     for number, stretch in enumerate(shown):
         if number == hidden:
@@ -191,7 +191,7 @@ def print_path(told: Told, console: Console) -> None:
 
 
 def kind_of(link: Link) -> str:
-    """What a computing link of the path is counted as: `F`, `BW`, `update`."""
+    """Return what a computing link of the path is counted as: `F`, `BW`, `update`."""
     if link.op != "compute" or link.run is None:
         return link.op
     return AGAIN if link.run.again else link.run.phase
@@ -199,7 +199,7 @@ def kind_of(link: Link) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Neighbouring links of the path that do the same on one program."""
+    """Consecutive links of the path that all compute or all communicate on one program."""
 
     devices: str
     what: str
@@ -211,8 +211,8 @@ class Stretch:
     reason: str
 
 
-def stretches_of(told: Told, path: Sequence[Link]) -> list[Stretch]:
-    """The path in stretches."""
+def stretches_of(simulated: SimulatedStep, path: Sequence[Link]) -> list[Stretch]:
+    """Split the path into stretches, each on one program and either computation or communication."""
     found: list[Stretch] = []
     worth = [link for link in path if link.end > link.start]
     for (program, computes), links in groupby(
@@ -221,7 +221,7 @@ def stretches_of(told: Told, path: Sequence[Link]) -> list[Stretch]:
         run = list(links)
         found.append(
             Stretch(
-                devices=show(told.plans.plans[program].devices),
+                devices=show(simulated.plans.plans[program].devices),
                 what="computes" if computes else run[0].op,
                 first=run[0].node,
                 last=run[-1].node,
@@ -235,7 +235,7 @@ def stretches_of(told: Told, path: Sequence[Link]) -> list[Stretch]:
 
 
 def picked(stretches: Sequence[Stretch]) -> tuple[list[Stretch], int]:
-    """The first and the last stretches, and where the rest is left out."""
+    """Return the first and the last stretches, and where the rest is left out. -1: none is left out."""
     if len(stretches) <= MOST_STRETCHES:
         return list(stretches), -1
     half = MOST_STRETCHES // 2

@@ -1,4 +1,4 @@
-"""What `piper view` is asked to show: a recipe, compiled, or a run's folder with what it measured."""
+"""The subject of `piper view`: a compiled recipe, or a run's folder with its measurements."""
 
 import json
 from pathlib import Path
@@ -40,13 +40,13 @@ def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured
         )
     prices = prices_of(cluster or CLUSTER, costs)
     program = compiled(target)
-    return of_background(told_by(program, target), program.plans, prices)
+    return of_background(recipe_background(program, target), program.plans, prices)
 
 
 def of_background(
     background: Background, plans: Plans, prices: Prices, profile: Profile | None = None
 ) -> Subject:
-    """Plans of which all is known, timed at some prices, with what a run measured."""
+    """Return plans of which all is known, timed at some prices, with what a run measured."""
     prices.check(background.outline)
     return Subject(
         title=background.title,
@@ -68,24 +68,24 @@ def of_background(
 
 
 def compiled(recipe: str) -> "Program":
-    """A recipe compiled."""
+    """Compile a recipe."""
     from piper.api import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 
     return compile(load_recipe(recipe))
 
 
-def told_by(program: "Program", recipe: str) -> Background:
-    """What stands behind the plans of a recipe."""
+def recipe_background(program: "Program", recipe: str) -> Background:
+    """Return the background of a recipe's plans."""
     from piper.train.background import background_of  # which imports torch
 
     return background_of(program, recipe)
 
 
 def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
-    """A run: its plans as they were, with what it kept of what made them.
+    """Return a run: its plans as they were, with the background that it saved.
 
-    A run that kept nothing is shown with its directives and costs if its recipe still makes the same plans.
+    A run that saved none is shown with its directives and costs if its recipe still makes the same plans.
     """
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
     profile = read_profile(folder) if has_profile or measured else None
@@ -99,7 +99,7 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
     recipe = recipe_of(folder, profile)
     program, why = same_program(recipe, plans)
     if program is not None:
-        return of_background(told_by(program, recipe), plans, prices, profile)
+        return of_background(recipe_background(program, recipe), plans, prices, profile)
     strategy = folder / "strategy.txt"
     return Subject(
         title=folder.resolve().name,
@@ -115,7 +115,7 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
 
 
 def about_run(profile: Profile) -> str:
-    """Which step is shown, and how far the devices' clocks can be trusted."""
+    """Return which step is shown, and how far the devices' clocks can be trusted."""
     where = f" on {profile.on}" if profile.on else ""
     which = f", the typical of {profile.count}" if profile.count > 1 else ""
     error = f", clocks within {profile.error * 1e6:.0f} µs" if profile.error else ""
@@ -123,7 +123,7 @@ def about_run(profile: Profile) -> str:
 
 
 def plans_of_run(folder: Path) -> Plans:
-    """The plans that a run wrote down."""
+    """Read the plans that a run wrote."""
     path = folder / "plan.txt"
     try:
         return read_plans(path.read_text(encoding="utf-8"), str(path))
@@ -137,7 +137,7 @@ def plans_of_run(folder: Path) -> Plans:
 
 
 def recipe_of(folder: Path, profile: Profile | None) -> str:
-    """The recipe that a run was started with, if it says."""
+    """Return the recipe that a run was started with, empty if the folder does not say."""
     if profile and profile.recipe:
         return profile.recipe
     try:
@@ -148,7 +148,7 @@ def recipe_of(folder: Path, profile: Profile | None) -> str:
 
 
 def same_program(recipe: str, plans: Plans) -> tuple["Program | None", str]:
-    """The recipe compiled, if it still makes these plans; else why not."""
+    """Return the recipe compiled, if it still makes these plans. None: the second value says why not."""
     if not recipe:
         return None, "the folder does not say which recipe it ran"
     if not Path(recipe.rpartition(":")[0]).is_file():

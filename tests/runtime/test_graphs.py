@@ -57,7 +57,7 @@ def on_cuda(cell: Cell) -> Setup:
     [
         (DENSE, []),
         (Cell(case="convnet", schedule="1f1b"), []),  # buffers are copied back
-        (DRAWS, ["PP=0: the host sets the seed of random numbers anew in every step"]),
+        (DRAWS, ["PP=0: the host sets the seed of random numbers again in every step"]),
         (EXPERTS, ["PP=0 EP=0: how many rows go to each expert is known only while it runs"]),
     ],
     ids=str,
@@ -77,7 +77,7 @@ def test_many_chunks_are_not_all_named() -> None:
     plan = Plan(devices=(0,), instrs=instrs, slots={}, residents={})
     (reason,) = static_reasons(plan, {name: Chunk(name=name, tags=(), random=True) for name in names})
     assert (
-        reason == "PP=0, PP=1, PP=2 and 2 more: the host sets the seed of random numbers anew in every step"
+        reason == "PP=0, PP=1, PP=2 and 2 more: the host sets the seed of random numbers again in every step"
     )
 
 
@@ -100,8 +100,8 @@ def test_every_reason_is_told_once() -> None:
         graphs: a step of this job cannot be issued as one graph
           why:  keep_outputs (--detect-nan) looks at single instructions
                 values go from device to device through the host
-                PP=0: the host sets the seed of random numbers anew in every step
-                PP=1: the host sets the seed of random numbers anew in every step
+                PP=0: the host sets the seed of random numbers again in every step
+                PP=1: the host sets the seed of random numbers again in every step
           hint: leave graphs out: every instruction is then issued by itself
     """)
 

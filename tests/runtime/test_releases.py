@@ -11,7 +11,7 @@ from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.memory import timeline
 from piper.plan.plan import Plan, Plans
-from piper.runtime.cuda.releases import foretold_peak, releases
+from piper.runtime.cuda.releases import predicted_peak, releases
 from piper.schedules import one_f_one_b, zero_bubble
 
 
@@ -93,5 +93,5 @@ def test_nothing_waits_for_the_last_send() -> None:
 def test_the_foretold_peak_counts_what_is_parked() -> None:
     for zero in (0, 2, 3):
         for plan in pipeline(zero):
-            counted, foretold = timeline(plan).peak, foretold_peak(plan)
-            assert counted <= foretold <= counted + max(slot.nbytes for slot in plan.slots.values()) * 3
+            counted, predicted = timeline(plan).peak, predicted_peak(plan)
+            assert counted <= predicted <= counted + max(slot.nbytes for slot in plan.slots.values()) * 3

@@ -20,7 +20,7 @@ class Clock:
 
 def test_the_host_waits_once_and_only_when_it_asks() -> None:
     clock, given, taken = Clock(), torch.tensor([[2, 0], [1, 3]]), torch.tensor([[5, 1], [0, 4]])
-    splits = Splits(given=given, taken=taken, told=torch.stack((given, taken)), arrival=clock)
+    splits = Splits(given=given, taken=taken, counts=torch.stack((given, taken)), arrival=clock)
     assert clock.waits == 0
     assert splits.lengths() == Lengths(gives=[2, 4], gets=[6, 4], blocks=[[5, 1], [0, 4]])
     assert splits.lengths() is splits.lengths()

@@ -60,9 +60,11 @@ class Channel:
         codec: Codec = PLAIN,
         keys: FrameKeys | None = None,
     ) -> None:
-        """`timeout`: seconds that one call may wait. None: for ever, for a process that only waits for calls.
+        """Wrap one end of a connection.
 
-        keys: None for a pair of sockets that only the two processes have; a channel over a network has them.
+        timeout: seconds that one call may wait. None: without limit, for a process that only waits for calls.
+
+        keys: the keys of a channel over a network. None: a pair of sockets that only the two processes have.
         """
         self.end, self.codec, self.keys, self.timeout = end, codec, keys, timeout
         self.sent = self.received = 0  # frames
@@ -239,7 +241,7 @@ class Listener:
     """A socket at which workers arrive. Connections that reset, stay idle or send garbage delay no other."""
 
     def __init__(self, address: str, key: bytes, timeout: float, codec: Codec = PLAIN) -> None:
-        """`timeout`: of the channels to the workers."""
+        """Listen on a free port of an address; `timeout`: of the channels to the workers."""
         self.key, self.timeout, self.codec = key, timeout, codec
         self.socket = socket.create_server((address, 0), backlog=1024)
         self.socket.setblocking(False)

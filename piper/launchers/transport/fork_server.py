@@ -52,7 +52,7 @@ class ForkServer:
     """The driver's handle of the fork server: starts workers and learns how they end."""
 
     def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
-        """`module`: holds the `main` that a worker runs. `preload`: a module to import once for all."""
+        """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
         here, there = socket.socketpair()
         words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
         with there:

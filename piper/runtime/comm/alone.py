@@ -1,4 +1,4 @@
-"""Communication of a device whose peers are not there: values of the right shape, made of its own.
+"""Communication of a device that runs without its peers: values of the right shape, made of its own.
 
 A device that runs alone computes with real kernels on real memory, so what arrives must have the shape that
 it would have, and be numbers like those it would be. A sum is this device's share of it, gathered shards are
@@ -37,10 +37,10 @@ class AloneComms:
 
 
 class AloneGroup(Group):
-    """A group of which only one member is there."""
+    """A group of which only one member runs."""
 
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """The parts themselves: a network needs none of the processors, so nothing is copied here."""
+        """Return the parts themselves: a network needs no processor, so nothing is copied here."""
         assert [len(part) for part in parts] == list(lengths), "rows come back as they would have gone"
         return list(parts)
 
@@ -64,10 +64,10 @@ class AloneGroup(Group):
 
 
 class Drain:
-    """A pipe that leads nowhere."""
+    """A pipe without a peer: values sent are dropped; `arriving` makes those received."""
 
     def send(self, value: Tensor, form: Form) -> None:
-        """Let a value go."""
+        """Drop a value."""
 
     def recv(self, form: Form) -> Tensor:
         raise AssertionError("what arrives is made by `arriving`, which knows its shape")
@@ -95,7 +95,7 @@ def arriving(env: Env, ins: Instr) -> Bound:
 
 
 def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) -> Form:
-    """The shape and type of what a receive brings: that of the value it was sent from, or some rows of it."""
+    """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
     assert ins.comm is not None
     sender = next(pair[0] for pair in plans.comms[ins.comm].groups if pair[1] == device)
     sends = (
@@ -110,7 +110,7 @@ def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) 
 
 
 def spec_of(chunks: Mapping[str, Chunk], slot: SlotId) -> TensorSpec:
-    """What a slot between chunks holds: an output, the gradient of an input, or a sum of such gradients."""
+    """Return the spec of a slot between chunks: an output, an input's gradient, or a sum of those."""
     assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
     chunk = chunks[slot.owner]
     return (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]

@@ -1,8 +1,8 @@
 """Communication as one device sees it: groups that reduce and exchange, and pipes from one device to another.
 
 Every implementation gives the same bits: a sum over a group is taken element by element from the first
-member to the last, whoever computes it and however it travels. Whoever adds an implementation gives
-`Group.swap` and a pipe, and the rest follows.
+member to the last, on any member and over any transport. A new implementation has to provide `Group.swap`
+and a pipe; the rest is built on these.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ SMALL = 4096  # elements: below it a sum in one round beats one in two
 
 
 class CommError(RuntimeError):
-    """Communication that did not happen: a peer is late, or has failed."""
+    """A failed communication: a peer is late, or has failed."""
 
 
 class StoppedError(CommError):
@@ -34,12 +34,12 @@ class Group(ABC):
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Give part i to member i, and return what each member gave to this one.
 
-        Parts differ in their first axis only; `lengths[i]` of it comes from member i. Nobody may write to
-        what it gave or got.
+        Parts differ in their first axis only; `lengths[i]` of it comes from member i. No member may
+        write to the tensors that it gave or got.
         """
 
     def all_reduce(self, flat: Tensor) -> Tensor:
-        """The sum of everybody's tensor, as a new one."""
+        """Return the sum of every member's tensor, as a new one."""
         if flat.numel() <= SMALL:
             return summed(self.swap([flat] * self.size, [len(flat)] * self.size))
         length = -(-len(flat) // self.size)
@@ -48,7 +48,7 @@ class Group(ABC):
         return out if len(out) == len(flat) else out[: len(flat)].clone()
 
     def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
-        """This member's `length` elements of the sum; beyond the end of `flat` they are zero."""
+        """Return this member's `length` elements of the sum; beyond the end of `flat` they are zero."""
         lengths = [max(0, min(length, len(flat) - i * length)) for i in range(self.size)]
         mine = lengths[self.rank]
         total = summed(self.swap(flat.split(lengths), [mine] * self.size))
@@ -59,7 +59,7 @@ class Group(ABC):
         return shard
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
-        """Write everybody's shard into `out`, in order. `shard` may be this member's part of `out`."""
+        """Write every member's shard into `out`, in order. `shard` may be this member's part of `out`."""
         length = len(shard)
         for i, part in enumerate(self.swap([shard] * self.size, [length] * self.size)):
             there = out[i * length : (i + 1) * length]
@@ -71,7 +71,7 @@ class Group(ABC):
         return self.swap(rows.split(list(gives)), gets)
 
     def broadcast(self, value: Tensor) -> Tensor:
-        """The first member's value."""
+        """Return the first member's value."""
         flat = value.reshape(-1)
         empty = flat[:0]
         first = self.rank == 0
@@ -91,30 +91,30 @@ class Form:
 
 
 class Pipe(Protocol):
-    """One end of a way from one device to another; what is sent first arrives first."""
+    """One end of a first-in first-out connection between two devices."""
 
     def send(self, value: Tensor, form: Form) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:
-        """The next value."""
+        """Return the next value that arrives."""
 
 
 class Comms(Protocol):
     """The communicators of one device, by the plan's names."""
 
     def group(self, name: str) -> Group:
-        """The group of this communicator that the device is in."""
+        """Return the group of this communicator that the device is in."""
 
     def outgoing(self, name: str) -> Pipe:
-        """The pipe that this device sends into."""
+        """Return the pipe that this device sends into."""
 
     def incoming(self, name: str) -> Pipe:
-        """The pipe that this device receives from."""
+        """Return the pipe that this device receives from."""
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors from left to right, as a new one; short types are added in float32."""
+    """Return the sum of tensors from left to right, as a new one; short types are added in float32."""
     first = parts[0]
     if first.dtype in (torch.bfloat16, torch.float16):
         total = first.float()

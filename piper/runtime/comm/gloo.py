@@ -32,7 +32,7 @@ HEADER = 16  # numbers that describe a tensor: its type, how many axes, and thei
 
 
 class Wire(Protocol):
-    """What is used of a process group; torch's own annotations do not say."""
+    """The methods of a process group that are used; torch does not annotate them."""
 
     def alltoall_base(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> Work: ...
     def _allgather_base(self, out: Tensor, shard: Tensor) -> Work: ...
@@ -94,7 +94,7 @@ class GlooComms:
 
 
 def finish(work: Work, name: str, timeout: timedelta) -> None:
-    """Wait for one operation, but not for ever."""
+    """Wait for one operation until the timeout."""
     try:
         work.wait(timeout)
     except RuntimeError as error:
@@ -102,7 +102,7 @@ def finish(work: Work, name: str, timeout: timedelta) -> None:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Parts one after another; where they already lie so in memory, that memory, since a copy costs a sum."""
+    """Join parts one after another; where they lie so in memory, return a view: a copy costs a sum."""
     full = [part for part in parts if len(part)]
     if not full:
         return parts[0]
@@ -140,7 +140,7 @@ class GlooGroup(Group):
 
 
 class GlooPipe:
-    """A way from one process to another. What a transfer moves is described in its first step only."""
+    """A connection from one process to another. The first step also sends each value's shape and type."""
 
     def __init__(self, made: Wire, name: str, timeout: timedelta) -> None:
         self.made, self.name, self.timeout = made, name, timeout
@@ -162,14 +162,14 @@ class GlooPipe:
 
 
 def describe(value: Tensor, form: Form) -> Tensor:
-    """The shape and type of a value as numbers; the form learns them too."""
+    """Return the shape and type of a value as numbers, and write them to the form too."""
     form.shape, form.dtype = tuple(value.shape), value.dtype
     header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
     return torch.tensor(header + [0] * (HEADER - len(header)))
 
 
 def room_for(device: torch.device) -> Tensor:
-    """Room for a description that is to arrive."""
+    """Return an empty tensor for a description that is to arrive."""
     return torch.zeros(HEADER, dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Devices as threads of one process: a mailbox for every pair that ever speaks, made before anything runs."""
+"""Devices as threads of one process: a mailbox for every pair that communicates, made before the run."""
 
 import queue
 import threading
@@ -25,7 +25,7 @@ class World:
                 self.boxes[comm.name, sender, receiver] = queue.SimpleQueue()
 
     def member(self, device: int) -> "InlineComms":
-        """The communicators as one device sees them."""
+        """Return the communicators as one device sees them."""
         return InlineComms(self, device)
 
     def stop(self) -> None:
@@ -35,7 +35,7 @@ class World:
             box.put(None)
 
     def take(self, name: str, sender: int, receiver: int) -> Tensor:
-        """The next value that one device sent another; waits for it, but not for ever."""
+        """Return the next value that one device sent another; wait for it until the timeout."""
         try:
             value = self.boxes[name, sender, receiver].get(timeout=self.timeout)
         except queue.Empty:
@@ -51,7 +51,7 @@ class World:
 
 
 def speaking(comm: Comm) -> list[tuple[int, int]]:
-    """Every (sender, receiver) of a communicator."""
+    """Return every (sender, receiver) of a communicator."""
     if comm.kind == "pairs":
         return [(sender, receiver) for sender, receiver in comm.groups]
     return [(a, b) for group in comm.groups for a in group for b in group if a != b]

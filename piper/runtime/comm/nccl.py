@@ -1,11 +1,11 @@
 """Devices as processes with an accelerator each: communication over NCCL, on the stream that is current.
 
 Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it may differ in its last bits
-from what the other groups give, and from one number of members to another, though not from run to run. What
-only moves (exchanges, gathers, broadcasts, transfers) has the same bits.
+from what the other groups give, and from one number of members to another, though not from run to run.
+Values that only move (exchanges, gathers, broadcasts, transfers) have the same bits.
 
-Nothing here makes the host wait but the first step, in which transfers are described. Whoever waits for the
-stream watches the clock, and calls `abort` if it stands still: NCCL's kernels then end.
+Only the first step, which sends shapes and types, makes the host wait. The caller that waits for the stream
+calls `abort` after its timeout: NCCL's kernels then end.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL en
 
 
 class Wire(Protocol):
-    """What is used of a process group; torch's own annotations do not say."""
+    """The methods of a process group that are used; torch does not annotate them."""
 
     def allreduce(self, values: list[Tensor], options: AllreduceOptions) -> Work: ...
     def _reduce_scatter_base(self, out: Tensor, whole: Tensor, options: ReduceScatterOptions) -> Work: ...
@@ -120,7 +120,7 @@ class NcclGroup(Group):
         return list(out.split(list(lengths)))
 
     def all_reduce(self, flat: Tensor) -> Tensor:
-        """The sum of everybody's tensor, in its own memory."""
+        """Return the sum of every member's tensor, in the memory of this member's."""
         options = AllreduceOptions()
         options.asyncOp = False
         issue(self.made.allreduce([flat], options), self.name)
@@ -151,7 +151,7 @@ class NcclGroup(Group):
 
 
 class NcclPipe:
-    """A way from one process to another. What a transfer moves is described in its first step only."""
+    """A connection from one process to another. The first step also sends each value's shape and type."""
 
     def __init__(self, made: Wire, name: str, accelerator: torch.device) -> None:
         self.made, self.name, self.accelerator = made, name, accelerator

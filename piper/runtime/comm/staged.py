@@ -55,7 +55,7 @@ class StagedGroup(Group):
 
 
 class StagedPipe:
-    """A way from one device to another through the hosts of both."""
+    """A connection from one device to another through the hosts of both."""
 
     def __init__(self, inner: Pipe, accelerator: torch.device) -> None:
         self.inner, self.accelerator = inner, accelerator
@@ -68,7 +68,7 @@ class StagedPipe:
 
 
 def to_host(value: Tensor) -> Tensor:
-    """A copy in pinned memory, when the current stream has got there: only this stream is waited for."""
+    """Copy a value to pinned memory and return it; only the current stream is waited for."""
     here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     here.copy_(value, non_blocking=True)
     torch.cuda.current_stream(value.device).synchronize()
@@ -76,5 +76,5 @@ def to_host(value: Tensor) -> Tensor:
 
 
 def to_accelerator(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on an accelerator, made when the current stream gets there."""
+    """Copy a value to an accelerator in the order of the current stream, and return the copy."""
     return value.pin_memory().to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""The runtime on CUDA devices: streams, when memory that crossed them goes back, and steps as one graph."""
+"""The runtime on CUDA devices: streams, the release of memory that crosses them, and steps as one graph."""

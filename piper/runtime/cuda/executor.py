@@ -33,7 +33,7 @@ class StreamExecutor:
 
     The host issues everything in the order of the plan and waits for nothing until the end of the step, but
     where an instruction needs a number on the host. Streams wait for each other by events, made once and
-    recorded anew in each step. With `streams=False` all is issued on the stream that is current.
+    recorded again in each step. With `streams=False` all is issued on the stream that is current.
     """
 
     def __init__(
@@ -51,14 +51,16 @@ class StreamExecutor:
         outro: Bound = lambda: None,
         home: torch.cuda.Stream | None = None,
     ) -> None:
-        """`outro` is issued last, when all streams have been joined: it brings the results to the host.
+        """Prepare the streams and events of a plan.
 
-        home: the stream that steps begin and end on; without one, that on which the state is changed between
+        outro: is issued last, when all streams have been joined: it brings the results to the host.
+
+        home: the stream that steps begin and end on. None: the stream on which the state is changed between
         steps.
         """
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
         self.timeout, self.on_failure, self.outro = timeout, on_failure, outro
-        self.alone = all(ins.comm is None for ins in plan.instrs)  # nobody can keep a step from its end
+        self.alone = all(ins.comm is None for ins in plan.instrs)  # no other device can block a step
         self.parked: list[object] = [None] * len(slots)
         self.replaced: list[object] = []
         self.begin, self.done = torch.cuda.Event(), torch.cuda.Event()
@@ -70,7 +72,7 @@ class StreamExecutor:
         self.steps = self._bind(bound, index)
 
     def _streams(self) -> dict[str, torch.cuda.Stream]:
-        """A stream for each of the plan's; those that communicate go before those that compute."""
+        """Return a stream for each of the plan's; communication has priority over computation."""
         talking = {ins.stream for ins in self.plan.instrs if OPS[ins.op].communicates}
         names = dict.fromkeys(ins.stream for ins in self.plan.instrs)
         return {name: torch.cuda.Stream(priority=-1 if name in talking else 0) for name in names}
@@ -115,7 +117,7 @@ class StreamExecutor:
             self.drop()
 
     def enqueue(self) -> None:
-        """Issue the plan once: every stream begins after the home stream, which goes on after all of them."""
+        """Run the plan once: every stream begins after the home stream, which goes on after all of them."""
         home = self.home
         self.begin.record(home)  # what was done to the state between steps was done here
         for stream in self.streams.values():
@@ -180,9 +182,9 @@ class StreamExecutor:
                 raise error
 
     def stuck(self) -> int:
-        """The place of the first instruction that is known not to be over."""
+        """Return the place of the first instruction that is known not to be over."""
         waiting = [place for place, event in self.events.items() if not event.query()]
         return min(waiting, default=len(self.plan.instrs) - 1)
 
     def close(self) -> None:
-        """Nothing is left running: the streams are at their end after each step."""
+        """Do nothing: the streams are at their end after each step, so nothing is left running."""

@@ -26,7 +26,7 @@ class GraphExecutor:
     """
 
     def __init__(self, inner: StreamExecutor, intake: Intake, residents: Sequence[int]) -> None:
-        """`inner` begins on a stream that can be captured; `residents`: the slots that outlive a step."""
+        """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step."""
         self.inner, self.intake, self.residents = inner, intake, residents
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with
@@ -59,10 +59,10 @@ class GraphExecutor:
         return self.taken > WARM
 
     def reset(self) -> None:
-        """Forget the graph, because the state lies elsewhere now or changes in another way.
+        """Discard the graph, because the state lies elsewhere now or changes in another way.
 
         The next steps are issued one by one again: an optimizer that makes its state while it is captured
-        would make it anew in every replay.
+        would make it again in every replay.
         """
         self.graph, self.taken = None, 0
 

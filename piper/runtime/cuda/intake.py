@@ -1,7 +1,7 @@
-"""What the host puts in place before a step that is one graph: rows of the batch, and learning rates.
+"""The inputs that the host writes before a step that is one graph: rows of the batch, and learning rates.
 
-A graph reads the same memory in every step. So what differs from step to step lies in memory of its own,
-pinned on the host, which is filled before the graph is launched and read by it.
+A graph reads the same memory in every step. So the inputs that differ from step to step lie in static
+memory, pinned on the host, which is filled before the graph is launched and read by it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Kernel = Callable[[Env, Instr], Bound]
 
 
 class Intake:
-    """The instructions of one device that take something from the host, and what they take."""
+    """The static inputs of one device's instructions, and the kernels that read them."""
 
     def __init__(self) -> None:
         self.fills: list[Bound] = []
@@ -30,11 +30,11 @@ class Intake:
         self.capturing = False  # what fails meanwhile fails because it needs the host
 
     def kernels(self, kernels: Mapping[Op, Kernel]) -> dict[Op, Kernel]:
-        """A table of kernels of which those that take something from the host take it from static memory."""
+        """Return the kernels, of which those that take something from the host take it from static memory."""
         return {**kernels, "load": self.load, "update": self.update(kernels["update"])}
 
     def load(self, env: Env, ins: Instr) -> Bound:
-        """Bring this device's rows of a batch field, for one part, to the device."""
+        """Bring this device's rows of a batch field, for one microbatch, to the device."""
         slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
         dtype, device = env.setup.dtype, env.setup.device
         room: Tensor | None = None
@@ -57,7 +57,7 @@ class Intake:
         return run
 
     def update(self, kernel: Kernel) -> Kernel:
-        """An update whose learning rates are read from the device."""
+        """Return an update whose learning rates are read from the device."""
 
         def bind(env: Env, ins: Instr) -> Bound:
             run = kernel(env, ins)
@@ -74,7 +74,7 @@ class Intake:
         return bind
 
     def guarded(self, ins: Instr, run: Bound) -> Bound:
-        """An instruction that says why, if it cannot be captured."""
+        """Wrap an instruction so that it raises the reason if it cannot be captured."""
 
         def tried() -> None:
             try:
@@ -82,8 +82,8 @@ class Intake:
             except RuntimeError as error:
                 if not self.capturing or isinstance(error, CommError | torch.OutOfMemoryError):
                     raise
-                told = str(error).partition("\n")[0]
-                raise not_static([f"{ins.node} needs the host: {told}"]) from error
+                why = str(error).partition("\n")[0]
+                raise not_static([f"{ins.node} needs the host: {why}"]) from error
 
         return tried
 
@@ -95,7 +95,7 @@ class Intake:
             rates.fill()
 
     def settings(self) -> list[object]:
-        """What a graph keeps as it was when it was captured, though the host may change it."""
+        """Return the settings that a captured graph keeps, though the host may change them."""
         return [settings(rates.optimizer) for rates in self.rates]
 
 
@@ -134,7 +134,7 @@ class Rates:
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Let an optimizer keep all that it counts on the device, before it has counted anything."""
+    """Let an optimizer keep its step counts on the device, before it has counted anything."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -143,7 +143,7 @@ def make_capturable(optimizer: Optimizer) -> None:
 
 
 def room_for(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Memory for rows like these, one part after the other, where a graph can read it."""
+    """Return memory for rows like these, one part after the other, where a graph can read it."""
     first = parts[0]
     count = sum(len(part) for part in parts)
     pinned = first.device.type == "cpu" and device.type == "cuda"

@@ -1,4 +1,4 @@
-"""When memory that has crossed streams goes back to the one that took it, worked out from the plan alone.
+"""Decides from the plan when memory that has crossed streams returns to the stream that allocated it.
 
 PyTorch's allocator keeps memory by stream. What a stream took goes back to that stream as soon as its last
 tensor is gone on the host, and may be written again by the stream's next kernel, though another stream is
@@ -26,7 +26,7 @@ LAG = 1  # pieces of work that a stream begins before it waits for what another 
 
 @dataclass(slots=True, kw_only=True)
 class Handling:
-    """What one instruction does beyond what its plan says."""
+    """The waits and releases that one instruction does in addition to its plan."""
 
     waits: list[int] = field(default_factory=list)  # places on other streams that it begins after
     drops: list[SlotId] = field(default_factory=list)  # parked slots that go back before it begins
@@ -36,7 +36,7 @@ class Handling:
 
 @dataclass(slots=True, kw_only=True)
 class Parked:
-    """A slot on its way back to the stream that made it."""
+    """A freed slot whose memory is held until the stream that made it may reuse it."""
 
     slot: SlotId
     place: int  # where it was freed
@@ -55,7 +55,7 @@ class Releases:
         self.signalled: dict[int, int] = {}  # event -> place
 
     def run(self) -> list[Handling]:
-        """What each instruction has to do. What is parked at the end goes when the step is over."""
+        """Return what each instruction has to do. Slots still parked at the end are freed after the step."""
         return [self._handle(place, ins) for place, ins in enumerate(self.plan.instrs)]
 
     def _handle(self, place: int, ins: Instr) -> Handling:
@@ -102,12 +102,12 @@ class Releases:
 
 
 def releases(plan: Plan, lag: int = LAG) -> list[Handling]:
-    """What each instruction of a plan does so that memory goes back only when nobody uses it."""
+    """Return what each instruction of a plan does so that memory is freed only when no stream uses it."""
     return Releases(plan, lag).run()
 
 
-def foretold_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
-    """The most bytes that a device holds in a step: what the plan counts, and what is parked meanwhile."""
+def predicted_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
+    """Return the most bytes that a device holds in a step: those the plan counts, and those parked."""
     ledger = Ledger(plan)
     held: set[SlotId] = set()
     resident = sum(slot.nbytes for slot in plan.residents.values())

@@ -1,8 +1,8 @@
-"""Whether a step is the same work every time, so that it can be issued as one graph; if not, why not.
+"""Checks that a step is the same work every time, so that it can be issued as one graph.
 
 A graph is replayed as it was captured: the same kernels on the same memory, with the numbers that the host
-gave them then. So nothing in a step may depend on what the host knows only while it runs, and nobody can look
-at one instruction of it.
+gave them then. So nothing in a step may depend on what the host knows only while it runs, and no
+instruction of it can be watched by itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,12 +24,12 @@ LOOKS = {
     "measure": "measure",
     "profile": "profile (--profile)",
 }  # options that look into a step
-RATES = ("lr", "initial_lr")  # of a group of parameters: read anew in every step
+RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
 MOST = 3  # chunks that are named
 
 
 class Looks(Protocol):
-    """The options that look into a step."""
+    """The options that observe single instructions of a step."""
 
     @property
     def keep_gradients(self) -> bool: ...
@@ -58,7 +58,7 @@ def check_static(setup: Setup, plans: Iterable[Plan], options: Looks, *, by_host
 
 
 def not_static(reasons: Iterable[str]) -> ConfigError:
-    """The error of a step that cannot be a graph."""
+    """Return the error of a step that cannot be a graph."""
     return ConfigError(
         "a step of this job cannot be issued as one graph",
         by="graphs",
@@ -68,7 +68,7 @@ def not_static(reasons: Iterable[str]) -> ConfigError:
 
 
 def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
-    """What of a plan needs the host while it runs."""
+    """Return the reasons why a plan needs the host while it runs."""
     named = dict.fromkeys(ins.computes.chunk for ins in plan.instrs if ins.op == "compute")
     routed = [name for name in named if chunks[name].kind == "expert"]
     drawn = [name for name in named if chunks[name].random]
@@ -76,18 +76,18 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     if routed:
         reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
     if drawn:
-        reasons.append(f"{listed(drawn)}: the host sets the seed of random numbers anew in every step")
+        reasons.append(f"{listed(drawn)}: the host sets the seed of random numbers again in every step")
     return reasons
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in one line, the first ones if they are many."""
+    """Return names in one line, the first ones if they are many."""
     more = len(names) - MOST
     return ", ".join(names[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def trainer_reasons(setup: Setup) -> list[str]:
-    """What of a job's optimizer and scheduler needs the host; asked of those of a single number."""
+    """Return why a job's optimizer and scheduler need the host; both are tried on a single number."""
     if not any(bucket.trainable for bucket in setup.plans.buckets.values()):
         return []
     optimizer = setup.optimizer([torch.zeros(1, requires_grad=True)])
@@ -101,7 +101,10 @@ def trainer_reasons(setup: Setup) -> list[str]:
 
 
 def optimizer_reasons(optimizer: Optimizer) -> list[str]:
-    """Why an optimizer's step cannot be captured. torch's own say `capturable`, or are fused as SGD is."""
+    """Return why an optimizer's step cannot be captured.
+
+    SGD has to be fused; any other optimizer has to have the setting `capturable`.
+    """
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         if isinstance(optimizer, SGD) and not group["fused"]:
@@ -114,7 +117,7 @@ def optimizer_reasons(optimizer: Optimizer) -> list[str]:
 
 
 def moved_by(scheduler: LRScheduler, optimizer: Optimizer) -> list[str]:
-    """The settings that a scheduler changes beside the learning rate, as far as its first step shows."""
+    """Return the settings other than the learning rate that the first step of a scheduler changes."""
     before = settings(optimizer)
     optimizer.step()  # nothing happens without gradients, but a scheduler wants to come second
     scheduler.step()
@@ -124,7 +127,7 @@ def moved_by(scheduler: LRScheduler, optimizer: Optimizer) -> list[str]:
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, object]]:
-    """The numbers of each group of parameters that a graph keeps as they were when it was captured."""
+    """Return the settings of each group of parameters that a captured graph keeps."""
     return [
         {key: value for key, value in group.items() if key != "params" and key not in RATES}
         for group in optimizer.param_groups
