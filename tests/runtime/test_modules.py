@@ -154,7 +154,7 @@ class Spectrum(nn.Module):
 def test_complex_parameters_are_refused() -> None:
     message = refusal(CaptureError, lambda: Spectrum(real=False), zoo.regression, zoo.vectors)
     assert message == (
-        "model: the parameter w is complex\n"
+        "model (test_modules.py:155): the parameter w is complex\n"
         "  type: complex64\n"
         "  but:  complex parameters cannot be trained here\n"
         "  hint: hold it as real numbers: nn.Parameter(torch.view_as_real(w)), and use "
