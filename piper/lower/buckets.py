@@ -232,7 +232,7 @@ def tied_buckets(
             f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",
             by=divided.by,
             facts={home.chunk: f"on {show(home.devices)}, {shown_held(held[home.chunk])}" for home in homes},
-            hint="shard the regions that share it alike, on the same devices"
+            hint="shard the regions that share experts alike, on the same devices"
             if by_expert
             else "shard all regions that share it along the same axes",
         )

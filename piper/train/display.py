@@ -28,7 +28,10 @@ QUIET = 10.0  # seconds after which a plain line comes anyway
 
 @contextmanager
 def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Reporter]:
-    """Yield a function that shows measures; `peak`: the planned bytes of the fullest device; `unit`: what is counted."""
+    """Yield a function that shows measures.
+
+    peak: the planned bytes of the fullest device. unit: what is counted.
+    """
     if not console.is_terminal:
         yield Lines(console, done, steps, unit)
         return

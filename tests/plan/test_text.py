@@ -181,7 +181,7 @@ def test_an_instruction_reads_well() -> None:
     ("line", "why"),
     [
         ("jump  F[PP=0]  stream=compute", "'jump' begins no line here"),
-        ("send  x  stream=send  colour=red", "'colour=red' is not one of reads, writes, frees, stream, waits, signals, comm, nbytes, workspace, field, part, devices, rows, outward, bucket, chunk, run"),
+        ("send  x  stream=send  colour=red", "'colour=red' is not one of reads, writes, frees, stream, waits, signals, comm, nbytes, workspace, field, part, devices, rows, outward, how, degree, stride, slices, bucket, chunk, run"),
         ("send  x  stream=send  waits=soon", "'waits=soon' cannot be read: invalid literal for int() with base 10: 'soon'"),
         ("send  x", "it lacks one of comm, frees, nbytes, reads, signals, stream, waits, workspace, writes"),
         ("compute  x  stream=compute", "compute needs its run, and nothing else"),
@@ -208,6 +208,6 @@ def test_text_without_plans() -> None:
         read_plans("", source="empty.txt")
     assert str(error.value) == cleandoc("""
         empty.txt: the text holds no plans
-          why:  it lacks one of axes, cells, seed, weighted
+          why:  it lacks one of axes, cells, copies, seed, weighted
           hint: its first line begins with `plans`
     """)

@@ -743,7 +743,7 @@ TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
     "ways": (
         experts,
         lambda plans: divided(plans, "PP=0/0", Sharding(dim=0, ways=2)),
-        "PP=0/0 is divided over 2 devices; its experts are not",
+        "PP=0/0 holds pre.0 in 2 parts along dimension 0; it should be whole",
     ),
     "a dimension": (
         experts,

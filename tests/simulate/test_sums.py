@@ -23,7 +23,7 @@ from piper.simulate.profile import Profile, Times, Track, Work
 from piper.simulate.timeline import Span, Timeline
 from piper.simulate.web import touched
 from piper.verbs.profiles import print_rows, rows_of
-from tests.slots import slots
+from tests.slots import slot, slots
 
 CLUSTER = Cluster(
     name="small",
@@ -189,7 +189,21 @@ def test_the_longest_part_that_only_rises(places: list[int], kept: set[int]) -> 
 
 def test_an_instruction_touches_what_it_reads_and_writes() -> None:
     ins = Instr(op="add", node="a", stream="compute", reads=slots("a", "w"), writes=slots("b"))
-    a, b, w = slots("a", "b", "w")
-    made = {a: Slot(nbytes=1, shares=((SlotId("storage", "s"), 4),)), b: Slot(nbytes=16)}
-    plan = Plan(devices=(0,), instrs=(ins,), slots=made, residents={w: Slot(nbytes=64)})
+    held = {slot("a"): Slot(nbytes=1, shares=((slot("s"), 4),)), slot("b"): Slot(nbytes=16)}
+    plan = Plan(devices=(0,), instrs=(ins,), slots=held, residents={slot("w"): Slot(nbytes=64)})
     assert touched(plan, ins) == 1 + 4 + 16 + 64
+
+
+def test_what_waited_for_another_stream_counts_from_its_end() -> None:
+    """The second of its stream could start at 6, when the other stream's event came, and did at 7."""
+    instrs = (
+        Instr(op="compute", node="F[PP=0]", stream="compute", payload=Pass(phase="F", chunk="PP=0")),
+        Instr(op="accumulate", node="a", stream="other", writes=slots("x"), signals=0),
+        Instr(
+            op="compute", node="B[PP=0]", stream="compute", payload=Pass(phase="B", chunk="PP=0"), waits=(0,)
+        ),
+    )
+    profile = profile_of(((0.0, 4.0, 1.0), (0.0, 6.0, 1.0), (7.0, 9.0, 1.0)))
+    plan = replace(profile.plans.plans[0], instrs=instrs)
+    found = calibrate(replace(profile, plans=replace(profile.plans, plans=(plan,))))
+    assert (found.gap, found.wake) == (0.0, 1.0)
