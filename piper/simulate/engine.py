@@ -142,7 +142,7 @@ class Engine:
             self.over.append(task)
 
     def _lanes(self, members: Sequence[int], level: int) -> list[tuple[Resource, float]]:
-        """Return what a communication uses: its members' links, and their cores where those do the copying."""
+        """Return what a communication uses: its members' links, and their cores where those copy."""
         uses: list[tuple[Resource, float]] = []
         for member in members:
             operation, program = OPS[self.web.instrs[member].op], self.web.program[member]
