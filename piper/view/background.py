@@ -1,6 +1,6 @@
 """The background of plans: the directives behind each node, the costs of chunks, strategy and recipe.
 
-A run saves it as `view.json` next to `plan.txt`, so that `piper view` draws the run in full without its recipe.
+A run saves it as `view.json` next to `plan.txt`, so that `piper view` can draw the run without its recipe.
 """
 
 import hashlib
