@@ -1,4 +1,4 @@
-"""Where a device's time goes: what it computes, what it waits for, and what it cannot hide."""
+"""Accounts of a device's time: computation, bubbles, and communication that computation does not hide."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A step of one device in seconds: `busy` and `bubble` make up the whole step."""
+    """The time of one device in one step, in seconds: `busy` and `bubble` add up to the whole step."""
 
     busy: float  # something computes
-    bubble: float  # nothing does
+    bubble: float  # nothing computes
     exposed: Mapping[Op, float]  # the part of the bubble in which a communication is under way, by kind
-    communication: Mapping[Op, float]  # under way at all, hidden or not
-    contention: float = 0.0  # by how much its communications took longer for sharing their links
+    communication: Mapping[Op, float]  # all time in which it is under way, hidden or not, by kind
+    contention: float = 0.0  # the extra time its communications took because they shared links
 
     @property
     def rate(self) -> float:
-        """The bubble as a part of the step."""
+        """Return the bubble as a fraction of the step."""
         step = self.busy + self.bubble
         return self.bubble / step if step else 0.0
 
@@ -64,7 +64,7 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Intervals joined where they touch, in order."""
+    """Return the intervals in order of time, with those that touch or overlap joined."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -77,7 +77,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def uncovered(start: float, end: float, busy: Sequence[Interval]) -> float:
-    """How much of an interval lies outside all of these, which are in order."""
+    """Return how much of the interval from `start` to `end` lies outside the sorted intervals `busy`."""
     low, high = 0, len(busy)
     while low < high:  # the first that ends after the interval begins
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""From a profile to costs: what chunks, copies and communication took, over all recorded steps."""
+"""Makes a profile into costs: the time of chunks, copies and communication over all recorded steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from piper.simulate.profile import Profile, Work
 from piper.simulate.timeline import Timeline
 from piper.simulate.web import touched
 
-LEAST = 1e-7  # seconds: what is quicker is not told apart from nothing
+LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero
 Points = list[tuple[float, float]]  # size, seconds
 
 
 @dataclass(slots=True)
 class Samples:
-    """What a profile shows, before it is made into costs."""
+    """The times that a profile holds, before they are made into costs."""
 
     chunks: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by chunk and phase
     touches: dict[str, Points] = field(default_factory=dict)
@@ -33,10 +33,10 @@ def calibrate(
 ) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
 
-    An instruction counts for the time from its beginning to its end, with whatever else the machine did
-    meanwhile: that is what its next run will take. Where devices had to share cores, it counts for the time
-    its thread was computing, because the simulation shares the cores out itself.
-    cluster: what kinds and sizes of communication cost that the profile does not have.
+    An instruction costs the time from its start to its end, other work of the machine included: its next run
+    will take as long. Where devices shared cores, it costs the time its thread was computing, because the
+    simulation models the sharing of cores itself.
+    cluster: gives the cost of the kinds and sizes of communication that the profile does not have.
     """
     shared = profile.accelerator == "cpu" and 0 < cores < len(profile.tracks)
     samples = samples_of(profile, shared=shared)
@@ -67,7 +67,7 @@ def calibrate(
 
 
 def samples_of(profile: Profile, *, shared: bool) -> Samples:
-    """Everything that the recorded steps show."""
+    """Collect the times of all recorded steps of all devices."""
     samples = Samples()
     for step in range(profile.count):
         timelines = profile.timelines(step)
@@ -80,7 +80,7 @@ def samples_of(profile: Profile, *, shared: bool) -> Samples:
 
 
 def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
-    """Add what the instructions of one device in one step took."""
+    """Add the times of the instructions of one device in one step."""
     for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
         took = max(span.end - span.start, LEAST)
         if ins.op in COMMUNICATION:
@@ -96,7 +96,7 @@ def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float
 
 
 def add_gaps(samples: Samples, plan: Plan, timeline: Timeline) -> None:
-    """Add how long each instruction took to start once it could: after its own stream, or after another."""
+    """Add the delay of each instruction after the one that let it start, on its own stream or on another."""
     last: dict[str, int] = {}
     signalled: dict[int, int] = {}
     for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
@@ -115,7 +115,7 @@ def add_gaps(samples: Samples, plan: Plan, timeline: Timeline) -> None:
 def chunk_points(
     works: Mapping[str, Work], chunks: Mapping[str, Mapping[str, float]]
 ) -> Iterator[tuple[float, float, float]]:
-    """Arithmetic, traffic and seconds of every phase that was measured."""
+    """Yield the arithmetic, the memory traffic and the seconds of every phase that was measured."""
     seen: set[str] = set()
     for work in works.values():
         if work.key in seen:

@@ -44,14 +44,14 @@ class Cluster:
     cores: int = 0  # that the devices of a node share; 0: each has its own
 
     def seconds(self, op: Op, nbytes: float, devices: Devices) -> float:
-        """How long one communication takes within a group that has its links to itself.
+        """Return how long one communication takes within a group that has its links to itself.
 
-        nbytes: what each member sends, as `Instr.nbytes` has it: a ring's factor of (n - 1) / n is in it.
+        nbytes: the bytes each member sends, as in `Instr.nbytes`: a ring's factor of (n - 1) / n is included.
         """
         return self.latency(op, devices) + nbytes / self.bandwidth(op, devices)
 
     def latency(self, op: Op, devices: Devices) -> float:
-        """The part of a communication's time that does not depend on its size."""
+        """Return the part of a communication's time that does not depend on its size."""
         size = len(devices)
         if size < 2:
             return 0.0
@@ -60,10 +60,10 @@ class Cluster:
         return rounds * self.links[self.level(devices)].latency
 
     def bandwidth(self, op: Op, devices: Devices) -> float:
-        """Bytes per second at which each member of a group sends: that of the slowest level they span.
+        """Return the bytes per second at which each member sends: those of the slowest level the group spans.
 
-        A ring over several nodes runs on all their adapters at once, so it crosses between them as many times
-        faster as there are members in each. Of an exchange only the share for other nodes crosses.
+        A ring over several nodes uses all their network adapters at once, so with n members in each node it
+        crosses between nodes n times faster. Of an all-to-all only the share for other nodes crosses.
         """
         size = len(devices)
         if size < 2:
@@ -79,25 +79,25 @@ class Cluster:
         return slowest
 
     def level(self, devices: Devices) -> int:
-        """The innermost level that joins all these devices."""
+        """Return the number of the innermost level that joins all these devices."""
         for number, link in enumerate(self.links):
             if not link.devices or len({device // link.devices for device in devices}) == 1:
                 return number
         return len(self.links) - 1
 
     def peak(self, dtype: str) -> float:
-        """The arithmetic a device does in a second at best; a type that is not listed goes as float32."""
+        """Return the peak FLOP/s of a device for a type; a type that is not listed counts as float32."""
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
 
 def known_clusters() -> list[str]:
-    """The clusters that come with the package."""
+    """Return the names of the clusters that come with the package."""
     folder = files("piper.simulate") / "clusters"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if ".toml" in entry.name)
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A cluster by its name, or from a file of one's own."""
+    """Load a cluster by its name, or from a TOML file of the user's."""
     spec = str(name_or_path)
     if spec in known_clusters():
         text = (files("piper.simulate") / "clusters" / f"{spec}.toml").read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def read_cluster(text: str, name: str, source: str) -> Cluster:
-    """A cluster from the text of its file."""
+    """Read a cluster from the text of its file."""
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -148,7 +148,7 @@ def read_cluster(text: str, name: str, source: str) -> Cluster:
 
 
 def read_links(links: list[object], source: str) -> tuple[Link, ...]:
-    """The levels of a cluster, each wider than the one before."""
+    """Read the levels of a cluster's network. Each must join more devices than the one before."""
     made: list[Link] = []
     for place, entry in enumerate(links):
         where = f"link[{place}]"
@@ -171,7 +171,7 @@ def read_links(links: list[object], source: str) -> tuple[Link, ...]:
 
 
 def number(source: str, key: str, value: object) -> float:
-    """A number of a cluster's file."""
+    """Return a value of a cluster's file as a float, or raise the error of a bad file."""
     positive = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if not positive or (not value and not key.endswith(("latency", "launch", "cores", "devices"))):
         raise bad_file(source, f"{key} is {value!r}, not a positive number")
@@ -179,7 +179,7 @@ def number(source: str, key: str, value: object) -> float:
 
 
 def bad_file(source: str, why: str) -> ConfigError:
-    """The error of a file that describes no cluster."""
+    """Return the error of a file that describes no cluster."""
     return ConfigError(
         "this file describes no cluster",
         by=source,

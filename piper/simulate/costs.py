@@ -1,4 +1,4 @@
-"""What things cost: one small interface, behind it whole units, a roofline, or measured times."""
+"""The costs of instructions: one small interface over whole units, a roofline or measured times."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,36 +11,36 @@ from piper.simulate.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Talk:
-    """A communication that has its links to itself: what passes before it uses them, and then how long."""
+    """The cost of a communication that has its links to itself: its latency, then its time on the links."""
 
     latency: float = 0.0
     seconds: float = 0.0
-    level: int = 0  # of the network: those on one level of one device share it
+    level: int = 0  # of the network: communications of one device on one level share its bandwidth
 
 
 class Costs(Protocol):
-    """Seconds, or units, of everything a plan does."""
+    """The seconds, or units, of every instruction of a plan."""
 
     @property
     def cores(self) -> int:
-        """The cores that the devices of a node share; 0: each device computes by itself."""
+        """Return how many cores the devices of a node share. 0: each device computes by itself."""
 
     @property
     def node(self) -> int:
-        """The devices of a node."""
+        """Return how many devices a node has."""
 
     @property
     def wake(self) -> float:
-        """What passes until an instruction starts that waited for another stream, or for a peer."""
+        """Return the delay of an instruction that waited for another stream, or for a peer."""
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """One phase of a chunk; of plans without their outline nothing is known of the chunk."""
+        """Return the cost of one phase of a chunk. chunk: None for plans without their outline."""
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """What else a device does by itself, over values of so many bytes in all."""
+        """Return the cost of another local instruction, which reads and writes `nbytes` bytes in all."""
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """A communication within one group, of which each member sends so many bytes."""
+        """Return the cost of a communication in one group. nbytes: what each member sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,16 @@ class Unit:
     wake: float = 0.0
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """The units of a phase; a whole backward is both of its halves."""
+        """Return the units of a phase. A whole backward costs the sum of its halves."""
         whole = self.inward + self.weight
         return {"F": self.forward, "B": whole, "BI": self.inward, "BW": self.weight}[phase]
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """Nothing."""
+        """Return 0: only compute instructions take time."""
         return 0
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """Nothing."""
+        """Return a cost of 0: only compute instructions take time."""
         return Talk()
 
 
@@ -76,7 +76,7 @@ class Roofline:
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, 0.0
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """A phase by its arithmetic and its memory traffic."""
+        """Return the seconds of a phase: of its arithmetic or its memory traffic, whichever is longer."""
         assert chunk is not None, "a roofline needs the outline"
         spec = chunk.phases[phase]
         arithmetic = spec.flops / self.cluster.peak(type_of(chunk))
@@ -84,11 +84,11 @@ class Roofline:
         return self.cluster.launch + max(arithmetic, traffic) / self.cluster.attained
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """What goes once over its values."""
+        """Return the seconds to move these bytes through memory once."""
         return self.cluster.launch + nbytes / (self.cluster.memory_bandwidth * self.cluster.attained)
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """A communication on the slowest level that its group spans."""
+        """Return the cost of a communication on the levels of the network that its group spans."""
         cluster = self.cluster
         return Talk(
             latency=cluster.launch + cluster.latency(op, devices),
@@ -98,7 +98,7 @@ class Roofline:
 
 
 def type_of(chunk: Chunk) -> str:
-    """The type that a chunk computes in: that of the first floating value it makes or reads."""
+    """Return the type that a chunk computes in: that of the first floating-point value it writes or reads."""
     for spec in (*chunk.outputs, *chunk.saved, *chunk.input_specs):
         if "float" in spec.dtype:
             return spec.dtype

@@ -1,4 +1,4 @@
-"""Which nodes two sets of plans share, and which of them run elsewhere: device, stream or position."""
+"""Compares two sets of plans: the nodes of both, and those with another device, stream or position."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A node of both that runs elsewhere in the second."""
+    """A node of both sets of plans that has other devices or another stream in the second."""
 
     node: str
     before: Seat
@@ -27,7 +27,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """A node that a device of both issues at another point, seen against the others of both."""
+    """A node that a device issues at another position, counted among the nodes it issues in both plans."""
 
     node: str
     device: int
@@ -61,7 +61,7 @@ def difference(first: Plans, second: Plans) -> Difference:
 
 
 def seats(plans: Plans) -> dict[str, Seat]:
-    """Where every node runs; of a transfer, its first stream."""
+    """Return the devices and the stream of every node; for a transfer, its first stream."""
     devices: dict[str, dict[int, None]] = {}
     streams: dict[str, str] = {}
     for plan in plans:
@@ -73,7 +73,7 @@ def seats(plans: Plans) -> dict[str, Seat]:
 
 
 def shifts(first: Plans, second: Plans) -> Iterable[Shift]:
-    """The fewest nodes that have to move for one order to become the other, on one device of each program."""
+    """Yield the fewest nodes that must move to make one issue order the other, for a device per program."""
     there = {device: plan for plan in second for device in plan.devices}
     for plan in first:
         device = plan.devices[0]
@@ -88,13 +88,13 @@ def shifts(first: Plans, second: Plans) -> Iterable[Shift]:
 
 
 def order(plan: Plan) -> dict[str, None]:
-    """The nodes of a plan in the order they are issued."""
+    """Return the nodes of a plan in issue order."""
     return dict.fromkeys(ins.node for ins in plan.instrs)
 
 
 def longest_run(places: Sequence[int]) -> set[int]:
-    """The indices of the longest part of a sequence that only rises."""
-    ends: list[int] = []  # the smallest last value of a rising part of each length
+    """Return the indices of a longest increasing subsequence."""
+    ends: list[int] = []  # the smallest last value of an increasing subsequence of each length
     at: list[int] = []  # its index
     before: list[int] = []
     for i, value in enumerate(places):

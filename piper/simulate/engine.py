@@ -1,8 +1,8 @@
 """The clock: discrete events over streams, links and cores.
 
-An instruction starts when the one before it on its stream is over and the events it waits for have come; a
-communication when that holds on all its members. What runs at the same time on one device, or on one level of
-its links in one direction, shares it evenly.
+An instruction starts when the previous one of its stream has ended and its events are signalled. A
+communication starts when that holds on all its members. Instructions that run at the same time share a device
+evenly, and communications share one direction of one level of its links.
 """
 
 import heapq
@@ -12,13 +12,13 @@ from piper.plan.ops import OPS
 from piper.simulate.costs import Costs
 from piper.simulate.web import Prices, Web
 
-NOBODY = -1
-ROUNDING = 1e-9  # loads of parts of a device do not add up exactly
-Uses = Sequence[tuple["Resource", float]]  # each with the load that is put on it
+NO_INSTRUCTION = -1
+ROUNDING = 1e-9  # fractional loads do not add up exactly
+Uses = Sequence[tuple["Resource", float]]  # each with the load that the task puts on it
 
 
 class Resource:
-    """Something that its users share: at most `capacity` of their loads run at full speed."""
+    """A device, link or set of cores that tasks share: at most `capacity` of load runs at full speed."""
 
     __slots__ = ("capacity", "load", "tasks")
 
@@ -28,17 +28,17 @@ class Resource:
 
     @property
     def rate(self) -> float:
-        """The speed of each user."""
+        """Return the speed of each task that uses it, 1 if they do not slow each other down."""
         return self.capacity / self.load if self.full else 1.0
 
     @property
     def full(self) -> bool:
-        """Whether its users slow each other down."""
+        """Return whether the tasks that use it slow each other down."""
         return self.load > self.capacity + ROUNDING
 
 
 class Task:
-    """An instruction, or a communication of several, that is under way."""
+    """An instruction that is running, or the instructions of one communication."""
 
     __slots__ = ("left", "members", "rate", "since", "uses", "version")
 
@@ -48,15 +48,15 @@ class Task:
 
 
 class Engine:
-    """Runs the instructions of a web once."""
+    """Runs the instructions of a dependency graph once, on a simulated clock."""
 
     def __init__(self, web: Web, prices: Prices, costs: Costs) -> None:
         self.web, self.prices = web, prices
         count = len(web.instrs)
         self.ready, self.start, self.end = [0.0] * count, [0.0] * count, [0.0] * count
-        self.cause = [NOBODY] * count  # whose end let it start, on its own device
+        self.cause = [NO_INSTRUCTION] * count  # the instruction of its device whose end let it start
         self.nominal = [0.0] * len(web.meetings)  # what each communication takes alone
-        self.late = [NOBODY] * len(web.meetings)  # the member that was ready last
+        self.late = [NO_INSTRUCTION] * len(web.meetings)  # the member that was ready last
         self.missing = [len(members) for members in web.meetings]
         self.waiting = list(web.waiting)
         self.events: list[tuple[float, int, Task, int]] = []
@@ -69,7 +69,7 @@ class Engine:
         self.loads = loads_of(web, costs.node)
 
     def run(self) -> None:
-        """Run to the end; every instruction then has its times."""
+        """Run to the end. Every instruction has its times afterwards."""
         for number, count in enumerate(self.web.waiting):
             if not count:
                 self._ready(number)
@@ -120,9 +120,9 @@ class Engine:
             self._join(task)
 
     def _wake(self, number: int) -> float:
-        """What passes until an instruction starts whose stream had stopped for another one."""
+        """Return the delay of an instruction that waited for another stream; 0 if it did not."""
         cause = self.cause[number]
-        if not self.wake or cause == NOBODY:
+        if not self.wake or cause == NO_INSTRUCTION:
             return 0.0
         return self.wake if self.web.instrs[cause].stream != self.web.instrs[number].stream else 0.0
 
@@ -142,7 +142,7 @@ class Engine:
             self.over.append(task)
 
     def _lanes(self, members: Sequence[int], level: int) -> list[tuple[Resource, float]]:
-        """What a communication uses: the links of its members, and their cores where those do the copying."""
+        """Return what a communication uses: its members' links, and their cores where those copy."""
         uses: list[tuple[Resource, float]] = []
         for member in members:
             operation, program = OPS[self.web.instrs[member].op], self.web.program[member]
@@ -186,7 +186,7 @@ class Engine:
         self._change(relieved)
 
     def _change(self, tasks: dict[Task, None]) -> None:
-        """Let tasks go on at the speed that they now have."""
+        """Update the speed of tasks, and the time at which each ends."""
         for task in tasks:
             rate = min(resource.rate for resource, _ in task.uses)
             if rate != task.rate:
@@ -206,7 +206,7 @@ class Engine:
 
 
 def loads_of(web: Web, node: int) -> list[float]:
-    """How many devices of each program are on a node, about."""
+    """Return how many devices of each program a node has on average."""
     devices = sum(len(plan.devices) for plan in web.plans)
     nodes = -(-devices // node)
     return [len(plan.devices) / nodes for plan in web.plans]

@@ -1,4 +1,4 @@
-"""How much of a kind of communication a device cannot hide, in a step or in the overlapped part of one."""
+"""Exposed communication of a device, by kind, in a step or in the overlapped part of one."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,31 @@ from piper.simulate.timeline import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """What some communication takes of a stretch of a step, in seconds."""
+    """The hidden and exposed communication of some kinds within a window of a step, in seconds."""
 
     window: Interval
     computing: float  # something computes
-    communication: float  # of each such communication, added up
-    exposed: float  # one of them is under way, and nothing computes
+    communication: float  # the sum over these communications
+    exposed: float  # one of them is under way and nothing computes
 
     @property
     def share(self) -> float:
-        """The exposed part of the communication."""
+        """Return the exposed fraction of the communication."""
         return self.exposed / self.communication if self.communication else 0.0
 
     @property
     def seconds(self) -> float:
-        """How long the stretch is."""
+        """Return the length of the window."""
         return self.window[1] - self.window[0]
 
 
 def exposure(
     plan: Plan, spans: Sequence[Span], ops: Collection[Op], window: Interval | None = None
 ) -> Exposure:
-    """Add up the communication of some kinds on one device, hidden and not; no window: of the whole step.
+    """Add up the communication of some kinds on one device, hidden and exposed.
 
     spans: when each instruction of the plan ran, simulated or measured.
+    window: None: the whole step.
     """
     timed = list(zip(plan.instrs, spans, strict=True))
     low, high = window or (min(span.start for span in spans), max(span.end for span in spans))
@@ -55,7 +56,7 @@ def exposure(
 
 
 def main_phase(graph: Graph, plan: Plan, spans: Sequence[Span]) -> Interval | None:
-    """From the first to the last instruction of a forward and a backward that an order lets interleave.
+    """Return the time from the first to the last instruction of overlapped pairs of forward and backward.
 
     None: the device has no such pair.
     """

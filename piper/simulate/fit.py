@@ -1,4 +1,4 @@
-"""Lines through measured points: a time is what nothing takes, and so much for each unit of work."""
+"""Fits lines to measured points: a time is a base, plus a slope times the amount of work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Seconds for a size: neither part is below zero."""
+    """Seconds as a function of size. Base and slope are at least 0."""
 
     base: float
     slope: float
 
     def at(self, size: float) -> float:
-        """The seconds of a size."""
+        """Return the seconds of a size."""
         return self.base + self.slope * size
 
 
@@ -21,11 +21,11 @@ NOTHING = Line(base=0.0, slope=0.0)
 
 
 def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) -> Line:
-    """The line nearest to points (size, seconds) in relative terms.
+    """Fit a line to points (size, seconds) with the least relative error.
 
-    Of one size only, as `like` as it can be: what it does not explain counts for each call if the size hardly
-    matters there, else for each unit.
-    Points are first joined by size, so that what happens often does not outweigh what happens once.
+    like: the prior where all points have one size. Its slope is kept and the base fitted if the base
+    dominates at that size, otherwise its base is kept and the slope fitted. Without points it is the result.
+    Points of one size count once, by their median, so that frequent sizes do not outweigh rare ones.
     """
     by_size: dict[float, list[float]] = {}
     for size, seconds in points:
@@ -45,7 +45,7 @@ def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) ->
 
 
 def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """The a, b >= 0 for which a * x + b * y is nearest to z in relative terms, over points (x, y, z)."""
+    """Fit a, b >= 0 so that a * x + b * y has the least relative error to z, over points (x, y, z)."""
     scaled = [(x / z, y / z) for x, y, z in points if z > 0]
     if not scaled:
         return 0.0, 0.0

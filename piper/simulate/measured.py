@@ -1,7 +1,7 @@
-"""Costs that were measured: what a profile says of chunks and communication, as a file of its own.
+"""Measured costs: the times of chunks and communication from a profile, in a file of their own.
 
-What was not measured is worked out from what was: the halves of a backward from the whole, a chunk of another
-size from its arithmetic and traffic, a communication from those of other kinds.
+Costs that were not measured are estimated from those that were: the halves of a backward from the whole, a
+chunk of another size from its arithmetic and traffic, a communication from those of other kinds.
 """
 
 import json
@@ -42,7 +42,7 @@ class Measured:
     node: int = 8
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """A phase as measured, or worked out from what was."""
+        """Return the seconds of a phase as measured, or estimated from phases that were measured."""
         assert chunk is not None, "measured costs need the outline"
         found = self.chunks.get(chunk.key, {})
         if phase in found:
@@ -54,16 +54,16 @@ class Measured:
         return self.gap + self.estimate(chunk, phase)
 
     def estimate(self, chunk: Chunk, phase: Phase) -> float:
-        """A phase by its arithmetic and traffic, at the speeds that the others showed."""
+        """Estimate a phase from its arithmetic and traffic, at the speeds measured for other chunks."""
         spec = chunk.phases.get(phase)
         return self.arithmetic * spec.flops + self.traffic * spec.bytes_moved if spec else 0.0
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """What else a device does by itself."""
+        """Return the seconds of another local instruction, which reads and writes `nbytes` bytes."""
         return self.gap + self.touches.get(op, self.any_touch).at(nbytes)
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """A communication; more members than two make as many more rounds."""
+        """Return the cost of a communication, whose latency counts once for each member but one."""
         twin = {"send": "recv", "recv": "send"}.get(op, op)
         line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
         rounds = max(1, len(devices) - 1)
@@ -71,10 +71,10 @@ class Measured:
 
 
 def share_of(chunk: Chunk, half: Phase) -> float:
-    """A half's part of a whole backward: between its part of the arithmetic and its part of the traffic.
+    """Return a half's fraction of a whole backward: the mean of its fractions of arithmetic and traffic.
 
-    Input gradients have more traffic for their arithmetic than weight gradients, which are products alone;
-    either measure by itself is wrong by a fifth.
+    Input gradients have more traffic for their arithmetic than weight gradients, which are matrix products
+    alone. Either measure by itself is wrong by a fifth.
     """
     specs = [chunk.phases[phase] for phase in HALVES if phase in chunk.phases]
     mine = chunk.phases[half]
@@ -103,7 +103,7 @@ def write_costs(costs: Measured, path: Path) -> None:
     """Write costs to a file."""
     lines = {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in costs.touches.items()}
     talks = {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in costs.talks.items()}
-    told = {
+    content = {
         "piper_costs": FORM,
         "model": costs.model,
         "source": costs.source,
@@ -118,7 +118,7 @@ def write_costs(costs: Measured, path: Path) -> None:
         "talks": {**talks, "": {"base_s": costs.any_talk.base, "per_byte_s": costs.any_talk.slope}},
     }
     try:
-        write_output(path, json.dumps(told, indent=1) + "\n", '"piper_costs":')
+        write_output(path, json.dumps(content, indent=1) + "\n", '"piper_costs":')
     except OSError as error:
         raise ConfigError(
             "the costs cannot be written",
@@ -163,5 +163,5 @@ def read_costs(path: Path) -> Measured:
 
 
 def read_lines(found: Mapping[str, Mapping[str, float]]) -> dict[str, Line]:
-    """Lines by name."""
+    """Read the lines of a file of costs, by name."""
     return {n: Line(base=float(e["base_s"]), slope=float(e["per_byte_s"])) for n, e in found.items()}

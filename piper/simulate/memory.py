@@ -1,4 +1,4 @@
-"""How much memory a device holds as time passes: slots live from who writes them to who frees them."""
+"""The memory of a device over time: a slot is live from its first write to its free."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from piper.plan.memory import Ledger
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
 
-START, END = 1, 0  # at one time, what ends comes first
+START, END = 1, 0  # at the same time, ends come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class Memory:
 
 
 def memory_of(plan: Plan, timeline: Timeline) -> Memory:
-    """Follow the clock and count what is live.
+    """Count the live bytes over the times of a step.
 
-    What ends at one moment comes before what starts then, but an instruction that takes no time still starts
-    before it ends.
+    At the same time, instructions that end count before instructions that start, but an instruction that
+    takes no time still starts before it ends.
     """
     resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
@@ -67,13 +67,13 @@ def memory_of(plan: Plan, timeline: Timeline) -> Memory:
 
 
 def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
-    """Every start and end, in order."""
+    """Return every start and end of an instruction, in order of time."""
     found: list[tuple[float, int, int, int]] = []
     for place, span in enumerate(timeline.spans):
         if span.end > span.start:
             found.append((span.start, 1, place, START))
             found.append((span.end, 0, place, END))
-        else:  # in the order of issue, between what ends and what starts then
+        else:  # in issue order, after ends and before starts of the same time
             found.append((span.start, 0, place, START))
             found.append((span.end, 0, place, END))
     found.sort(key=lambda moment: moment[:3])
@@ -81,7 +81,7 @@ def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
 
 
 def sizes_of(plan: Plan, held: set[SlotId], running: dict[int, int]) -> tuple[tuple[str, int], ...]:
-    """What is live, largest first; a storage that slots share counts once."""
+    """Return the live slots and workspaces, largest first. A storage that slots share counts once."""
     sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
     for name in held:
         sizes[name] = plan.slots[name].nbytes

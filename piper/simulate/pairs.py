@@ -7,9 +7,9 @@ from piper.ir.node import compute_name
 
 
 def overlapped(graph: Graph) -> list[tuple[str, ...]]:
-    """The names of the nodes with which each overlapped group starts: where there are several, together.
+    """Return, for each overlapped group of several passes, the names of the nodes that start them.
 
-    A forward or backward in several pieces, as around experts, is one member: its other pieces follow.
+    A forward or backward in several chunks, as around experts, is one pass, named by its first chunk.
     """
     before = sources(graph)
     stage = {chunk.name: chunk.tags[:1] for chunk in graph.outline.chunks}
@@ -26,7 +26,7 @@ def overlapped(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def starts(group: Sequence[Step], before: Mapping[str, set[str]]) -> Iterator[Step]:
-    """The members of a group that read nothing another one makes."""
+    """Yield the members of a group that read no result of another member."""
     members = {(step.chunk, step.phase, step.part) for step in group}
     for step in group:
         if step.phase == "F":
@@ -40,7 +40,7 @@ def starts(group: Sequence[Step], before: Mapping[str, set[str]]) -> Iterator[St
 
 
 def sources(graph: Graph) -> dict[str, set[str]]:
-    """For each chunk, those whose results it reads."""
+    """Return, for each chunk, the chunks whose results it reads."""
     return {
         chunk.name: {source.chunk for _, source in inputs_from_chunks(chunk)}
         for chunk in graph.outline.chunks

@@ -1,11 +1,11 @@
-"""Why the step is this long: the chain of instructions of which each could only start when the last ended."""
+"""The critical path: the chain of instructions of which each started when the one before it ended."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from piper.ids import Pass
 from piper.plan.ops import Op
-from piper.simulate.engine import NOBODY, Engine
+from piper.simulate.engine import NO_INSTRUCTION, Engine
 
 Reason = Literal["first", "stream", "event", "peer"]
 
@@ -18,19 +18,19 @@ class Link:
     place: int
     node: str
     op: Op
-    run: Pass | None  # the pass that it is, or works for
+    run: Pass | None  # the pass that it computes, or works for
     start: float
     end: float
     reason: Reason  # it began the step; its stream was busy; it needs a value; a peer was ready last
 
 
 def critical_path(engine: Engine) -> tuple[Link, ...]:
-    """The path from the first instruction to the last, in the order of time."""
+    """Return the critical path from the first instruction to the last, in order of time."""
     if not engine.end:
         return ()
     path: list[Link] = []
     at = max(range(len(engine.end)), key=lambda number: (engine.end[number], -number))
-    while at != NOBODY:
+    while at != NO_INSTRUCTION:
         late = last_ready(engine, at)
         before = engine.cause[late]
         path.append(link_of(engine, at, late, before))
@@ -39,16 +39,16 @@ def critical_path(engine: Engine) -> tuple[Link, ...]:
 
 
 def last_ready(engine: Engine, number: int) -> int:
-    """The member of a communication that the others waited for; else the instruction itself."""
+    """Return the member of a communication that was ready last; of another instruction, itself."""
     meeting = engine.web.meeting[number]
     return number if meeting < 0 else engine.late[meeting]
 
 
 def link_of(engine: Engine, number: int, late: int, before: int) -> Link:
-    """One instruction of the path, seen from the device that it held up."""
+    """Return one link of the path, with the reason why its instruction did not start earlier."""
     web = engine.web
     reason: Reason = "first"
-    if before != NOBODY:
+    if before != NO_INSTRUCTION:
         same = web.instrs[before].stream == web.instrs[late].stream
         reason = "stream" if same else "event"
         if web.program[late] != web.program[number]:

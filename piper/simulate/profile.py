@@ -1,4 +1,4 @@
-"""A profile: when the instructions of some steps really ran, on every device, on one clock.
+"""A profile: the measured times of the instructions of some steps, of every device, on one clock.
 
 profile.json    what was profiled            plan.txt      the plans that ran
 device-N.json   one device's times           trace.json    all of it, for Perfetto and Chrome
@@ -26,7 +26,7 @@ Times = tuple[float, float, float]  # from, to, and seconds of computing on the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a chunk's phases have to do, as capture estimates it."""
+    """The arithmetic and memory traffic of a chunk's phases, as capture estimates them."""
 
     key: str
     phases: Mapping[str, tuple[int, int]]  # arithmetic, and bytes of memory traffic
@@ -56,29 +56,29 @@ class Profile:
 
     @property
     def count(self) -> int:
-        """How many steps were recorded."""
+        """Return how many steps were recorded."""
         return min((len(track.steps) for track in self.tracks), default=0)
 
     @property
     def error(self) -> float:
-        """Seconds by which any two devices' times may be apart at worst."""
+        """Return the largest clock error between any two devices, in seconds."""
         return sum(sorted((track.error for track in self.tracks), reverse=True)[:2])
 
     def seconds(self, step: int) -> float:
-        """A step from its first instruction to its last, over all devices."""
+        """Return the seconds of a step from its first instruction to its last, over all devices."""
         times = [row for track in self.tracks for row in track.steps[step]]
         return max(end for _, end, _ in times) - min(start for start, _, _ in times) if times else 0.0
 
     @property
     def typical(self) -> int:
-        """The step whose time is the median."""
+        """Return the number of the step whose time is nearest to the median."""
         middle = median(self.seconds(step) for step in range(self.count))
         return min(range(self.count), key=lambda step: abs(self.seconds(step) - middle))
 
     def timelines(self, step: int | None = None) -> dict[int, Timeline]:
-        """A step by device, from its beginning; none named: the typical one.
+        """Return the timeline of each device in a step, from its beginning. None: the typical step.
 
-        A communication starts when its last member is ready: what the others spent before that, they waited.
+        A communication starts when its last member is ready. Until then the other members wait.
         """
         number = self.typical if step is None else step
         begin = min((row[0] for track in self.tracks for row in track.steps[number]), default=0.0)
@@ -94,7 +94,7 @@ class Profile:
 
 
 def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[int, int], float]:
-    """For each communication of a device, by its place: when the last of its group was ready."""
+    """Return when the last member of each communication was ready, by device and place of the instruction."""
     latest: dict[tuple[str, str, tuple[int, ...]], float] = {}
     keys: dict[tuple[int, int], tuple[str, str, tuple[int, ...]]] = {}
     for device, rows in steps.items():
@@ -111,7 +111,7 @@ def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[i
 
 
 def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
-    """The group in which a device takes part in a communication."""
+    """Return the group in which a device takes part in a communication."""
     end = (0 if OPS[ins.op].sends else -1) if comm.kind == "pairs" else None
     for group in comm.groups:
         if device == group[end] if end is not None else device in group:
@@ -120,13 +120,13 @@ def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
 
 
 def fingerprint(outline: Outline) -> str:
-    """The model's parameters in a few characters: two runs of one model have the same."""
+    """Return a hash of the names, shapes and types of a model's parameters."""
     names = sorted(f"{p.name} {p.shape} {p.dtype}" for p in outline.parameters)
     return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
 
 
 def works_of(chunks: Sequence[Chunk]) -> dict[str, Work]:
-    """What every chunk has to do."""
+    """Return the arithmetic and memory traffic of every chunk."""
     return {
         chunk.name: Work(
             key=chunk.key,
@@ -163,7 +163,7 @@ def write_profile(profile: Profile, folder: Path) -> None:
 
 
 def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
-    """The files of a profile: name and text."""
+    """Yield the name and text of every file of a profile."""
     about = {
         "recipe": profile.recipe,
         "on": profile.on,
@@ -184,15 +184,15 @@ def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
             [[round(row[i] - (begin if i < 2 else 0.0), DIGITS) for row in step] for step in track.steps]
             for i in range(3)
         ]
-        told = dict(zip(("start_s", "end_s", "cpu_s"), columns, strict=True))
+        times = dict(zip(("start_s", "end_s", "cpu_s"), columns, strict=True))
         yield (
             DEVICE.format(track.device),
-            json.dumps({"device": track.device, "clock_error_s": track.error, **told}),
+            json.dumps({"device": track.device, "clock_error_s": track.error, **times}),
         )
 
 
 def find_profile(path: Path) -> Path:
-    """The folder of a profile: as given, or inside a run's folder."""
+    """Return the folder of a profile: the one given, or the one inside a run's folder."""
     for folder in (path, path / FOLDER):
         if (folder / ABOUT).is_file():
             return folder
@@ -241,7 +241,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_track(path: Path) -> Track:
-    """One device's recorded steps."""
+    """Read the recorded steps of one device."""
     found = json.loads(path.read_text(encoding="utf-8"))
     columns = zip(found["start_s"], found["end_s"], found["cpu_s"], strict=True)
     steps = tuple(
@@ -251,7 +251,7 @@ def read_track(path: Path) -> Track:
 
 
 def check_whole(profile: Profile) -> None:
-    """Refuse a profile whose times are not those of its plans."""
+    """Refuse a profile whose times do not match its plans."""
     if not profile.tracks or not profile.count:
         raise ValueError("it holds no step")
     for track in profile.tracks:

@@ -1,4 +1,4 @@
-"""From plans and costs to a step in time: when everything happens, and why it takes as long as it does."""
+"""Simulates a step from plans and costs: the times of all instructions, and the critical path."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from piper.simulate.web import Prices, weave
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One step of a job. What is told by program stands for each of the program's devices."""
+    """One simulated step of a job. Values by program hold for each of the program's devices."""
 
     step: float  # seconds, or units
     timelines: tuple[Timeline, ...]
     accounts: tuple[Account, ...]
     memories: tuple[Memory, ...]
-    path: tuple[Link, ...]  # why the step is this long
+    path: tuple[Link, ...]  # the critical path
 
     @property
     def bubble(self) -> float:
-        """The part of all devices' time in which nothing computes."""
+        """Return the fraction of all devices' time in which nothing computes."""
         weights = [len(timeline.devices) for timeline in self.timelines]
         idle = sum(n * account.bubble for n, account in zip(weights, self.accounts, strict=True))
         return idle / (self.step * sum(weights)) if self.step else 0.0
@@ -36,12 +36,12 @@ class Simulation:
 def simulate(
     plans: Plans, outline: Outline | None, costs: Costs, *, together: Sequence[Sequence[str]] = ()
 ) -> Simulation:
-    """Run plans on a simulated clock; each program once, for all its devices.
+    """Run plans on a simulated clock, each program once for all its devices.
 
-    outline: what the chunks cost; unit costs need none, so plans read from their text can be simulated too.
+    outline: what the chunks cost. None: for unit costs, so that plans read from their text can be simulated.
     A send waits for its receive, as gloo's and NCCL's do.
-    together: groups of nodes of which, on a device, none starts before all can. The tables of papers count an
-    overlapped pair so; our runtime does not, and its bubbles are smaller.
+    together: groups of nodes. On a device, no node of a group starts before all can. The tables of papers
+    count an overlapped pair this way. Our runtime does not wait like this, and its bubbles are smaller.
     """
     chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in outline.chunks} if outline else {}
     with no_collection():
@@ -64,13 +64,13 @@ def simulate(
 
 
 def numbers_of(engine: Engine, program: int, plan: Plan) -> Iterable[int]:
-    """The instructions of one program."""
+    """Return the numbers of the instructions of one program."""
     first = engine.web.first[program]
     return range(first, first + len(plan.instrs))
 
 
 def timeline_of(engine: Engine, program: int, plan: Plan) -> Timeline:
-    """When the instructions of one program ran."""
+    """Return the times of the instructions of one program."""
     start, end, ready = engine.start, engine.end, engine.ready
     spans = tuple(
         Span(start=start[n], end=end[n], waited=start[n] - ready[n])
@@ -80,7 +80,7 @@ def timeline_of(engine: Engine, program: int, plan: Plan) -> Timeline:
 
 
 def contention(engine: Engine, program: int, plan: Plan) -> float:
-    """How much longer one device's communications took than alone."""
+    """Return the extra time one device's communications took because they shared links."""
     lost = 0.0
     for n in numbers_of(engine, program, plan):
         meeting = engine.web.meeting[n]

@@ -1,4 +1,4 @@
-"""When each instruction of a step ran, or would run: simulated and measured steps share this form."""
+"""The times of the instructions of a step: the common form of simulated and measured steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ class Span:
 
     start: float
     end: float
-    waited: float = 0.0  # before it started: it was its turn, but others of the communication were not ready
+    waited: float = 0.0  # for peers of the communication, before `start`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step of the devices that it speaks for: a span for each instruction of their plan, by its place."""
+    """One step of one or more devices: a span for each instruction of their plan, in the plan's order."""
 
     devices: Sequence[int]  # all devices of a program where simulated, one where measured
     spans: Sequence[Span]
 
     @property
     def end(self) -> float:
-        """When the last instruction ends."""
+        """Return when the last instruction ends."""
         return max((span.end for span in self.spans), default=0.0)

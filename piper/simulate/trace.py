@@ -11,14 +11,14 @@ WORTH = 1e-6  # seconds of waiting that are shown
 
 
 def chrome_trace(profile: Profile) -> str:
-    """All recorded steps, merged over devices on one clock."""
+    """Return the JSON text of a trace of all recorded steps of all devices, on one clock."""
     events = list(events_of(profile))
     about = {"recipe": profile.recipe, "on": profile.on, "clock_error_us": profile.error * MICRO}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
 def events_of(profile: Profile) -> Iterator[dict[str, object]]:
-    """The events of a trace, names first."""
+    """Yield the events of a trace, the names of processes and threads first."""
     origin = min((row[0] for t in profile.tracks for step in t.steps for row in step), default=0.0)
     threads: dict[int, dict[str, int]] = {}
     for track in profile.tracks:
@@ -43,5 +43,5 @@ def events_of(profile: Profile) -> Iterator[dict[str, object]]:
 
 
 def instrs(profile: Profile, device: int) -> tuple[Instr, ...]:
-    """The instructions of one device."""
+    """Return the instructions of one device."""
     return profile.plans.of(device).instrs

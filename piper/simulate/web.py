@@ -1,7 +1,7 @@
-"""The instructions of all programs as numbers, with who waits for whom and who meets whom.
+"""The dependency graph of the instructions of all programs, by number, with their communications.
 
-Each program is simulated once, for all its devices. A communication is one event for all programs that take
-part in it: a send meets its receive, a collective all members of its groups.
+Each program is simulated once, for all its devices. A communication is one event of all programs that take
+part in it: a send with its receive, a collective with all members of its groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,26 @@ from piper.simulate.costs import Costs, Talk
 
 @dataclass(slots=True, kw_only=True)
 class Web:
-    """Instruction `first[p] + i` is the i-th of program p."""
+    """The dependency graph. Instruction `first[p] + i` is the i-th of program p."""
 
     plans: Plans
     instrs: list[Instr]
     program: list[int]
     first: list[int]
-    followers: list[tuple[int, ...]]  # the next on its stream, and those that wait for its event
-    waiting: list[int]  # how many it must wait for
+    followers: list[tuple[int, ...]]  # the next instruction of its stream, and those that wait for its event
+    waiting: list[int]  # how many instructions it waits for
     meeting: list[int]  # the communication that it is part of; -1: none
     meetings: list[list[int]] = field(default_factory=list)
 
     def place(self, number: int) -> int:
-        """Where an instruction stands in its plan."""
+        """Return the place of an instruction in its plan."""
         return number - self.first[self.program[number]]
 
 
 def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> Web:
     """Number every instruction and link it to those that wait for it.
 
-    together: groups of nodes of which, on a device, none starts before all can.
+    together: groups of nodes. On a device, no node of a group starts before all can.
     """
     web = Web(plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[])
     group = {node: number for number, nodes in enumerate(together) for node in nodes}
@@ -85,7 +85,7 @@ def weave_plan(web: Web, number: int, plan: Plan, group: Mapping[str, int]) -> N
 
 
 def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
-    """Which programs meet on a communicator: those that its groups join, directly or through others."""
+    """Return the team of each program: programs that a communicator's groups connect are one team."""
     team: dict[int, int] = {}
     for members in {tuple(sorted({program[device] for device in group})) for group in comm.groups}:
         joined = {team.setdefault(number, number) for number in members}
@@ -97,7 +97,7 @@ def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
 
 
 class Prices:
-    """What each instruction costs, asked once for those that are alike."""
+    """The cost of each instruction, computed once for equal instructions."""
 
     def __init__(self, web: Web, chunks: Mapping[str, Chunk], costs: Costs) -> None:
         self.web, self.chunks, self.costs = web, chunks, costs
@@ -106,7 +106,7 @@ class Prices:
         self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
 
     def seconds(self, number: int) -> float:
-        """What an instruction takes that its device does by itself."""
+        """Return the seconds of an instruction that does not communicate."""
         ins = self.web.instrs[number]
         if ins.op != "compute":
             return self.costs.touch(ins.op, touched(self.web.plans.plans[self.web.program[number]], ins))
@@ -116,7 +116,7 @@ class Prices:
         return self.computes[key]
 
     def talk(self, number: int) -> Talk:
-        """What a communication takes, in the slowest of its groups."""
+        """Return the cost of a communication in the slowest of its groups."""
         ins = self.web.instrs[number]
         assert ins.comm is not None
         key = (ins.travels_as, ins.comm, ins.nbytes)
@@ -125,7 +125,7 @@ class Prices:
         return self.talks[key]
 
     def _slowest(self, ins: Instr, comm: str) -> Devices:
-        """The group that takes longest over a communication: the others wait for it sooner or later."""
+        """Return the group in which a communication takes longest: the others end up waiting for it."""
         if (ins.travels_as, comm) not in self.slowest:
 
             def cost(group: Devices) -> float:
@@ -137,7 +137,7 @@ class Prices:
 
 
 def touched(plan: Plan, ins: Instr) -> int:
-    """The bytes that an instruction reads and writes."""
+    """Return the bytes that an instruction reads and writes."""
     total = 0
     for name in (*ins.reads, *ins.writes):
         slot = plan.slots.get(name) or plan.residents.get(name)

@@ -1,6 +1,6 @@
-"""What stands behind plans: what made each node, what chunks cost, and the strategy with the recipe's text.
+"""The background of plans: the directives behind each node, the costs of chunks, strategy and recipe.
 
-A run keeps it as `view.json` beside its `plan.txt`, so that it is drawn in full when its recipe is gone.
+A run saves it as `view.json` next to `plan.txt`, so that `piper view` can draw the run without its recipe.
 """
 
 import hashlib
@@ -24,22 +24,22 @@ FORM = 1  # of the file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """A compiled recipe without its plans. Of an outline read back, only what costs depend on is there."""
+    """A compiled recipe without its plans. An outline that was read back has only what costs depend on."""
 
     title: str  # "llama.py:job"
     outline: Outline
     orderings: tuple[Ordering, ...] = ()
     strategy: tuple[Said, ...] = ()
     origins: Mapping[str, tuple[int, ...]]  # by node: directives, by number
-    temporal: tuple[tuple[str, str, int], ...] = ()  # this node, before that one, said by this directive
+    temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     source: str = ""  # the recipe's text
     source_name: str = ""  # and the name of its file
 
 
 def show_background(background: Background, plans: Plans) -> str:
-    """Write it down as one object; nodes are named once and then meant by their numbers."""
+    """Return the background as JSON text. Each node is named once and then referred to by its number."""
     number = {name: place for place, name in enumerate(background.origins)}
-    told = {
+    data = {
         "piper_view": FORM,
         "plans": digest(plans),
         "title": background.title,
@@ -55,11 +55,11 @@ def show_background(background: Background, plans: Plans) -> str:
         "origins": list(background.origins.values()),
         "temporal": [[number[first], number[then], by] for first, then, by in background.temporal],
     }
-    return json.dumps(told, separators=(",", ":"), ensure_ascii=False) + "\n"
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
 def outline_columns(outline: Outline) -> dict[str, object]:
-    """What costs depend on, and whose model it is."""
+    """Return the parts of an outline that costs depend on, and the parameters that identify the model."""
     return {
         "parameters": [[p.name, p.shape, p.dtype] for p in outline.parameters],
         "loss": [outline.loss.chunk, outline.loss.index],
@@ -81,20 +81,20 @@ def outline_columns(outline: Outline) -> dict[str, object]:
 
 
 def digest(plans: Plans) -> str:
-    """Plans in a few characters."""
+    """Return a hash of the text of plans."""
     return hashlib.blake2b(show_plans(plans).encode(), digest_size=16).hexdigest()
 
 
 def read_background(folder: Path, plans: Plans) -> Background | None:
-    """What a folder keeps of these plans; none, if it keeps nothing, or what it keeps is of others."""
+    """Read the background of these plans from a folder. None: there is none, or it belongs to other plans."""
     path = folder / FILE
     if not path.is_file():
         return None
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["piper_view"] != FORM:
-            raise ValueError(f"it is of form {told['piper_view']}, not {FORM}")
-        return from_object(told) if told["plans"] == digest(plans) else None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["piper_view"] != FORM:
+            raise ValueError(f"it is of form {data['piper_view']}, not {FORM}")
+        return from_object(data) if data["plans"] == digest(plans) else None
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(
             "what this run kept for its page cannot be read",
@@ -104,59 +104,59 @@ def read_background(folder: Path, plans: Plans) -> Background | None:
         ) from None
 
 
-def from_object(told: Mapping[str, Any]) -> Background:
-    """The object that the file holds, read back."""
-    nodes: Sequence[str] = told["nodes"]
+def from_object(data: Mapping[str, Any]) -> Background:
+    """Build a background from the object in its file."""
+    nodes: Sequence[str] = data["nodes"]
     return Background(
-        title=str(told["title"]),
-        outline=outline_of(told),
+        title=str(data["title"]),
+        outline=outline_of(data),
         orderings=tuple(
             Ordering(by=ordering["by"], groups=tuple(tuple(map(step_of, g)) for g in ordering["groups"]))
-            for ordering in told["orderings"]
+            for ordering in data["orderings"]
         ),
         strategy=tuple(
-            Said(title=said["title"], text=said["text"], source=said["source"]) for said in told["strategy"]
+            Said(title=said["title"], text=said["text"], source=said["source"]) for said in data["strategy"]
         ),
-        origins={node: tuple(by) for node, by in zip(nodes, told["origins"], strict=True)},
-        temporal=tuple((nodes[first], nodes[then], by) for first, then, by in told["temporal"]),
-        source=str(told["source"]),
-        source_name=str(told["source_name"]),
+        origins={node: tuple(by) for node, by in zip(nodes, data["origins"], strict=True)},
+        temporal=tuple((nodes[first], nodes[then], by) for first, then, by in data["temporal"]),
+        source=str(data["source"]),
+        source_name=str(data["source_name"]),
     )
 
 
-def outline_of(told: Mapping[str, Any]) -> Outline:
-    """An outline whose chunks have their costs and annotations, and no values."""
-    chunk, index = told["loss"]
+def outline_of(data: Mapping[str, Any]) -> Outline:
+    """Build an outline whose chunks have their costs and annotations, and no values."""
+    chunk, index = data["loss"]
     return Outline(
-        chunks=tuple(map(chunk_of, told["chunks"])),
+        chunks=tuple(map(chunk_of, data["chunks"])),
         loss=Output(chunk=chunk, index=index),
         parameters=tuple(
-            Parameter(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in told["parameters"]
+            Parameter(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in data["parameters"]
         ),
     )
 
 
-def chunk_of(told: Mapping[str, Any]) -> Chunk:
-    """A chunk as costs see it: one value stands for the type it computes in."""
+def chunk_of(data: Mapping[str, Any]) -> Chunk:
+    """Build a chunk with what costs depend on. Its only output carries the type that it computes in."""
     return Chunk(
-        name=told["name"],
-        tags=tags_of(told["tags"]),
-        key=told["key"],
-        outputs=(TensorSpec(shape=(), dtype=told["dtype"], nbytes=0),),
+        name=data["name"],
+        tags=tags_of(data["tags"]),
+        key=data["key"],
+        outputs=(TensorSpec(shape=(), dtype=data["dtype"], nbytes=0),),
         phases={
-            phase: PhaseSpec(flops=int(told["phases"][phase][0]), bytes_moved=int(told["phases"][phase][1]))
+            phase: PhaseSpec(flops=int(data["phases"][phase][0]), bytes_moved=int(data["phases"][phase][1]))
             for phase in PHASES
-            if phase in told["phases"]
+            if phase in data["phases"]
         },
     )
 
 
-def step_of(told: Sequence[Any]) -> Step:
-    """A member of an ordered group."""
-    chunk, phase, part = told
+def step_of(data: Sequence[Any]) -> Step:
+    """Build a member of an ordered group."""
+    chunk, phase, part = data
     return Step(chunk=chunk, phase=phase, part=tags_of(part))
 
 
-def tags_of(told: Sequence[Sequence[Any]]) -> Tags:
-    """Names with their numbers."""
-    return tuple((str(name), int(number)) for name, number in told)
+def tags_of(data: Sequence[Sequence[Any]]) -> Tags:
+    """Build tags from pairs of name and number."""
+    return tuple((str(name), int(number)) for name, number in data)

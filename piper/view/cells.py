@@ -1,4 +1,4 @@
-"""A pipeline as cells in rows: the one form that schedules and plans are drawn from."""
+"""A pipeline as cells in rows: the common form from which schedules and plans are drawn."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from piper.view.grid import Block, block_of, placed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One phase of one stage on one part, in units of time."""
+    """One phase of one stage on one microbatch, in units of time."""
 
     start: float
     cost: float
@@ -24,8 +24,8 @@ class Cell:
     stage: int | None  # None: the model has no stages
     part: tuple[int, ...]  # one index per axis that splits the samples
     again: bool = False  # a forward that runs a second time
-    pair: int = -1  # cells of one row with one number overlap
-    places: tuple[int, ...] = ()  # of plans: the instructions it stands for
+    pair: int = -1  # cells of a row with the same number overlap; -1: none
+    places: tuple[int, ...] = ()  # of plans: the places of its instructions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +42,25 @@ class Pipeline:
 
     @property
     def idle(self) -> float:
-        """The share of all rows' time in which nothing runs."""
+        """Return the fraction of all rows' time in which nothing runs."""
         whole = self.end * len(self.rows)
         return 1 - sum(cell.cost for row in self.rows for cell in row) / whole if whole else 0.0
 
     @property
     def stages_share_rows(self) -> bool:
-        """Whether a row runs several stages, so that a cell must say which."""
+        """Return whether a row runs several stages, so that its cells must name theirs."""
         return any(len({cell.stage for cell in row}) > 1 for row in self.rows)
 
     @property
     def phases(self) -> tuple[tuple[Phase, bool], ...]:
-        """The phases that occur, in the order people name them, each with whether it runs again."""
+        """Return the phases that occur, in the order F, B, BI, BW, each with whether it is a recompute."""
         used = {(cell.phase, cell.again) for row in self.rows for cell in row}
         order: tuple[Phase, ...] = ("F", "B", "BI", "BW")
         return tuple(found for found in product(order, (False, True)) if found in used)
 
 
 def of_schedule(grid: Grid, title: str, costs: Costs = UNIT) -> Pipeline:
-    """The cells of a schedule, each started as soon as what it needs is there."""
+    """Return the pipeline of a schedule. Each cell starts as soon as its inputs are there."""
     rows = []
     for row, starts in zip(grid.rows, timeline(grid, costs).starts, strict=True):
         cells: list[Cell] = []
@@ -86,7 +86,7 @@ def of_schedule(grid: Grid, title: str, costs: Costs = UNIT) -> Pipeline:
 def of_plans(
     plans: Plans, tags: Mapping[str, Tags], title: str, orderings: Iterable[Ordering] = ()
 ) -> Pipeline:
-    """The cells of plans, with transfers free; pairs are what an order lets interleave."""
+    """Return the pipeline of plans, with transfers free. Pairs are the passes that an `order` overlaps."""
     mates = pairs_of(orderings, tags)
     rows = []
     for row in placed(plans, tags):
@@ -100,7 +100,7 @@ def of_plans(
 
 
 def cell_of(block: Block, pair: int) -> Cell:
-    """A block of the text grid as a cell."""
+    """Make a cell of a block of the text grid."""
     return Cell(
         start=block.start,
         cost=block.cost,
@@ -114,7 +114,7 @@ def cell_of(block: Block, pair: int) -> Cell:
 
 
 def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[str, int]:
-    """The labels of blocks that share a group of an order, each with its group's number."""
+    """Return the labels of blocks that an order groups with others, each with the number of its group."""
     found: dict[str, int] = {}
     number = 0
     for ordering in orderings:
@@ -130,7 +130,7 @@ def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[st
 
 
 def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
-    """A row in which a cell whose mates run elsewhere, or not at all, is no pair."""
+    """Return a row in which a cell is paired only if another cell of its pair is in the same row."""
     cells = list(row)
     count: dict[int, int] = {}
     for cell in cells:

@@ -1,7 +1,7 @@
 """The colours of drawings: a hue per microbatch, a lightness per phase, for light and dark paper.
 
-Eight hues go round. Neighbours stay apart for people with protanopia and deuteranopia too, phases differ by
-lightness and hatching, and every cell carries its number, so that no meaning hangs on hue alone.
+Eight hues repeat. Neighbours stay distinct for people with protanopia and deuteranopia too, phases differ by
+lightness and hatching, and every cell carries its number, so that nothing is shown by hue alone.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ HUES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ink:
-    """What one phase is filled with, hue by hue, and the ink of the text on it."""
+    """The fill colours of one phase, one per hue, and the colour of the text on them."""
 
     fills: tuple[str, ...]
     text: str
 
 
 def ink(text: str, fills: str) -> Ink:
-    """Fills as one line of words."""
+    """Build an ink. fills: its colours, separated by spaces."""
     return Ink(fills=tuple(fills.split()), text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """Everything a drawing needs to know about one colour scheme."""
+    """One colour scheme of drawings."""
 
     page: str
     text: str
@@ -37,7 +37,7 @@ class Paper:
     idle: str  # a bubble
     pair: str  # the outline of an overlapped pair
     hatch: str  # drawn over weight gradients
-    quiet: str  # what is neither forward nor backward
+    quiet: str  # instructions of neither forward nor backward
     phases: Mapping[Phase, Ink]
 
 

@@ -1,4 +1,4 @@
-"""Everything the page shows, as one object of columns: small, and quick to read in a browser."""
+"""The data of the page, as one object of columns: small, and quick to read in a browser."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, log10
@@ -14,14 +14,14 @@ from piper.view.colours import DARK, LIGHT, Paper
 from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
-DIGITS = 7  # of the longest time: a pixel of any screen is far more
-MOST_AT_PEAK = 8  # of what is live at the peak
-MOST_GROUPS = 4  # of a communicator
+DIGITS = 7  # of the longest time: finer than a pixel of any screen
+MOST_AT_PEAK = 8  # slots that are listed as live at the peak
+MOST_GROUPS = 4  # of a communicator that are listed
 Columns = dict[str, object]
 
 
 class Table:
-    """Values that repeat, each kept once and named by its number."""
+    """A table of values that repeat: each is stored once and referred to by its number."""
 
     def __init__(self) -> None:
         self.numbers: dict[object, int] = {}
@@ -35,7 +35,7 @@ class Table:
 
 
 class Clock:
-    """Times as whole numbers of ticks, so fine that the longest has `DIGITS` digits."""
+    """Converts times to whole numbers of ticks, of which the longest time has `DIGITS` digits."""
 
     def __init__(self, subject: Subject) -> None:
         ends = [subject.planned.step, *(timeline.end for timeline in subject.measured.values())]
@@ -46,7 +46,7 @@ class Clock:
         return round(seconds * self.rate)
 
     def columns(self, timeline: Timeline) -> Columns:
-        """When each instruction starts, and for how long it runs."""
+        """Return the start, the length and the wait of each instruction, in ticks."""
         return {
             "start": [self(span.start) for span in timeline.spans],
             "length": [self(span.end - span.start) for span in timeline.spans],
@@ -55,7 +55,7 @@ class Clock:
 
 
 def facts_of(subject: Subject) -> Columns:
-    """The page's data."""
+    """Return all data of the page."""
     clock, nodes, origins = Clock(subject), Table(), Table()
     programs = [
         {
@@ -94,14 +94,14 @@ def facts_of(subject: Subject) -> Columns:
 
 
 def paper_facts(paper: Paper) -> Columns:
-    """The colours of one scheme."""
+    """Return the colours of one scheme."""
     single = {name: getattr(paper, name) for name in Paper.__slots__ if name != "phases"}
     phases = {phase: {"fills": ink.fills, "text": ink.text} for phase, ink in paper.phases.items()}
     return {**single, "phases": phases}
 
 
 def pipeline_facts(pipeline: Pipeline) -> Columns:
-    """The grid, row by row, a column for each property of its cells."""
+    """Return the rows of the pipeline grid, with a column for each property of their cells."""
     return {
         "names": list(pipeline.names),
         "end": pipeline.end,
@@ -123,7 +123,7 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
 
 
 def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table) -> Columns:
-    """One program: its instructions in columns, and the edges between them."""
+    """Return the instructions of one program in columns, and the edges between them."""
     streams, ops, comms, parts, args, indices = (Table() for _ in range(6))
     shades = [shade_of(ins) for ins in plan.instrs]
     names = [pattern(ins.node, subject.plans.axes) for ins in plan.instrs]
@@ -152,9 +152,9 @@ def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table
 
 
 def pattern(node: str, axes: Iterable[str]) -> tuple[str, str]:
-    """A node's name without its parts, and those: `F[PP=0 MB=3]` is `F[PP=0 MB=@]` and `3`.
+    """Split a node's name into a template and its indices: `F[PP=0 MB=3]` is `F[PP=0 MB=@]` and `3`.
 
-    Names that differ only in their parts are most of a large page.
+    Most names of a large page differ only in their microbatch, so templates make the page small.
     """
     found: list[str] = []
     for axis in axes:
@@ -168,12 +168,12 @@ def pattern(node: str, axes: Iterable[str]) -> tuple[str, str]:
 
 
 def flat(rows: Iterable[Sequence[int]]) -> list[int]:
-    """Rows of numbers, one after another."""
+    """Flatten rows of numbers into one list."""
     return [value for row in rows for value in row]
 
 
 def data_edges(plan: Plan) -> Iterator[tuple[int, int]]:
-    """From the instruction that wrote a slot to each that reads it, by their places."""
+    """Yield an edge from the instruction that wrote a slot to each that reads it, as places in the plan."""
     writer: dict[SlotId, int] = {}
     for place, ins in enumerate(plan.instrs):
         yield from ((source, place) for source in sorted({writer[s] for s in ins.reads if s in writer}))
@@ -181,7 +181,7 @@ def data_edges(plan: Plan) -> Iterator[tuple[int, int]]:
 
 
 def temporal_edges(subject: Subject, plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """The orders that hold on a device, from place to place, with the directive that said so."""
+    """Yield the temporal edges within a plan: two places, and the number of the directive behind them."""
     places: dict[str, int] = {}
     for place, ins in enumerate(plan.instrs):
         places.setdefault(ins.node, place)
@@ -191,7 +191,7 @@ def temporal_edges(subject: Subject, plan: Plan) -> Iterator[tuple[int, int, int
 
 
 def memory_facts(memory: Memory, clock: Clock) -> Columns:
-    """A device's memory over time: only the times at which it changes."""
+    """Return a device's memory over time, with only the times at which it changes."""
     times: list[int] = []
     live: list[int] = []
     for time, now in zip(memory.times, memory.live, strict=True):
@@ -210,7 +210,7 @@ def memory_facts(memory: Memory, clock: Clock) -> Columns:
 
 
 def comm_facts(subject: Subject) -> Iterator[Columns]:
-    """What each communicator carries in a step, by operation, over all its devices, the most first."""
+    """Yield the bytes of each communicator and operation in a step, over all devices, largest first."""
     carried: dict[tuple[str, str], tuple[int, int]] = {}
     for plan in subject.plans:
         for ins in plan.instrs:
@@ -225,7 +225,7 @@ def comm_facts(subject: Subject) -> Iterator[Columns]:
 
 
 def measured_facts(subject: Subject, device: int, clock: Clock) -> Columns:
-    """One measured step of a device, and its memory by the measured clock."""
+    """Return one measured step of a device, and its memory over the measured times."""
     timeline = subject.measured[device]
     memory = memory_of(subject.plans.of(device), timeline)
     return {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory_facts(memory, clock)}

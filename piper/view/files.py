@@ -16,12 +16,12 @@ PAGE, DRAWING, PICTURE, TRACE = (
     "Software\0Piper",
     '"Piper"',
 )
-# ^ what each kind of file holds, by which an earlier one is known to be ours
+# ^ text in each kind of file that shows that Piper wrote it, so that it may be replaced
 HEADER = 33  # bytes of a PNG's signature and first chunk
 
 
 def write(path: Path, content: str | bytes, mark: str) -> None:
-    """Write a file, or say why it cannot be; one without `mark` is not replaced."""
+    """Write a file. An existing file is replaced only if it holds `mark`, so that Piper wrote it."""
     try:
         write_output(path, content, mark)
     except OSError as error:
@@ -34,7 +34,7 @@ def write(path: Path, content: str | bytes, mark: str) -> None:
 
 
 def browser() -> str | None:
-    """The browser that draws PNG, if one is installed."""
+    """Return the path of the browser that draws PNG. None: none is installed."""
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
@@ -66,7 +66,7 @@ def signed(png: bytes) -> bytes:
 
 
 def no_browser(why: str) -> ConfigError:
-    """The error of a PNG that nothing can draw."""
+    """Return the error of a PNG for which there is no browser."""
     return ConfigError(
         "a PNG is drawn by a browser",
         by="--png",

@@ -1,4 +1,4 @@
-"""The pipeline grid of plans: what each device computes, when, with F = I = W = 1 and B = 2."""
+"""The pipeline grid of plans as text: what each device computes over time, with F = I = W = 1 and B = 2."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ IDLE, STILL = ".", "--"
 
 @dataclass(slots=True)
 class Block:
-    """All pieces of one stage in one phase on one part: a cell, or two, of the grid."""
+    """All chunks of one stage in one phase on one microbatch: one or two cells of the grid."""
 
     label: str
     cost: int
@@ -53,7 +53,7 @@ def grid(plans: Plans, tags: Mapping[str, Tags]) -> str:
 
 
 def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
-    """Each program's blocks, with the time each starts when transfers are free."""
+    """Return each program's blocks, with the time each starts when transfers are free."""
     blocks: list[Block] = []
     rows: list[list[int]] = []
     written: dict[tuple[int, SlotId], int] = {}  # by program and slot: the block that its value comes from
@@ -67,7 +67,7 @@ def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
 
 
 def block_of(run: Pass, tags: Mapping[str, Tags]) -> Block:
-    """The block that a pass belongs to, as yet without a place in time."""
+    """Return the block that a pass belongs to, without its start."""
     outer = tags.get(run.chunk, ())
     stage = outer[0][1] if outer else None
     part = tuple(index for _, index in run.part)
@@ -84,7 +84,7 @@ def collect(
     written: dict[tuple[int, SlotId], int],
     sent: dict[str, int],
 ) -> list[int]:
-    """A program's blocks in order, and which of its values come from which."""
+    """Collect a program's blocks and return their order. Fills `written` and `sent` with their values."""
     row: dict[str, int] = {}
     order: list[int] = []
     for place, ins in enumerate(plan.instrs):
@@ -108,9 +108,9 @@ def collect(
 
 
 def turn_of(block: Block, row: Sequence[int], blocks: Sequence[Block]) -> int:
-    """The place of a new block in a row: its end, but that forwards run again before their backwards.
+    """Return where to insert a block in a row: at the end, but a recompute before its backwards.
 
-    Where each piece runs again just before its own backward, another piece's backward may already be there.
+    Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
     """
     if not block.again:
         return len(row)
@@ -128,7 +128,7 @@ def link(
     written: dict[tuple[int, SlotId], int],
     sent: dict[str, int],
 ) -> None:
-    """Let each block wait for the blocks whose values it reads, also through transfers."""
+    """Add to each block's needs the blocks whose values it reads, directly or through transfers."""
     mine = {blocks[i].label: i for i in row}
     arrived: dict[SlotId, int] = {}
     for ins in plan.instrs:
@@ -145,7 +145,7 @@ def link(
 
 
 def run(blocks: list[Block], rows: list[list[int]]) -> None:
-    """Give each block its start: after its predecessor on the device and after what it needs."""
+    """Set each block's start: after its predecessor on the device and after the blocks it needs."""
     needs = [set(block.needs) for block in blocks]
     for row in rows:
         for earlier, later in pairwise(row):

@@ -1,4 +1,4 @@
-"""Draws what a device holds over a step as SVG: its work, and below it the bytes, row by row to compare."""
+"""Draws the memory of devices over a step as SVG: a row for each, with its computation above its bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,24 +27,24 @@ class Row:
 
     @property
     def highest(self) -> int:
-        """The most it holds beside what outlives a step."""
+        """Return the peak bytes of slots that do not outlive a step."""
         return self.memory.peak - self.memory.resident
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where times and bytes are; all rows share both scales."""
+    """The scales of time and bytes, which all rows share."""
 
     left: float
     scale: float
-    tall: float  # pixels of a byte
+    tall: float  # pixels per byte
 
     def x(self, time: float) -> float:
         return self.left + time * self.scale
 
 
 def heights(rows: Sequence[Row], *, title: str) -> str:
-    """Draw the rows below each other. Peaks and times are told as parts of the first row's."""
+    """Draw the rows below each other. Peaks and times are percentages of the first row's."""
     left = MARGIN + max(len(text) for row in rows for text in (row.name, "peak 100 %")) * LETTER_WIDTH + 12
     frame = Frame(
         left=left,
@@ -68,34 +68,34 @@ def heights(rows: Sequence[Row], *, title: str) -> str:
         width=WIDTH,
         height=height,
         title=title,
-        about="; ".join(f"{row.name}: {', '.join(told(row, rows[0]))}" for row in rows),
+        about="; ".join(f"{row.name}: {', '.join(relative(row, rows[0]))}" for row in rows),
         style=sheet(),
         defs=hatching(),
         body=body,
     )
 
 
-def told(row: Row, first: Row) -> tuple[str, str]:
-    """A row's peak and time as parts of the first one's."""
+def relative(row: Row, first: Row) -> tuple[str, str]:
+    """Return a row's peak and time as percentages of the first row's."""
     return f"peak {row.highest / first.highest:.0%}", f"time {row.timeline.end / first.timeline.end:.0%}"
 
 
 def names(row: Row, first: Row, frame: Frame, y: float) -> Iterator[str]:
-    """What stands beside a row."""
+    """Draw the name, the peak and the time of a row at its left."""
     yield words(row.name, frame.left - 10, y + BAR / 2 + 4, "right")
-    for line, text in enumerate(told(row, first)):
+    for line, text in enumerate(relative(row, first)):
         yield words(text, frame.left - 10, y + BAR + 24 + 16 * line, "right small faint num")
 
 
 def busy(row: Row) -> Iterator[tuple[Instr, Span]]:
-    """What takes time."""
+    """Yield the compute instructions that take time, with their spans."""
     for ins, span in zip(row.plan.instrs, row.timeline.spans, strict=True):
         if ins.op == "compute" and span.end > span.start:
             yield ins, span
 
 
 def work(row: Row, frame: Frame, y: float) -> Iterator[str]:
-    """A bar for each phase that computes."""
+    """Draw a bar for each compute instruction."""
     for ins, span in busy(row):
         shade = shade_of(ins)
         x, width = frame.x(span.start), (span.end - span.start) * frame.scale
@@ -116,7 +116,7 @@ def work(row: Row, frame: Frame, y: float) -> Iterator[str]:
 
 
 def curve(row: Row, frame: Frame, y: float) -> str:
-    """The bytes held, as steps from one change to the next."""
+    """Draw the live bytes over time, as a step function."""
     memory, base = row.memory, y + HEIGHT
     path = [f"M{number(frame.left)} {number(base)}"]
     for time, live in zip(memory.times, memory.live, strict=True):
@@ -127,7 +127,7 @@ def curve(row: Row, frame: Frame, y: float) -> str:
 
 
 def legend(rows: Sequence[Row], y: float) -> Iterator[str]:
-    """What the shades mean."""
+    """Draw the legend of the shades."""
     line = Legend(MARGIN, y)
     draw_phases(line, [shade_of(ins) for row in rows for ins, _ in busy(row)])
     line.shade("bytes held", "quiet")

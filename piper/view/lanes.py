@@ -12,10 +12,10 @@ from piper.view.shade import caption, draw_phases, shade_of
 from piper.view.xml import drawing, element, number, words
 
 MARGIN, HEADER, LANE, FOOT = 20.0, 62.0, 30.0, 52.0
-TIGHT, LOOSE = 8.0, 26.0  # between lanes: arrows need room
+TIGHT, LOOSE = 8.0, 26.0  # between lanes: arrows need space
 WIDTH = 960.0
 LETTER_WIDTH = 6.7
-MOST_ARROWS = 60  # bars: beyond that, arrows would hide them
+MOST_ARROWS = 60  # bars: with more, arrows would hide them
 SHORTEST = 1.5  # pixels: an instruction never vanishes
 
 
@@ -30,7 +30,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where times and streams are."""
+    """The positions of times and streams in the picture."""
 
     streams: tuple[str, ...]
     left: float
@@ -46,7 +46,7 @@ class Frame:
 
 
 def lanes(plan: Plan, timeline: Timeline, *, title: str, only: Sequence[int] = ()) -> str:
-    """Draw when a device's streams are busy. `only`: the places of the instructions to draw, else all.
+    """Draw when a device's streams are busy. only: the places of the instructions to draw; empty: all.
 
     Arrows go from an instruction that signals to those of other streams that wait for it, unless there are
     too many.
@@ -59,7 +59,7 @@ def lanes(plan: Plan, timeline: Timeline, *, title: str, only: Sequence[int] = (
     body = [
         element("rect", width=WIDTH, height=height, class_="page"),
         words(title, MARGIN, 30, "title"),
-        words(told(bars, frame), MARGIN, 48, "small faint"),
+        words(summary(bars, frame), MARGIN, 48, "small faint"),
     ]
     for stream in frame.streams:
         y, room = frame.y(stream), WIDTH - frame.left - MARGIN
@@ -73,7 +73,7 @@ def lanes(plan: Plan, timeline: Timeline, *, title: str, only: Sequence[int] = (
         width=WIDTH,
         height=height,
         title=title,
-        about=told(bars, frame) + ": " + "; ".join(f"{bar.ins.stream} {bar.ins.node}" for bar in bars),
+        about=summary(bars, frame) + ": " + "; ".join(f"{bar.ins.stream} {bar.ins.node}" for bar in bars),
         style=sheet(),
         defs=hatching(),
         body=body,
@@ -91,13 +91,13 @@ def frame_of(bars: Sequence[Bar], gap: float) -> Frame:
     return Frame(streams=tuple(streams), left=left, low=low, scale=scale, gap=gap)
 
 
-def told(bars: Sequence[Bar], frame: Frame) -> str:
-    """What is drawn, in words."""
+def summary(bars: Sequence[Bar], frame: Frame) -> str:
+    """Return how many instructions and streams are drawn, in words."""
     return f"{len(bars)} instructions on {len(frame.streams)} streams"
 
 
 def draw_bar(bar: Bar, frame: Frame) -> Iterator[str]:
-    """A bar with what it does, where the words fit."""
+    """Draw the bar of an instruction, with its caption where it fits."""
     x, y = frame.x(bar.span.start), frame.y(bar.ins.stream)
     width = max((bar.span.end - bar.span.start) * frame.scale, SHORTEST)
     shade = shade_of(bar.ins)
@@ -120,7 +120,7 @@ def draw_bar(bar: Bar, frame: Frame) -> Iterator[str]:
 
 
 def texts(ins: Instr) -> Iterator[str]:
-    """What a bar may say, the longest first."""
+    """Yield the captions that a bar may have, the longest first."""
     whole = caption(ins)
     part = " ".join(f"{axis}={index}" for axis, index in ins.part)
     if part:
@@ -130,7 +130,7 @@ def texts(ins: Instr) -> Iterator[str]:
 
 
 def arrows(bars: Sequence[Bar], frame: Frame) -> Iterator[str]:
-    """From the end of what is waited for to the start of what waits, across streams."""
+    """Draw an arrow from each instruction that signals to those of other streams that wait for it."""
     signallers = {bar.ins.signals: bar for bar in bars if bar.ins.signals is not None}
     for bar in bars:
         for event in bar.ins.waits:
@@ -149,7 +149,7 @@ def arrows(bars: Sequence[Bar], frame: Frame) -> Iterator[str]:
 
 
 def legend(bars: Sequence[Bar], y: float, *, arrowed: bool) -> Iterator[str]:
-    """What the shades and arrows mean."""
+    """Draw the legend of the shades and arrows."""
     line = Legend(MARGIN, y)
     shades = [shade_of(bar.ins) for bar in bars]
     draw_phases(line, shades)

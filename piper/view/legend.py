@@ -1,4 +1,4 @@
-"""The line below a drawing that says what its shades mean."""
+"""The legend below a drawing."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,31 +17,31 @@ LETTER = 6.1  # pixels
 
 
 def phase_name(phase: Phase, *, again: bool) -> str:
-    """A phase in words."""
+    """Return the name of a phase in words."""
     return f"{PHASES[phase]} again" if again else PHASES[phase]
 
 
 @dataclass(slots=True)
 class Legend:
-    """Samples with their names, one after another from the left."""
+    """Samples of shades with their names, from left to right."""
 
     x: float
     y: float
     drawn: list[str] = field(default_factory=list)
 
     def phase(self, phase: Phase, hue: int = 0, *, again: bool = False) -> None:
-        """The shade of a phase, or of one that runs again."""
+        """Add the shade of a phase. again: of a recompute."""
         rest = hatched(self._box(), phase, again=again)
         name = phase_name(phase, again=again)
         self._named(name, [element("rect", **self._box(), class_=f"{phase}{hue}"), *rest])
 
     def shade(self, name: str, class_: str) -> None:
-        """A shade by its class; an outline is drawn half a pixel smaller, to be sharp."""
+        """Add the shade of a CSS class. The outline of `idle` is half a pixel smaller, to be sharp."""
         inset = 0.5 if class_ == "idle" else 0.0
         self._named(name, [element("rect", **self._box(inset), class_=class_)])
 
     def remark(self, text: str) -> None:
-        """Words without a sample, at the end."""
+        """Add words without a sample. They come last."""
         self.drawn.append(words(text, self.x, self.y + 11, "small faint"))
 
     def __iter__(self) -> Iterator[str]:

@@ -6,12 +6,12 @@ from piper.ir.chunk import Phase
 from piper.view.colours import DARK, HUES, LIGHT, Paper
 from piper.view.xml import FONT, element
 
-RISING, FALLING = "url(#hatch)", "url(#again)"  # lines over weight gradients and forwards that run again
+RISING, FALLING = "url(#hatch)", "url(#again)"  # lines over weight gradients, and over recomputed forwards
 HATCH_OPACITY, AGAIN_OPACITY = 0.4, 0.3
 
 
 def sheet() -> str:
-    """Classes for everything a drawing holds. Plain rules, because converters know no CSS variables."""
+    """Return the style sheet. It uses no CSS variables, because converters do not know them."""
     shapes = [
         f"text{{font-family:{FONT};font-size:12px}}",
         ".title{font-size:15px;font-weight:600}",
@@ -28,7 +28,7 @@ def sheet() -> str:
 
 
 def rules(paper: Paper) -> list[str]:
-    """What differs between the two papers."""
+    """Return the rules for the colours of one scheme."""
     found = [
         f".page{{fill:{paper.page}}}",
         f"text{{fill:{paper.text}}}",
@@ -49,7 +49,7 @@ def rules(paper: Paper) -> list[str]:
 
 
 def hatching() -> str:
-    """The patterns that `hatched` fills with: thin diagonal lines, rising and falling."""
+    """Return the patterns that `hatched` fills with: thin diagonal lines, rising and falling."""
     return "".join(
         element(
             "pattern",
@@ -67,14 +67,14 @@ def hatching() -> str:
 
 
 def hatched(box: Mapping[str, str | float], phase: Phase | None, *, again: bool) -> list[str]:
-    """What is drawn over a box so that it is told from others of its colour, if anything is.
+    """Return the hatching to draw over a box; empty for a phase that needs none.
 
-    Weight gradients look like backwards otherwise, and a forward that runs again like the first.
+    Without it weight gradients would look like backwards, and a recomputed forward like the first.
     """
     fill = FALLING if again else RISING if phase == "BW" else None
     return [element("rect", **box, fill=fill)] if fill else []
 
 
 def hue(part: tuple[int, ...]) -> int:
-    """The hue of a part of the samples: they go round, the last axis fastest."""
+    """Return the hue of a microbatch, which its index along the last axis chooses."""
     return part[-1] % HUES if part else 0

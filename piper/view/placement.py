@@ -1,4 +1,4 @@
-"""Draws who holds what as SVG: the samples, parameters, gradients and optimizer state of each device."""
+"""Draws placement as SVG: the samples, parameters, gradients and optimizer state of each device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,14 +66,14 @@ def placement(plans: Plans, *, title: str) -> str:
 
 
 def region(bucket: Bucket) -> str:
-    """What a bucket is called: its regions, and how their state is divided."""
+    """Return the name of a bucket: its regions, and how their state is sharded."""
     how = [f"zero={bucket.zero}"] if bucket.zero else []
     how += [f"{bucket.ways} ways"] if bucket.ways > 1 else []
     return ", ".join(bucket.chunks) + (f" ({', '.join(how)})" if how else "")
 
 
 def held(bucket: Bucket, device: int, level: int) -> Held:
-    """The piece of a bucket's state that a device holds, sharded from this ZeRO level on."""
+    """Return the piece of a bucket's state that a device holds. level: the ZeRO level that shards it."""
     expert = bucket.devices.index(device) % bucket.ways
     if bucket.zero < level:
         return Held(index=expert, of=bucket.ways)
@@ -82,19 +82,19 @@ def held(bucket: Bucket, device: int, level: int) -> Held:
 
 
 def slice_of(plans: Plans, device: int) -> Held | None:
-    """The slice of the samples that a device sees: its place in the set that shares them."""
+    """Return the slice of the samples that a device trains on. None: it has no samples and no parameters."""
     loads = (ins.loads.devices for ins in plans.of(device).instrs if ins.op == "load")
     sets = [*loads, *(bucket.devices for bucket in plans.buckets.values() if device in bucket.devices)]
     return Held(index=sets[0].index(device), of=len(sets[0])) if sets else None
 
 
 def draw_state(bucket: Bucket, device: int, row: int, x: float, y: float) -> Iterator[str]:
-    """Three bars: parameters, gradients, optimizer state; only the first where nothing is trained."""
+    """Draw a bar each for parameters, gradients and optimizer state; only the first for frozen parameters."""
     for line, (kind, level) in enumerate(KINDS if bucket.trainable else KINDS[:1]):
         piece = held(bucket, device, level)
         top = y + line * (BAR + BETWEEN)
         step = COLUMN / piece.of
-        told = f"{kind} of {region(bucket)} on device {device}: piece {piece.index} of {piece.of}"
+        name = f"{kind} of {region(bucket)} on device {device}: piece {piece.index} of {piece.of}"
         outline = element("rect", x=x, y=top, width=COLUMN, height=BAR, rx=2, class_="idle")
         fill = element(
             "rect",
@@ -105,11 +105,11 @@ def draw_state(bucket: Bucket, device: int, row: int, x: float, y: float) -> Ite
             rx=2,
             class_=f"{('B', 'BI', 'F')[line]}{row % HUES}",
         )
-        yield element("g", element("title", told) + outline + fill)
+        yield element("g", element("title", name) + outline + fill)
 
 
 def draw_samples(plans: Plans, device: int, x: float, y: float) -> Iterator[str]:
-    """The batch as a bar, a device's slice of it filled with its microbatches."""
+    """Draw the batch as a bar, in which the device's slice is filled with its microbatches."""
     yield element("rect", x=x, y=y, width=COLUMN, height=SAMPLES, rx=2, class_="idle")
     piece = slice_of(plans, device)
     if piece is None:
@@ -134,7 +134,7 @@ def draw_samples(plans: Plans, device: int, x: float, y: float) -> Iterator[str]
 
 
 def about(plans: Plans, device: int) -> str:
-    """One column in words."""
+    """Describe one column in words."""
     piece = slice_of(plans, device)
     samples = f"samples {piece.index + 1}/{piece.of}" if piece else "no samples"
     state = ", ".join(

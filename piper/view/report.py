@@ -1,4 +1,4 @@
-"""The page: template, style and scripts from `page/`, and the facts, in one file that needs nothing else."""
+"""Builds the page: one file with the template, style and scripts of `page/` and the data."""
 
 import json
 import re
@@ -26,18 +26,18 @@ SCRIPTS = (
 
 
 def page(subject: Subject) -> str:
-    """The whole page as text. It opens from a file, without a network."""
+    """Return the HTML text of the page. It opens from a file, without a network."""
     facts = json.dumps(facts_of(subject), separators=(",", ":"), ensure_ascii=False)
     scripts = "\n".join(read(name) for name in SCRIPTS)
     parts = {
         "title": escape(subject.title),
         "style": read("page.css"),
-        "facts": facts.replace("<", "\\u003c"),  # nothing in it can end the script that holds it
+        "facts": facts.replace("<", "\\u003c"),  # so that no text in it can end the script element
         "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], read("page.html"))
 
 
 def read(name: str) -> str:
-    """A file of the page's."""
+    """Read a file of `page/`."""
     return (files("piper.view") / "page" / name).read_text(encoding="utf-8")

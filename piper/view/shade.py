@@ -1,4 +1,4 @@
-"""What an instruction looks like: the phase it works for and the part of the samples, hence its colour."""
+"""The look of an instruction: the phase and the microbatch it works for, which choose its colour."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from piper.view.paper import hue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shade:
-    """The phase and part an instruction works for; neither, where it works for all of a step."""
+    """The phase and microbatch an instruction works for; neither, if it works for the whole step."""
 
     phase: Phase | None
     part: tuple[int, ...]
-    again: bool = False  # a forward that runs a second time, or what is done for one
+    again: bool = False  # a recomputed forward, or an instruction that serves one
 
 
 def shade_of(ins: Instr) -> Shade:
@@ -40,7 +40,7 @@ def part_of(ins: Instr) -> Tags:
 
 
 def caption(ins: Instr) -> str:
-    """An instruction in one or two words, to stand in its bar."""
+    """Return an instruction in one or two words, for its bar."""
     if ins.op == "compute":
         run = ins.computes
         return f"{AGAIN if run.again else run.phase} {run.chunk}"
@@ -48,7 +48,7 @@ def caption(ins: Instr) -> str:
 
 
 def draw_phases(legend: Legend, shades: Sequence[Shade]) -> None:
-    """The phases that occur among shades, each in the hue it has first."""
+    """Add to a legend the phases that occur among shades, each in the hue that it has first."""
     for phase in PHASES:
         for again in (False, True):
             shade = next((shade for shade in shades if (shade.phase, shade.again) == (phase, again)), None)

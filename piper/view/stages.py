@@ -11,8 +11,8 @@ Region = tuple[str, int] | None  # a chunk's outermost tag; None: it has none
 def stage_tags(tags: Mapping[str, Tags], orderings: Iterable[Ordering]) -> Mapping[str, Tags]:
     """Return each chunk's tags, with its stage as the outermost where stages are several regions each.
 
-    tags: of each chunk, in topological order. A stage is what orders always name together: regions whose
-    forwards are in the same groups. Without orders, or where some region is in none, tags stay as they are.
+    tags: of each chunk, in topological order. A stage is the regions whose forwards are in the same groups of
+    all orders. Without orders, or where some region is in none, tags stay as they are.
 
     order([at(LAYER=[0, 1], MB=0, PASS="F"), ...]), order([at(LAYER=[2, 3], MB=0, PASS="F"), ...])
     -->

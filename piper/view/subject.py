@@ -1,4 +1,4 @@
-"""What is viewed: plans, when they run, and which line of the strategy made each of their nodes."""
+"""The subject of drawings and pages: plans, their times, and the directives that made each node."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from piper.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """One directive of a strategy: how messages name it, what it was given, and where it was written."""
+    """One directive of a strategy: its name in messages, its arguments, and its place in the recipe."""
 
     title: str  # "replicate #0 (llama.py:41)"
     text: str  # "at=at(PP=0), devices=[0, 1], zero=3"
@@ -27,17 +27,17 @@ class Subject:
     title: str
     plans: Plans
     planned: Simulation
-    clock: str  # what the planned times rest on: "h100", "whole units"
+    clock: str  # the costs behind the planned times: "h100", "whole units"
     tags: Mapping[str, Tags] = field(default_factory=dict)  # the annotations of each chunk
     orderings: tuple[Ordering, ...] = ()
     strategy: tuple[Said, ...] = ()
     origins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by node: directives, by number
-    temporal: tuple[tuple[str, str, int], ...] = ()  # this node, before that one, said by this directive
+    temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
     about: str = ""  # the run, and which of its steps is shown
-    source: str = ""  # the recipe's text, if it is at hand
+    source: str = ""  # the recipe's text; empty if it is not known
     source_name: str = ""  # and the name of its file
-    notes: tuple[str, ...] = ()  # what a reader should know: what is missing, and why
+    notes: tuple[str, ...] = ()  # what is missing from the page, and why
 
     @property
     def devices(self) -> list[int]:
@@ -45,7 +45,7 @@ class Subject:
 
 
 def said_by(lines: Iterable[str]) -> tuple[Said, ...]:
-    """A strategy read back from a run folder's `strategy.txt`: `title (source): what it was given`."""
+    """Parse the lines `title (source): arguments` of a run folder's `strategy.txt`."""
     found = []
     for line in lines:
         match = re.fullmatch(r"(\w+ #\d+ \((.*?)\)): (.*)", line)

@@ -1,7 +1,7 @@
 """Draws the pipeline grid as SVG: a colour per microbatch, a shade per phase, bubbles left white.
 
 `grid(of_schedule(...))` draws a schedule, `grid(of_plans(...))` the plans of a program. `piper.view.lanes`
-draws the streams of one device, `piper.view.placement` who holds what.
+draws the streams of one device, `piper.view.placement` what each device holds.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from piper.view.xml import drawing, element, number, words
 
 MARGIN, HEADER, ROW, GAP = 20.0, 60.0, 34.0, 8.0
 AXIS, LEGEND = 30.0, 30.0
-WIDEST, NARROWEST, ROOM = 30.0, 5.0, 1180.0  # a unit of time; all of them together
+WIDEST, NARROWEST, ROOM = 30.0, 5.0, 1180.0  # pixels of a unit of time; of all units together
 LETTER_WIDTH = 6.6  # of the names beside the rows, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where things are: the left edge of time 0, the width of a unit, and the right edge."""
+    """The positions in the picture: the left edge of time 0, the width of a unit, and the right edge."""
 
     left: float
     unit: float
@@ -70,12 +70,12 @@ def frame_of(pipeline: Pipeline) -> Frame:
 
 
 def summary(pipeline: Pipeline) -> str:
-    """How long it takes and how much of it is idle."""
+    """Return the length of a pipeline and its idle fraction, in words."""
     return f"{number(pipeline.end)} units of time, {pipeline.idle:.0%} idle"
 
 
 def about(pipeline: Pipeline) -> str:
-    """The picture in words."""
+    """Describe the picture in words."""
     rows = (
         f"{name}: " + " ".join(describe(cell) for cell in row)
         for name, row in zip(pipeline.names, pipeline.rows, strict=True)
@@ -84,18 +84,18 @@ def about(pipeline: Pipeline) -> str:
 
 
 def describe(cell: Cell) -> str:
-    """A cell in a word, as the text grid writes it: `2F0`."""
+    """Return the label of a cell, as in the text grid: `2F0`."""
     letter = AGAIN if cell.again else LETTER[cell.phase]
     return f"{'' if cell.stage is None else cell.stage}{letter}{part_text(cell)}"
 
 
 def part_text(cell: Cell) -> str:
-    """The part of the samples, as its indices."""
+    """Return the indices of a cell's microbatch as text."""
     return ".".join(map(str, cell.part))
 
 
 def draw_row(pipeline: Pipeline, frame: Frame, row: int, name: str) -> Iterator[str]:
-    """One device: its name, the white of its bubbles, its cells, and its pairs outlined."""
+    """Draw one device: its name, a white background for bubbles, its cells, and outlines of pairs."""
     y = frame.y(row)
     yield words(name, frame.left - 10, y + ROW / 2 + 4, "right num")
     yield element("rect", x=frame.left, y=y, width=frame.right - frame.left, height=ROW, rx=3, class_="idle")
@@ -115,7 +115,7 @@ def draw_row(pipeline: Pipeline, frame: Frame, row: int, name: str) -> Iterator[
 
 
 def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterator[str]:
-    """A cell with its number, and its stage where the row runs several."""
+    """Draw a cell with its microbatch, and with its stage where the row runs several."""
     x, width = frame.x(cell.start), cell.cost * frame.unit
     inset = 0.75 if frame.unit > 8 else 0.3
     box: dict[str, str | float] = {
@@ -127,8 +127,8 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
     }
     stage = "" if cell.stage is None else f"stage {cell.stage}, "
     name = phase_name(cell.phase, again=cell.again)
-    told = f"{describe(cell)}: {name}, {stage}part {part_text(cell) or 'whole'}"
-    inner = [element("title", told), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
+    name_line = f"{describe(cell)}: {name}, {stage}part {part_text(cell) or 'whole'}"
+    inner = [element("title", name_line), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
     inner += hatched(box, cell.phase, again=cell.again)
     if frame.unit >= 13:
         ink = f"on{cell.phase} mid num"
@@ -140,7 +140,7 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
 
 
 def pair_spans(row: tuple[Cell, ...]) -> Iterator[tuple[float, float]]:
-    """From when to when each overlapped pair runs; apart from each other, each member by itself."""
+    """Yield the start and end of each overlapped pair; of each member, if they do not run back to back."""
     mates: dict[int, list[Cell]] = {}
     for cell in row:
         if cell.pair >= 0:
@@ -154,7 +154,7 @@ def pair_spans(row: tuple[Cell, ...]) -> Iterator[tuple[float, float]]:
 
 
 def axis(pipeline: Pipeline, frame: Frame, bottom: float) -> Iterator[str]:
-    """Ticks of time below the rows."""
+    """Draw the ticks of time below the rows."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if s * frame.unit >= 40 or s == 1000)
     y = bottom + 8
     yield element("path", d=f"M{number(frame.left)} {number(y)}H{number(frame.right)}", class_="line")
@@ -165,7 +165,7 @@ def axis(pipeline: Pipeline, frame: Frame, bottom: float) -> Iterator[str]:
 
 
 def legend(pipeline: Pipeline, y: float) -> Iterator[str]:
-    """What the shades and outlines mean."""
+    """Draw the legend of the shades and outlines."""
     line = Legend(MARGIN, y)
     for phase, again in pipeline.phases:
         line.phase(phase, again=again)

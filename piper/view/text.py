@@ -1,4 +1,4 @@
-"""The streams of devices as lines of text: a letter for what takes most of each moment."""
+"""The streams of devices as lines of text: a letter for the instruction that takes most of each cell."""
 
 from collections.abc import Iterator, Sequence
 
@@ -40,7 +40,7 @@ def timeline_text(subject: Subject, width: int = 100) -> str:
 
 
 def streams(plan: Plan, timeline: Timeline, end: float, width: int, used: dict[str, str]) -> Iterator[str]:
-    """One line per stream."""
+    """Yield one line of text per stream."""
     names = sorted(dict.fromkeys(ins.stream for ins in plan.instrs), key=lambda name: name != "compute")
     room = max(len(name) for name in names)
     cells = max(10, width - room - 4)
@@ -52,7 +52,7 @@ def streams(plan: Plan, timeline: Timeline, end: float, width: int, used: dict[s
 def row(
     plan: Plan, timeline: Timeline, places: Sequence[int], end: float, cells: int, used: dict[str, str]
 ) -> str:
-    """A stream's line: in each cell the mark of what takes most of it; what is short still shows."""
+    """Return a stream's line: in each cell the mark of the instructions that take most of its time."""
     spent: list[dict[str, float]] = [{} for _ in range(cells)]
     scale = cells / end if end else 0.0
     for place in places:
@@ -67,7 +67,7 @@ def row(
 
 
 def mark_of(ins: Instr) -> tuple[str, str]:
-    """The letter of an instruction, and its meaning."""
+    """Return the letter of an instruction, and its meaning."""
     if ins.op == "compute":
         if ins.again:
             return AGAIN, f"{PHASES['F']} again"

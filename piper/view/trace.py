@@ -1,4 +1,4 @@
-"""A program as a trace that Perfetto and Chrome open: a process per program and clock, a thread a stream."""
+"""Plans as a trace for Perfetto and Chrome: a process per program and clock, a thread per stream."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ Event = dict[str, object]
 
 
 def chrome_trace(subject: Subject) -> str:
-    """Planned times of every program, and under them measured times of every device that has them."""
+    """Return the JSON text of a trace: planned times of every program, then measured times of its devices."""
     about = {"title": subject.title, "clock": subject.clock, "by": "Piper"}
     return json.dumps({"traceEvents": list(events(subject)), "displayTimeUnit": "ms", "otherData": about})
 
 
 def events(subject: Subject) -> Iterator[Event]:
-    """The events of all processes, in the order of devices, planned before measured."""
+    """Yield the events of all processes, in order of devices, planned before measured."""
     number = 0
     for plan, timeline in zip(subject.plans, subject.planned.timelines, strict=True):
         named = f"device{'s' if len(plan.devices) > 1 else ''} {show(plan.devices)}"
@@ -33,7 +33,7 @@ def events(subject: Subject) -> Iterator[Event]:
 
 
 def process(subject: Subject, number: int, name: str, plan: Plan, timeline: Timeline) -> Iterator[Event]:
-    """One process: its name, its threads, and an event for each instruction."""
+    """Yield the events of one process: its name, its threads, and each instruction."""
     yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
     titles = {i: said.title for i, said in enumerate(subject.strategy)}

@@ -1,4 +1,4 @@
-"""Writes SVG: elements as text, numbers without noise, and the frame that every drawing shares."""
+"""Writes SVG: elements, coordinates, and the frame that every drawing shares."""
 
 from collections.abc import Iterable
 from math import ceil
@@ -8,12 +8,12 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', 'DejaVu Sans', 
 
 
 def number(value: float) -> str:
-    """A coordinate: at most two decimals, none where there are none."""
+    """Write a coordinate with at most two decimals and no trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def element(tag: str, body: str | None = None, /, **attributes: str | float) -> str:
-    """One element. An underscore in a name stands for a dash; `class_` is `class`."""
+    """Write one element. An underscore in an attribute's name becomes a dash; `class_` becomes `class`."""
     words = [tag]
     for name, value in attributes.items():
         text = value if isinstance(value, str) else number(value)
@@ -23,7 +23,7 @@ def element(tag: str, body: str | None = None, /, **attributes: str | float) -> 
 
 
 def words(text: str, x: float, y: float, class_: str = "", **attributes: str | float) -> str:
-    """A line of text, its baseline at `y`."""
+    """Write a line of text with its baseline at `y`."""
     named = {"class_": class_} if class_ else {}
     return element("text", escape(text), x=x, y=y, **named, **attributes)
 
@@ -31,7 +31,7 @@ def words(text: str, x: float, y: float, class_: str = "", **attributes: str | f
 def drawing(
     *, width: float, height: float, title: str, about: str, style: str, body: Iterable[str], defs: str = ""
 ) -> str:
-    """A whole SVG file, named and described for those who cannot see it."""
+    """Write a whole SVG file, with a title and a description for screen readers."""
     width, height = ceil(width), ceil(height)  # whole pixels, so that a PNG has no seam
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="title about" '
