@@ -124,7 +124,7 @@ class Together:
             self.collectives.collect(member.program, member.place, member.ins, comm)
 
     def gather(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """All-gather the shards of a bucket."""
+        """Gather the shards of a bucket."""
         for member in members:
             name = bucket_named(member.ins)
             bucket = self.state.plans.buckets.get(name)

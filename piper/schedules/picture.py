@@ -11,7 +11,7 @@ from piper.schedules.grid import Grid
 IDLE = "."
 STILL = "--"  # the second half of a whole backward
 PAIR = "+"  # joins a forward and a backward that overlap
-FINEST = 1000  # the denominator up to which times are told apart
+FINEST = 1000  # the denominator up to which times are distinguished
 NARROWEST = 4  # the shortest action takes at most this many columns
 
 

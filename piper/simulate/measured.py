@@ -20,7 +20,7 @@ from piper.simulate.profile import fingerprint
 
 FORM = 1  # of the file
 HALVES: tuple[Phase, ...] = ("BI", "BW")
-HINT = "make it anew: piper profile DIR --calibrate FILE"
+HINT = "make it again: piper profile DIR --calibrate FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

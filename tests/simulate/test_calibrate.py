@@ -110,7 +110,7 @@ def test_a_file_without_costs(tmp_path: Path, text: str, why: str) -> None:
     assert refusal(path) == (
         f"{path}: this file holds no costs\n"
         f"  why:  {why}\n"
-        "  hint: make it anew: piper profile DIR --calibrate FILE"
+        "  hint: make it again: piper profile DIR --calibrate FILE"
     )
 
 
