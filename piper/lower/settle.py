@@ -28,6 +28,7 @@ def settle(work: Work) -> Work:
     check_placed(graph)
     check_one_home(graph)
     check_groups(graph)
+    check_axes(graph)
     check_expert_regions(graph)
     check_buffers(graph)
     check_reruns(graph)
@@ -119,6 +120,24 @@ def check_groups(graph: Graph) -> None:
                 by=graph.placed_by(node),
                 facts={"region": node.chunk, "devices": show(node.devices), "groups": asked},
                 hint="place the region on a multiple of the devices that share its samples",
+            )
+
+
+def check_axes(graph: Graph) -> None:
+    """Refuse regions that are divided along different axes, or in another order: lanes would not meet."""
+    first: Compute | None = None
+    for node in graph.nodes.values():
+        axes = graph.policy(node.chunk).axes
+        if not axes:
+            continue
+        first = first or node
+        asked = [" then ".join(held.axis for held in graph.policy(each.chunk).axes) for each in (first, node)]
+        if asked[0] != asked[1]:
+            raise ScheduleError(
+                "two regions are divided along different axes, or in another order",
+                by=graph.placed_by(node),
+                facts={first.chunk: asked[0], node.chunk: asked[1]},
+                hint="shard all divided regions along the same axes, in the same order of directives",
             )
 
 

@@ -47,7 +47,7 @@ EACH = 25  # at least, of each outline
 # At most, about twice what is usual: refusals that are no mistake of the draw, such as a tag that nothing has.
 RARE = {
     "this order can never run": 80,
-    "cannot be sliced anew by samples": 80,
+    "cannot be resliced by samples": 80,
     "are not divided alike": 60,
     "would live in two places": 50,
     "is placed on no device": 50,

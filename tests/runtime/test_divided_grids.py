@@ -1,5 +1,6 @@
 """Regions whose devices are arranged in different ways: whole values pass between them, never slices."""
 
+import pytest
 import torch
 
 import piper
@@ -40,14 +41,28 @@ def same_numbers(strategy: list[piper.Directive]) -> None:
     assert report.ok, report
 
 
+def refusal(strategy: list[piper.Directive]) -> str:
+    job = piper.Job(
+        model=lambda: decoder.Decoder(CONFIG),
+        loss=decoder.loss,
+        data=data,
+        strategy=strategy,
+        precision="fp64",
+    )
+    with pytest.raises(piper.ScheduleError) as caught:
+        piper.compile(job)
+    return str(caught.value).split(": ", 1)[1]
+
+
 def test_axes_in_another_order() -> None:
     left, right = [0, 1, 2, 3], [4, 5, 6, 7]
-    same_numbers([tensor(0, left), context(0, left), context(1, right), tensor(1, right)])
-
-
-def test_one_axis_more_on_as_many_devices() -> None:
-    left, right = [0, 1, 2, 3], [4, 5, 6, 7]
-    same_numbers([tensor(0, left), tensor(1, right), context(1, right)])
+    text = refusal([tensor(0, left), context(0, left), context(1, right), tensor(1, right)])
+    assert text == (
+        "two regions are divided along different axes, or in another order\n"
+        "  PP=0: TP then CP\n"
+        "  PP=1: CP then TP\n"
+        "  hint: shard all divided regions along the same axes, in the same order of directives"
+    )
 
 
 def test_a_divided_region_before_one_that_is_not() -> None:
