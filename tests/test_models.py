@@ -301,3 +301,6 @@ def test_losses_of_short_logits_are_taken_in_single_precision() -> None:
     assert total.dtype == weight.dtype == torch.float32
     assert total.item() == pytest.approx(math.log(3), rel=1e-6)
     assert weight.item() == 1.0
+    mean = causal.mean_cross_entropy(logits, labels)
+    assert mean.dtype == torch.float32
+    assert mean.item() == pytest.approx(math.log(3), rel=1e-6)
