@@ -48,13 +48,18 @@ REMOVER = """
 import os, shutil, signal, sys, time
 from pathlib import Path
 folder, word = Path(sys.argv[1]), sys.stdin.read()
+def of_ray(process):  # Ray writes new titles over command lines and environments; its logs stay open
+    program = os.readlink(process / "exe")
+    files = [os.readlink(file) for file in (process / "fd").iterdir()]
+    ours = program == os.path.realpath(sys.executable) or "/ray/core/" in program
+    return ours and any(file.startswith(f"{folder}/") for file in files)
 until, absent = time.monotonic() + 60, 0
 while time.monotonic() < until and absent < (1 if word else 8):
     if not word:  # the driver was killed: some processes of its Ray may still run, and write
-        for line in Path("/proc").glob("[0-9]*/cmdline"):
+        for process in Path("/proc").glob("[0-9]*"):
             try:
-                if int(line.parent.name) != os.getpid() and str(folder).encode() in line.read_bytes():
-                    os.kill(int(line.parent.name), signal.SIGKILL)
+                if of_ray(process):
+                    os.kill(int(process.name), signal.SIGKILL)
             except OSError:
                 continue
     shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,27 @@ with launch(compile(job(CELL)), "ray") as run:
 """
 
 
+def agents_of(folder: Path) -> list[int]:
+    """Return the two agents of a node of Ray, once Ray has renamed them."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        found = [pid for pid in holders(folder) if b"Agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        if len(found) == 2:
+            return found
+        time.sleep(0.2)
+    raise AssertionError("Ray has not renamed its agents")
+
+
+def holders(folder: Path) -> list[int]:
+    """Return the processes that have a file in a folder open."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has just been closed
+            if str(file.readlink()).startswith(f"{folder}/"):
+                found.add(int(file.parts[2]))
+    return sorted(found)
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(240)
 def test_a_driver_that_is_killed_leaves_nothing() -> None:
@@ -81,6 +103,11 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
         assert len(words) == 3, driver.communicate(timeout=30)[1]
         folder, pids = Path(words[0]), [int(word) for word in words[1:]]
         assert folder.exists()
+        for agent in agents_of(
+            folder
+        ):  # they end by themselves once they notice that Ray has gone, unless stopped
+            os.kill(agent, signal.SIGSTOP)
+            pids.append(agent)
         os.kill(pids[0], signal.SIGSTOP)
         os.kill(driver.pid, signal.SIGKILL)
         until = time.monotonic() + 60
