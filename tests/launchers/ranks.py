@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.errors import PiperError
 from piper.launchers.processes import SharedFile
 from tests.launchers import sabotage
