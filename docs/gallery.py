@@ -15,7 +15,7 @@ from piper.ir.chain import chain
 from piper.ir.chunk import Outline
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
@@ -100,7 +100,7 @@ class Example:
 
     outline: Outline
     plans: Plans
-    work: Work
+    work: LoweringState
 
 
 @cache

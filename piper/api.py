@@ -20,14 +20,14 @@ from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Spli
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, ScheduleError
-from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
 from piper.lower.buckets import make_buckets
+from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
-from piper.lower.settle import parts_of
-from piper.lower.work import Completed, Settings, Work
+from piper.lower.state import Completed, LoweringState, Settings
+from piper.lower.validate import parts_of
 from piper.plan.plan import Bucket, Piece, Plans
 from piper.probe import Probe, probe_optimizer
 from piper.runtime.setup import device_kind, device_of
@@ -44,7 +44,7 @@ class Program:
     job: Job
     graph: Graph
     plans: Plans
-    work: Work
+    work: LoweringState
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
@@ -274,7 +274,7 @@ def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = N
 
 def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Bucket, ...]:
     """Return the buckets that are trained. known: whether chunks say which parameters a backward reaches."""
-    buckets = make_buckets(Work(graph=graph, settings=settings)).buckets.values()
+    buckets = make_buckets(LoweringState(graph=graph, settings=settings)).buckets.values()
     if known:
         return tuple(bucket for bucket in buckets if bucket.trainable)
     asking = {p.name for p in graph.outline.parameters if p.trainable}

@@ -27,7 +27,6 @@ ROOMS = {
     "divisions",
     "errors",
     "experts",
-    "explain",
     "fields",
     "ids",
     "ir",
@@ -114,7 +113,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ray",
     },  # experts: code calls its operators; simulate: how long a network takes
     "data": {"usercode", "files", "errors", "torch"},
-    "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},
     "probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
     "api": ROOMS | {"torch"},

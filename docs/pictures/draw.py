@@ -11,7 +11,7 @@ from piper.ir.chain import UNIT, chain
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 from piper.schedules import dualpipe_v, one_f_one_b
 from piper.simulate.costs import Unit
@@ -63,7 +63,7 @@ def composed() -> list[Directive]:
     return [*strategy, split(at(), parts=4), *dualpipe_v(2, 4)]
 
 
-def lowered(strategy: list[Directive], stages: int, experts: int) -> tuple[Plans, Work]:
+def lowered(strategy: list[Directive], stages: int, experts: int) -> tuple[Plans, LoweringState]:
     """The plans of a chain of stages under a strategy."""
     return lower(apply(start(chain(stages, experts=experts, rows=8)), strategy))
 

@@ -17,7 +17,7 @@ from piper.ir.chunk import Outline
 from piper.ir.graph import start
 from piper.job import Job
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.text import show_plans
 from piper.recipe import import_file, load_recipe
 from tests.lower import outlines

@@ -19,7 +19,7 @@ from piper.ir.chunk import (
     TensorSpec,
 )
 from piper.ir.graph import Graph
-from piper.lower.settle import parts_of
+from piper.lower.validate import parts_of
 
 ROWS = 1009  # stands for the samples of a slice: a prime that nothing else is
 WIDTH = 6

@@ -13,7 +13,7 @@ from piper.ir.chain import chain
 from piper.ir.chunk import Outline
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.check import prove
 from piper.plan.memory import timeline
 from piper.proof.values import prove_values

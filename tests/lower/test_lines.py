@@ -15,7 +15,7 @@ from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.buckets import itemsize
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.check import prove
 from piper.plan.plan import Plan, Plans
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble

@@ -13,7 +13,7 @@ from piper.ir.chunk import Outline, Output
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from tests.lower.outlines import (
     EXPERTS,
     HIDDEN,

@@ -12,7 +12,7 @@ from piper.ir.chunk import Outline
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.proof.values import value_problems

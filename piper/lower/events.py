@@ -11,7 +11,7 @@ from piper.plan.plan import Slot
 
 
 @dataclass(slots=True, kw_only=True)
-class Draft:
+class PendingInstr:
     """An instruction before its waits and frees are known."""
 
     op: Op
@@ -37,7 +37,7 @@ class Accesses:
         self._writer: dict[SlotId, int] = {}
         self._readers: dict[SlotId, dict[int, int]] = {}  # by stream: the last place that reads
 
-    def needed(self, place: int, draft: Draft, ending: Sequence[SlotId]) -> set[int]:
+    def needed(self, place: int, draft: PendingInstr, ending: Sequence[SlotId]) -> set[int]:
         """Return the places on other streams that must be over before this instruction runs and frees."""
         found: set[int] = set()
         for slot in (*draft.reads, *draft.keeps):
@@ -51,7 +51,7 @@ class Accesses:
         me = self._lane[place]
         return {other for other in found if self._lane[other] != me}
 
-    def record(self, place: int, draft: Draft, ending: Sequence[SlotId]) -> None:
+    def record(self, place: int, draft: PendingInstr, ending: Sequence[SlotId]) -> None:
         """Note what an instruction does to its slots and their storages; forget those that end with it."""
         me = self._lane[place]
         for slot in (*draft.reads, *draft.keeps):
@@ -68,7 +68,7 @@ class Accesses:
             self._readers.pop(slot, None)
 
 
-def synchronised(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
+def synchronised(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
     """Return the instructions with their events and frees.
 
     Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
@@ -113,7 +113,7 @@ def synchronised(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> tuple
     )
 
 
-def paces(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
+def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
     """Return the earlier places that an instruction waits for only to limit memory.
 
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
@@ -137,7 +137,7 @@ def paces(drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]) -> dict[int, li
 
 
 def last_uses(
-    drafts: Sequence[Draft], slots: Mapping[SlotId, Slot]
+    drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]
 ) -> tuple[dict[int, list[SlotId]], dict[int, list[SlotId]]]:
     """Return, for each place, the slots and the shared storages whose last use is there."""
     last: dict[SlotId, int] = {}

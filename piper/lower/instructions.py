@@ -25,10 +25,10 @@ from piper.ir.node import (
     Transfer,
     Update,
 )
+from piper.lower.events import PendingInstr
 from piper.lower.programs import Channel, channels
 from piper.lower.reductions import final_gradient
-from piper.lower.sync import Draft
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.plan import Bucket, Comm
 
@@ -39,10 +39,10 @@ Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcas
 class Emission:
     """The programs under construction: a list of drafts for each class of devices."""
 
-    work: Work
+    work: LoweringState
     classes: list[Devices]
     chunks: dict[str, Chunk]
-    drafts: list[list[Draft]]
+    drafts: list[list[PendingInstr]]
     class_of: dict[int, int]  # device -> the number of its class
     comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
     pairs: dict[str, Comm] = field(default_factory=dict)
@@ -95,9 +95,11 @@ def draft_node(emission: Emission, node: Node) -> None:
         emission.drafts[number].append(draft_for(emission, node, number))
 
 
-def draft_for(emission: Emission, node: Node, number: int) -> Draft:
+def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
     """Return the draft instruction of a node on one class of its devices."""
-    draft = Draft(op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes)
+    draft = PendingInstr(
+        op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes
+    )
     match node:
         case Compute():
             draft.payload, draft.keeps = node.run, node.keeps
@@ -128,7 +130,7 @@ def draft_for(emission: Emission, node: Node, number: int) -> Draft:
     return draft
 
 
-def draft_communication(emission: Emission, node: Communication, draft: Draft, number: int) -> None:
+def draft_communication(emission: Emission, node: Communication, draft: PendingInstr, number: int) -> None:
     """Add the communicator and the number of bytes moved to the draft of a communication node."""
     match node:
         case Counts() | Exchange():
@@ -156,7 +158,7 @@ def draft_communication(emission: Emission, node: Communication, draft: Draft, n
             assert_never(node)
 
 
-def draft_collective(emission: Emission, node: Collect, draft: Draft) -> None:
+def draft_collective(emission: Emission, node: Collect, draft: PendingInstr) -> None:
     """Fill in the draft of a collective over the devices of each group that differ only along its axis."""
     ways, stride = node.how.degree, node.stride
     key = ("axis", show(node.devices), str(ways), str(stride), node.stream)
@@ -186,7 +188,7 @@ def moved(how: Collective, given: int, made: int) -> int:
             return 0
 
 
-def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) -> None:
+def draft_exchange(emission: Emission, node: Counts | Exchange, draft: PendingInstr) -> None:
     """Fill in the draft of an all-to-all within each expert group: of row counts, or of rows."""
     ways = node.ways
     key = ("axis", show(node.devices), str(ways), str(node.stride), node.stream)
@@ -199,7 +201,7 @@ def draft_exchange(emission: Emission, node: Counts | Exchange, draft: Draft) ->
         draft.op, draft.payload = "exchange", Routing(run=run, outward=node.outward)
 
 
-def draft_reduce(emission: Emission, node: Reduce, draft: Draft, number: int) -> None:
+def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: int) -> None:
     """Fill in the draft of a reduction over a bucket's replicas, or over the copies of a tied parameter."""
     work = emission.work
     bucket = work.buckets[node.bucket]
@@ -248,7 +250,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
         number, pieces = channel.piece
         arrived = node.writes if pieces == 1 else (node.writes[0].of_piece(number),)
         comm = None if channel.local else pair_comm(emission, channel)
-        send = Draft(
+        send = PendingInstr(
             op="copy" if channel.local else "send",
             node=name,
             stream=COMPUTE_STREAM if channel.local else f"{prefix}send",
@@ -262,7 +264,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
             emission.drafts[at].append(send)
         receivers = emission.within(channel.receivers)
         if not channel.local:
-            recv = Draft(
+            recv = PendingInstr(
                 op="recv",
                 node=name,
                 stream=f"{prefix}recv",
@@ -278,7 +280,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
                 joined.setdefault(at, {})[number] = arrived[0]
     for at, found in joined.items():
         reads = tuple(found[number] for number in sorted(found))  # channels come in no particular order
-        join = Draft(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
+        join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.drafts[at].append(join)
 
 

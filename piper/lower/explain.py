@@ -6,13 +6,13 @@ from difflib import get_close_matches
 from piper.devices import show
 from piper.errors import ConfigError
 from piper.ir.node import Compute, Node
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 
 MOST_READERS = 3
 
 
-def explain(work: Work, plans: Plans, name: str) -> str:
+def explain(work: LoweringState, plans: Plans, name: str) -> str:
     """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
     found = {node.name: node for node in work.line}
     if name not in found:
@@ -39,13 +39,13 @@ def explain(work: Work, plans: Plans, name: str) -> str:
     return "\n".join(lines)
 
 
-def origins(work: Work, name: str) -> list[str]:
+def origins(work: LoweringState, name: str) -> list[str]:
     """Return the directives that shaped a node, each with its source line."""
     node = next((node for node in work.line if node.name == name), None)
     return [work.graph.directives[number].title for number in node.origin] if node else []
 
 
-def values(work: Work, node: Node) -> Iterator[str]:
+def values(work: LoweringState, node: Node) -> Iterator[str]:
     """Yield a line for each value a node reads, with its writer, and for each it writes, with its readers."""
     writer = {value: other.name for other in work.line for value in other.writes}
     readers: dict[str, list[str]] = {}
@@ -61,7 +61,7 @@ def values(work: Work, node: Node) -> Iterator[str]:
         yield f"  writes   {value}" + (f" for {', '.join(users[:MOST_READERS])}{more}" if users else "")
 
 
-def orders_before(work: Work, name: str) -> Iterator[str]:
+def orders_before(work: LoweringState, name: str) -> Iterator[str]:
     """Yield the nodes that an order places right before this one."""
     for first, then, by in work.temporal:
         if then == name:

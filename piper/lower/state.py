@@ -34,7 +34,7 @@ Capture = Callable[[Graph], Completed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LoweringState:
     """The state of lowering: a graph, its values, its buckets, and all nodes of the step in one sequence."""
 
     graph: Graph
@@ -51,5 +51,5 @@ class Work:
     plans: Plans | None = None  # at the end
 
 
-Rewrite = Callable[[Work], Work]
-Property = Callable[[Work], Iterator[str]]
+Rewrite = Callable[[LoweringState], LoweringState]
+Property = Callable[[LoweringState], Iterator[str]]

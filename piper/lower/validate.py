@@ -10,12 +10,12 @@ from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.lower.expert_buffers import check_expert_buffers
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 
 ROUTED = ("route", "expert", "unroute")
 
 
-def settle(work: Work) -> Work:
+def settle(work: LoweringState) -> LoweringState:
     """Place a strategy without placements on device 0, and run all checks before capture, which is slow.
 
     F[PP=0]  B[PP=0]
@@ -36,7 +36,7 @@ def settle(work: Work) -> Work:
     return replace(work, graph=graph)
 
 
-def every_chunk_has_one_home(work: Work) -> Iterator[str]:
+def every_chunk_has_one_home(work: LoweringState) -> Iterator[str]:
     """Yield each node that is not placed, or placed on other devices than the rest of its chunk."""
     homes: dict[str, tuple[int, ...]] = {}
     for node in work.graph.nodes.values():
@@ -46,7 +46,7 @@ def every_chunk_has_one_home(work: Work) -> Iterator[str]:
             yield f"{node.name} is on {show(node.devices)}, its chunk on {show(homes[node.chunk])}"
 
 
-def capture(work: Work) -> Work:
+def capture(work: LoweringState) -> LoweringState:
     """Give every chunk its phases, and drop the nodes that then have nothing to do.
 
     F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
@@ -65,7 +65,7 @@ def capture(work: Work) -> Work:
     return replace(work, graph=graph, settings=settings, capture=None)  # frees what it holds
 
 
-def every_node_has_a_phase(work: Work) -> Iterator[str]:
+def every_node_has_a_phase(work: LoweringState) -> Iterator[str]:
     """Yield each node that has nothing to do.
 
     The backward of a route or a collective is done in its BI half; it has no BW half.

@@ -21,11 +21,11 @@ from piper.ir.node import (
     Update,
 )
 from piper.lower.buckets import homes_of, param_slot
-from piper.lower.line import woven
 from piper.lower.programs import classes_of
 from piper.lower.reductions import final_gradient
+from piper.lower.sequence import woven
+from piper.lower.state import LoweringState
 from piper.lower.values import buffer_slot, output_slot
-from piper.lower.work import Work
 from piper.plan.plan import Bucket, Slot
 from piper.sharding import Sharding
 
@@ -35,7 +35,7 @@ NORM = SlotId("norm")
 TOTAL = SlotId("total")
 
 
-def add_loads(work: Work) -> Work:
+def add_loads(work: LoweringState) -> LoweringState:
     """Load each field of the batch right before its first reader on each set of devices.
 
     F[PP=0 MB=0] reads batch.tokens
@@ -75,7 +75,7 @@ def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, 
     return tuple(found)
 
 
-def every_field_is_loaded(work: Work) -> Iterator[str]:
+def every_field_is_loaded(work: LoweringState) -> Iterator[str]:
     """Yield each batch value that is read before it is loaded, or loaded twice."""
     seen: set[SlotId] = set()
     for node in work.line:
@@ -86,7 +86,7 @@ def every_field_is_loaded(work: Work) -> Iterator[str]:
             seen.update(node.writes)
 
 
-def add_losses(work: Work) -> Work:
+def add_losses(work: LoweringState) -> LoweringState:
     """Add each microbatch's loss and weight to the step's sums, as soon as they are computed.
 
     F[PP=1 MB=0]  F[PP=1 MB=1]
@@ -120,7 +120,7 @@ def add_losses(work: Work) -> Work:
     return replace(work, line=woven(work.line, {}, after), values=values)
 
 
-def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
+def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
     """Yield each value that some device reads before it is written on that device.
 
     Only an accumulation may read a value that is not there yet.
@@ -142,7 +142,7 @@ def every_value_is_where_it_is_read(work: Work) -> Iterator[str]:
                 held[value] = tuple(sorted({*held[value], *target}))
 
 
-def add_updates(work: Work) -> Work:
+def add_updates(work: LoweringState) -> LoweringState:
     """End the step: total the norm and the losses, update, then gather parameters and broadcast buffers.
 
     reduce ...
@@ -188,7 +188,7 @@ def add_updates(work: Work) -> Work:
     )
 
 
-def every_gradient_is_applied(work: Work) -> Iterator[str]:
+def every_gradient_is_applied(work: LoweringState) -> Iterator[str]:
     """Yield each final gradient that some device of its bucket does not apply after its last write."""
     applied: dict[SlotId, set[int]] = {}
     for node in work.line:
@@ -202,7 +202,7 @@ def every_gradient_is_applied(work: Work) -> Iterator[str]:
             yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
 
 
-def device_groups(work: Work, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
+def device_groups(work: LoweringState, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
     """Return the groups of devices that run the same work, with the buckets that each group updates."""
     sets: dict[Devices, None] = {}
     for node in work.line:
@@ -227,7 +227,7 @@ def gather_updated(bucket: Bucket) -> Gather:
     )
 
 
-def broadcasts(work: Work) -> Iterator[Broadcast]:
+def broadcasts(work: LoweringState) -> Iterator[Broadcast]:
     """Yield a broadcast of the first replica's buffers for each replicated chunk that writes buffers."""
     homes = homes_of(work.graph)
     for chunk in work.graph.outline.chunks:
