@@ -12,7 +12,7 @@ from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
@@ -98,7 +98,7 @@ class Figure(Unit):
 class Example:
     """A small mixture of experts under DualPipe-V, compiled."""
 
-    outline: Outline
+    outline: CapturedModel
     plans: Plans
     work: LoweringState
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.capture.cache import CACHE, KEY, Cache
-from piper.capture.differentiate import Captured, differentiate
-from piper.capture.trace import Traced, divided, trace
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile.cache import CACHE, KEY, Cache
+from piper.capture.trace.trace import Traced, divided, trace
 from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, ScheduleError
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
 from piper.lower.buckets import make_buckets
@@ -50,7 +50,7 @@ class Program:
     warnings: tuple[str, ...] = ()  # what the user may not have meant
 
     @property
-    def outline(self) -> Outline:
+    def outline(self) -> CapturedModel:
         """Return the model's chunks, each as captured for its own microbatch size."""
         return self.graph.outline
 
@@ -234,7 +234,7 @@ def capture_slices(
     }
 
 
-def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> Outline:
+def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
     """Return one outline, with each chunk as captured for its own slice size."""
     rows = rows_of(graph, samples)
     by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from piper.api import usable_cache
-from piper.capture.cache import Cache, Entry
+from piper.capture.compile.cache import Cache, Entry
 from piper.cli import main
 from tests.bad_recipes import TEXT
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from piper import Directive, at, place, remat, replicate, shard, split
 from piper.directives import apply
 from piper.ir.chain import UNIT, chain
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
@@ -97,7 +97,7 @@ def kept(name: str, *strategy: Directive) -> Row:
     return Row(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
 
 
-def made_again(outline: Outline, budgets: Mapping[str, float]) -> Outline:
+def made_again(outline: CapturedModel, budgets: Mapping[str, float]) -> CapturedModel:
     """What capture makes of budgets: less is saved, and a backward does part of its forward once more."""
     chunks = []
     for chunk in outline.chunks:

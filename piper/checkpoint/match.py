@@ -6,14 +6,14 @@ from pathlib import Path
 
 from piper.checkpoint.record import Record, Spec, Trainer
 from piper.errors import ConfigError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
 
 MOST = 3  # names that an error lists
 LOW = ("bfloat16", "float16")  # trained through a float32 copy
 
 
-def wanted_model(plans: Plans, outline: Outline) -> dict[str, Spec]:
+def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
     """Return the parameters and buffers that a program's checkpoint holds, whatever its strategy."""
     buckets = {piece.name: bucket for bucket in plans.buckets.values() for piece in bucket.pieces}
     found: dict[str, Spec] = {}

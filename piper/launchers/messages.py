@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.errors import LaunchError
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.failures import Failure
 from piper.launchers.persist import Done
@@ -189,7 +189,7 @@ class Shipment:
     """A setup as a message: its data in typed form, and its functions as a pickle."""
 
     plans: Plans
-    outline: Outline
+    outline: CapturedModel
     constants: Mapping[str, Tensor]
     precision: str
     clip_norm: float | None

@@ -22,7 +22,7 @@ from piper.checkpoint.layout import (
 from piper.checkpoint.plain import Plain, decode, dtype_named
 from piper.checkpoint.record import FILE, Record, read_record
 from piper.checkpoint.storage import Part, Shelf
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.launchers.copying import RefusedError, copied, model_part
 from piper.plan.plan import Bucket
 from piper.runtime.setup import Initial
@@ -31,7 +31,7 @@ from piper.runtime.worker import Worker
 WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
 
 
-def blank_values(outline: Outline) -> Initial:
+def blank_values(outline: CapturedModel) -> Initial:
     """Return values of the right shape that take no memory, for a worker that is about to load others."""
     known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
     known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}

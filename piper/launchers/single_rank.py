@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.launchers.base import Resumed, StepResult, Trains, result_of
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
@@ -150,7 +150,7 @@ def launch_single_rank(
         run.close()
 
 
-def synthetic_weights(job: JobLike, outline: Outline) -> Initial:
+def synthetic_weights(job: JobLike, outline: CapturedModel) -> Initial:
     """Return synthetic initial values: the model's own buffers, and parameters of the usual size."""
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
     buffers = buffers_alone(job)

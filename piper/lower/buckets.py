@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
-from piper.ir.chunk import Chunk, Outline, Parameter
+from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.graph import Graph, Policy
 from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Bucket, Piece, Slot
@@ -104,7 +104,7 @@ def homes_of(graph: Graph) -> dict[str, Home]:
     return homes
 
 
-def trained(outline: Outline) -> Iterator[Parameter]:
+def trained(outline: CapturedModel) -> Iterator[Parameter]:
     """Yield all parameters, with `trainable` False for those that no backward reaches."""
     reached = {
         name for chunk in outline.chunks if "B" in chunk.phases for name in chunk.phases["B"].grad_params

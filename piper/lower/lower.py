@@ -1,7 +1,7 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
 from piper.collector import no_collection
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
 from piper.lower.emit import emit, plans_can_run
@@ -47,14 +47,14 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
 
 
 def lower(
-    graph: Graph, settings: Settings | None = None, capture: Capture | Outline | None = None
+    graph: Graph, settings: Settings | None = None, capture: Capture | CapturedModel | None = None
 ) -> tuple[Plans, LoweringState]:
     """Lower a graph to plans and prove them.
 
     capture: gives the outline with every phase, or is that outline; None: the graph has it.
     Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
     """
-    given = (lambda _: Completed(outline=capture)) if isinstance(capture, Outline) else capture
+    given = (lambda _: Completed(outline=capture)) if isinstance(capture, CapturedModel) else capture
     work = LoweringState(graph=graph, settings=settings or Settings(), capture=given)
     with no_collection():
         for rewrite, holds in LOWERING:

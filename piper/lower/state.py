@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ids import SlotId
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.ir.node import Node
 from piper.plan.plan import Bucket, Plans, Slot
@@ -26,7 +26,7 @@ class Settings:
 class Completed:
     """A model after capture has differentiated its chunks."""
 
-    outline: Outline  # with every phase, each chunk for the slice that it gets
+    outline: CapturedModel  # with every phase, each chunk for the slice that it gets
     state_bytes: int | None = None  # optimizer state per parameter, where that was not known before
 
 

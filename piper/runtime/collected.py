@@ -12,7 +12,7 @@ from torch import Tensor
 
 from piper.devices import Devices, strided_groups
 from piper.ids import Pass
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.distance import distance
@@ -22,7 +22,7 @@ from piper.sharding import Collective, Slicing
 Trails = Mapping[int, Mapping[Mark, Tensor]]  # the values that each device kept
 
 
-def first_bad_collective(outline: Outline, plans: Plans, trails: Trails, tol: float) -> str | None:
+def first_bad_collective(outline: CapturedModel, plans: Plans, trails: Trails, tol: float) -> str | None:
     """Name the first collective, in the order of the model, whose result differs. None: all are right."""
     chunks = {chunk.name: chunk.collective for chunk in outline.chunks}
     order = {chunk.name: place for place, chunk in enumerate(outline.chunks)}

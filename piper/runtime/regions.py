@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from piper.runtime.reference import Reference
 
-ANNOTATE = str(Path(__file__).parents[1] / "capture" / "annotate.py")
+ANNOTATE = str(Path(__file__).parents[1] / "capture" / "trace" / "annotate.py")
 Region = tuple[str, int]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from piper.ir.chunk import Outline, Tags
+from piper.ir.chunk import CapturedModel, Tags
 from piper.plan.plan import Plans
 
 
@@ -60,7 +60,7 @@ class Slicing:
             yield from range(first, first + piece)
 
 
-def slicing_of(plans: Plans, outline: Outline | None = None) -> Slicing:
+def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> Slicing:
     """Read from the plans where each chunk's forward runs, and on which microbatches.
 
     outline: the captured model, which says how many neighbouring devices share their samples.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.collector import no_collection
-from piper.ir.chunk import Chunk, Outline
+from piper.ir.chunk import CapturedModel, Chunk
 from piper.plan.plan import Plan, Plans
 from piper.simulate.account import Account, account_of
 from piper.simulate.costs import Costs
@@ -34,7 +34,7 @@ class Simulation:
 
 
 def simulate(
-    plans: Plans, outline: Outline | None, costs: Costs, *, together: Sequence[Sequence[str]] = ()
+    plans: Plans, outline: CapturedModel | None, costs: Costs, *, together: Sequence[Sequence[str]] = ()
 ) -> Simulation:
     """Run plans on a simulated clock, each program once for all its devices.
 

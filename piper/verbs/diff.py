@@ -12,7 +12,7 @@ from rich.console import Console
 from piper.verbs.options import AsJson, ClusterName, CostsFile
 
 if TYPE_CHECKING:
-    from piper.ir.chunk import Outline
+    from piper.ir.chunk import CapturedModel
     from piper.plan.plan import Plans
 
 EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
@@ -24,7 +24,7 @@ class Side:
 
     name: str
     plans: "Plans"
-    outline: "Outline | None" = None
+    outline: "CapturedModel | None" = None
 
 
 def diff(

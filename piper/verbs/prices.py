@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import Measured, check_model, read_costs
@@ -17,7 +17,7 @@ class Prices:
     name: str
     memory: float = 0.0  # bytes of a device; 0: not known
 
-    def check(self, outline: Outline) -> None:
+    def check(self, outline: CapturedModel) -> None:
         """Refuse what was measured on another model."""
         if isinstance(self.costs, Measured):
             check_model(self.costs, outline)

@@ -8,7 +8,7 @@ import torch
 
 import piper
 from piper.api import compile
-from piper.capture.operators import embedding_grad
+from piper.capture.compile.operators import embedding_grad
 from piper.launchers.launch import launcher
 from piper.runtime.check import check
 from tests.runtime.grid import Cell, batches, job, strategy

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from piper.directives import apply
 from piper.errors import PiperError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.job import Job
 from piper.lower.lower import lower
@@ -27,7 +27,7 @@ from tests.lower.random_strategies import strategy_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STRATEGIES = 20  # random ones for each outline, those that are errors included
-OUTLINES: dict[str, Callable[[], Outline]] = {
+OUTLINES: dict[str, Callable[[], CapturedModel]] = {
     "skips": outlines.skips,
     "skips-tangents": lambda: outlines.skips("tangents"),
     "normed": outlines.normed,
@@ -54,7 +54,7 @@ def quick() -> Iterator[tuple[str, str]]:
             yield f"random {name} {number}", drawn(outline, number)
 
 
-def drawn(outline: Outline, number: int) -> str:
+def drawn(outline: CapturedModel, number: int) -> str:
     """Return the plans of one random strategy, or the error that it is."""
     others = range(7 * number, 7 * number + number % 4)
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.api import Program, compile
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.directives import Directive, order, shard, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError

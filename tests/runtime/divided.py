@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.api import compile
-from piper.capture.annotate import annotate_modules
+from piper.capture.trace.annotate import annotate_modules
 from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 from piper import api
 from piper.api import Program
-from piper.capture.cache import Cache
-from piper.capture.differentiate import Captured, differentiate
-from piper.capture.trace import Traced, trace
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile.cache import Cache
+from piper.capture.trace.trace import Traced, trace
 from piper.collector import no_collection
 from piper.launchers.inline import launch_inline
 from piper.runtime.check import Numbers, Report, check, numbers

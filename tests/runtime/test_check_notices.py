@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.api import Program, compile
-from piper.capture import aliases, assemble, code, effects, record, recording, regions, remat
-from piper.capture.annotate import annotate
+from piper.capture.autodiff import aliases, code, remat
+from piper.capture.trace import assemble, effects, record, recording, regions
+from piper.capture.trace.annotate import annotate
 from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
 from piper.ir.select import at

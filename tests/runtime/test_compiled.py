@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from piper.api import compile
-from piper.capture.inductor import Compiled
+from piper.capture.compile.inductor import Compiled
 from piper.launchers.launch import launcher
 from piper.runtime.check import check
 from tests.runtime.grid import Cell, batches, job

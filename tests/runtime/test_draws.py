@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.api import compile
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.job import Job
 from piper.runtime.chunkwise import Chunkwise
 from piper.runtime.localise import ChunkwiseReference, cut

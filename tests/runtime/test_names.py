@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.directives import Directive, replicate, split
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline

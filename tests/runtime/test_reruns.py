@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from piper import api
 from piper.api import Program
-from piper.capture.annotate import annotate
-from piper.capture.inductor import Compiled
+from piper.capture.compile.inductor import Compiled
+from piper.capture.trace.annotate import annotate
 from piper.cli import main
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from piper.capture.annotate import annotate_modules, listed_regions
+from piper.capture.trace.annotate import annotate_modules, listed_regions
 from piper.errors import ConfigError
 
 TAG = "LAYER"

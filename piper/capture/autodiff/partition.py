@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import cheap, is_view, memory_of, recomputable, takes_one, tensors_in
-from piper.capture.joint import Joint
+from piper.capture.autodiff.aliases import cheap, is_view, memory_of, recomputable, takes_one, tensors_in
+from piper.capture.autodiff.joint import Joint
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten

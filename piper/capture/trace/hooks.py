@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.modules import module as modules
 
-from piper.capture.blame import tracing_line
+from piper.capture.trace.blame import tracing_line
 from piper.errors import CaptureError
 
 _INTERCEPTED = ("method_register_hook", "method_register_post_accumulate_grad_hook")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from piper.capture.aliases import cheap, is_view, memories, read_from_memory, storages
-from piper.capture.partition import Section
-from piper.capture.sizes import Sizes
-from piper.capture.workspace import workspace_of
+from piper.capture.autodiff.aliases import cheap, is_view, memories, read_from_memory, storages
+from piper.capture.autodiff.partition import Section
+from piper.capture.cost.workspace import workspace_of
+from piper.capture.trace.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

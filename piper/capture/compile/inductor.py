@@ -1,7 +1,7 @@
 """Compiles the phases of chunks with Inductor: each distinct one once, cached on disk, sent as bytes.
 
 Inductor unpickles the files of its own cache. So it works in a folder of this process alone, which holds only
-files that this process wrote or that our cache has verified; see `capture/cache.py`.
+files that this process wrote or that our cache has verified; see `capture/compile/cache.py`.
 """
 
 import functools
@@ -29,9 +29,9 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from piper.capture.blame import quiet, reason
-from piper.capture.cache import Cache, Entry
-from piper.capture.structure import digest_of, graph_lines
+from piper.capture.compile.cache import Cache, Entry
+from piper.capture.compile.hashing import digest_of, graph_lines
+from piper.capture.trace.blame import quiet, reason
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
 from piper.private_files import private_folder

@@ -8,21 +8,21 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from piper.capture.cache import Cache
-from piper.capture.code import Code, GraphCode, PhaseCode, Shape
-from piper.capture.piece import Piece
-from piper.capture.remat import Choice
-from piper.capture.trace import Traced
+from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
+from piper.capture.autodiff.remat import Choice
+from piper.capture.compile.cache import Cache
+from piper.capture.trace.piece import Piece
+from piper.capture.trace.trace import Traced
 from piper.collector import no_collection
 from piper.errors import CaptureError
-from piper.ir.chunk import PHASES, Chunk, Outline, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A captured model: what the compiler knows of it, and its code."""
 
-    outline: Outline
+    outline: CapturedModel
     constants: Mapping[str, Tensor]
     fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
     codes: Mapping[str, Code]
@@ -59,7 +59,7 @@ class Captured:
         built = code.build(phase)
         if not any(node.op == "call_function" for node in built.graph.nodes):
             return built
-        from piper.capture.inductor import Source, compile_phase  # it takes a second to import
+        from piper.capture.compile.inductor import Source, compile_phase  # it takes a second to import
 
         chunk = next(chunk.name for chunk in self.outline.chunks if chunk.key == key)
         source = Source(module=built, arguments=code.examples(phase))
@@ -164,7 +164,7 @@ def _spec(parameter: Parameter) -> TensorSpec:
     return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
-def _ways_by_chunk(outline: Outline, ways: Mapping[str, int]) -> dict[str, int]:
+def _ways_by_chunk(outline: CapturedModel, ways: Mapping[str, int]) -> dict[str, int]:
     """Return the degree by which the experts of each expert chunk and of its markers are divided."""
     chunks = {chunk.name: chunk for chunk in outline.chunks}
     found: dict[str, int] = {}
@@ -183,7 +183,7 @@ def _ways_by_chunk(outline: Outline, ways: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _check_division(outline: Outline, chunk: Chunk, ways: int) -> None:
+def _check_division(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
     assert chunk.kind == "expert", f"{chunk.name} has no experts"
     assert chunk.experts % ways == 0, f"{chunk.experts} experts do not divide by {ways}"
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}

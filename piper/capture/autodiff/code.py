@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import draws_random, memory_of
-from piper.capture.cost import Cost, cost_of
-from piper.capture.partition import KINDS, Kind, Partition
+from piper.capture.autodiff.aliases import draws_random, memory_of
+from piper.capture.autodiff.partition import KINDS, Kind, Partition
+from piper.capture.cost.estimate import Cost, cost_of
 from piper.ir.chunk import Phase, TensorSpec
 
 PhaseCode = Callable[..., tuple[Tensor, ...]]

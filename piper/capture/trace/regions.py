@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from piper.capture.blame import node_line
-from piper.capture.effects import draws, marker
-from piper.capture.recording import FromBuffer, FromParameter, Recording, live
-from piper.capture.rewrite import Entangled, memory_of, value, written_memory
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import draws, marker
+from piper.capture.trace.functionalize import Entangled, memory_of, value, written_memory
+from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, live
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant, Place, Tags
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor, fx
 
-from piper.capture.rewrite import memory_of, value, written_memory
+from piper.capture.trace.functionalize import memory_of, value, written_memory
 
 LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
 

@@ -9,9 +9,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 import torch
 from torch import fx
 
-from piper.capture.aliases import cheap, is_view, memories, memory_of, recomputable, storages, tensors_in
-from piper.capture.partition import Section
-from piper.capture.sizes import Sizes
+from piper.capture.autodiff.aliases import (
+    cheap,
+    is_view,
+    memories,
+    memory_of,
+    recomputable,
+    storages,
+    tensors_in,
+)
+from piper.capture.autodiff.partition import Section
+from piper.capture.trace.sizes import Sizes
 
 _aten = torch.ops.aten
 _WRITES_INTO = (

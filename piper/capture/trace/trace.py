@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piper.capture.assemble import Assembler
-from piper.capture.blame import quiet, refused
-from piper.capture.cut import cut
+from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.divide.request import Request, divide_model
-from piper.capture.hooks import check_hooks
-from piper.capture.library import Library
-from piper.capture.means import uneven_means
-from piper.capture.piece import Piece
-from piper.capture.record import LossFn, record
-from piper.capture.recording import Recording
-from piper.capture.regions import Regions, find_regions
-from piper.capture.rewrite import simplify, value
-from piper.capture.sizes import Sizes, dtype_name
+from piper.capture.trace.assemble import Assembler
+from piper.capture.trace.blame import quiet, refused
+from piper.capture.trace.cut import cut
+from piper.capture.trace.functionalize import simplify, value
+from piper.capture.trace.hooks import check_hooks
+from piper.capture.trace.piece import Piece
+from piper.capture.trace.record import LossFn, record
+from piper.capture.trace.recording import Recording
+from piper.capture.trace.regions import Regions, find_regions
+from piper.capture.trace.sizes import Sizes, dtype_name
+from piper.capture.trace.uneven_means import uneven_means
 from piper.collector import no_collection
 from piper.errors import CaptureError
-from piper.ir.chunk import Buffer, Outline, Parameter, Tags
+from piper.ir.chunk import Buffer, CapturedModel, Parameter, Tags
 
 Precision = Literal["fp32", "bf16", "fp64"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -35,11 +35,11 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 class Traced:
     """A captured model, cut into chunks that are not yet differentiated."""
 
-    outline: Outline
+    outline: CapturedModel
     rows: int
     pieces: tuple[Piece, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
-    library: Library  # the code of its chunks, traced on demand
+    library: CodeCache  # the code of its chunks, traced on demand
     recording: Recording  # the graph that was cut into the pieces
     exact: bool = False  # it computes in fp64, so nothing may be cast down on the way
     means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
@@ -79,7 +79,7 @@ def trace(
     means = uneven_means(recording, rows)
     pieces, assembler = _cut(recording)
     loss, *weight = (assembler.output(node) for node in assembler.recording.results)
-    outline = Outline(
+    outline = CapturedModel(
         chunks=tuple(piece.chunk for piece in pieces),
         loss=loss,
         weight=weight[0] if weight else None,
@@ -94,7 +94,7 @@ def trace(
         rows=rows,
         pieces=tuple(pieces),
         constants=recording.constants,
-        library=Library(device, compiled=compiled),
+        library=CodeCache(device, compiled=compiled),
         recording=recording,
         exact=precision == "fp64",
         means=means,

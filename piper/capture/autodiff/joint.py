@@ -13,12 +13,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from piper.capture.aliases import label_memory
-from piper.capture.blame import quiet, reason
-from piper.capture.effects import name_of
-from piper.capture.operators import KEPT
-from piper.capture.piece import Body
-from piper.capture.sizes import Sizes
+from piper.capture.autodiff.aliases import label_memory
+from piper.capture.compile.operators import KEPT
+from piper.capture.trace.blame import quiet, reason
+from piper.capture.trace.effects import name_of
+from piper.capture.trace.piece import Body
+from piper.capture.trace.sizes import Sizes
 
 _ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from piper.capture.annotate import Region, begin_trace, entered_regions, listed_regions
-from piper.capture.blame import node_line, quiet, refused
-from piper.capture.hooks import no_tensor_hooks
-from piper.capture.recording import (
+from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
+from piper.capture.trace.blame import node_line, quiet, refused
+from piper.capture.trace.hooks import no_tensor_hooks
+from piper.capture.trace.recording import (
     FromBuffer,
     FromParameter,
     Mode,

@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from piper.capture.aliases import memories, move_to
-from piper.capture.joint import Joint, trace_joint
-from piper.capture.partition import backward_nodes
-from piper.capture.piece import Body, Made, Piece, Segment
-from piper.capture.sizes import Sizes
-from piper.capture.structure import structural_key
+from piper.capture.autodiff.aliases import memories, move_to
+from piper.capture.autodiff.joint import Joint, trace_joint
+from piper.capture.autodiff.partition import backward_nodes
+from piper.capture.compile.hashing import structural_key
+from piper.capture.trace.piece import Body, Made, Piece, Segment
+from piper.capture.trace.sizes import Sizes
 
 _aten = torch.ops.aten
 _Key = TypeVar("_Key")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from piper.capture.blame import node_line
 from piper.capture.divide.collective import how_of
-from piper.capture.effects import marker
-from piper.capture.recording import Recording
-from piper.capture.regions import Regions
-from piper.capture.rewrite import Entangled
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import marker
+from piper.capture.trace.functionalize import Entangled
+from piper.capture.trace.recording import Recording
+from piper.capture.trace.regions import Regions
 from piper.errors import CaptureError
 from piper.ir.chunk import ChunkKind, Tags
 

@@ -6,8 +6,8 @@ import torch
 from torch import fx
 from torch.amp import autocast_mode
 
-from piper.capture.effects import writes
-from piper.capture.recording import Mode
+from piper.capture.trace.effects import writes
+from piper.capture.trace.recording import Mode
 
 
 def emit(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
-from piper.capture.annotate import PREFIX, Mark, Region
-from piper.capture.effects import writes
+from piper.capture.trace.annotate import PREFIX, Mark, Region
+from piper.capture.trace.effects import writes
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant, Place, Tags
 

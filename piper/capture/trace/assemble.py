@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from piper.capture.blame import node_line
-from piper.capture.cut import Cut
 from piper.capture.divide.collective import how_of
-from piper.capture.effects import draws, marker
-from piper.capture.emit import emit
-from piper.capture.piece import Body, Experts, Made, Piece, Segment
-from piper.capture.recording import FromBuffer, FromParameter, Recording
-from piper.capture.regions import Regions
-from piper.capture.rewrite import memory_of, value, written_memory
-from piper.capture.segments import split_nodes
-from piper.capture.sizes import Sizes
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.cut import Cut
+from piper.capture.trace.effects import draws, marker
+from piper.capture.trace.emit import emit
+from piper.capture.trace.functionalize import memory_of, value, written_memory
+from piper.capture.trace.piece import Body, Experts, Made, Piece, Segment
+from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
+from piper.capture.trace.regions import Regions
+from piper.capture.trace.segments import split_nodes
+from piper.capture.trace.sizes import Sizes
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 

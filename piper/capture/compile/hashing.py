@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.capture.piece import Body
+from piper.capture.trace.piece import Body
 
 
 def structural_key(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import (
+from piper.capture.autodiff.aliases import (
     cheap,
     draws_random,
     memory_of,
@@ -20,9 +20,9 @@ from piper.capture.aliases import (
     takes_one,
     tensors_in,
 )
-from piper.capture.cost import flops_of, traffic_of
-from piper.capture.mincut import INFINITE, Network
-from piper.capture.partition import Partition, backward_nodes, casts
+from piper.capture.autodiff.mincut import INFINITE, Network
+from piper.capture.autodiff.partition import Partition, backward_nodes, casts
+from piper.capture.cost.estimate import flops_of, traffic_of
 
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from piper.capture.code import PhaseCode, Shape, Signature
-from piper.capture.partition import Kind
-from piper.capture.piece import Piece
+from piper.capture.autodiff.code import PhaseCode, Shape, Signature
+from piper.capture.autodiff.partition import Kind
+from piper.capture.trace.piece import Piece
 from piper.ir.chunk import Phase, TensorSpec
 
 _OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 import torch
 
-from piper.capture.code import Code, GraphCode
-from piper.capture.compose import Joints
-from piper.capture.eager import EagerCode
-from piper.capture.joint import Joint, UntraceableError
-from piper.capture.partition import partition
-from piper.capture.piece import Piece
-from piper.capture.remat import Choice, choose
-from piper.capture.structure import structural_key
+from piper.capture.autodiff.code import Code, GraphCode
+from piper.capture.autodiff.compose import Joints
+from piper.capture.autodiff.eager import EagerCode
+from piper.capture.autodiff.joint import Joint, UntraceableError
+from piper.capture.autodiff.partition import partition
+from piper.capture.autodiff.remat import Choice, choose
+from piper.capture.compile.hashing import structural_key
+from piper.capture.trace.piece import Piece
 from piper.ir.chunk import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Volume:
+class CompiledChunk:
     """The code of one distinct chunk."""
 
     key: str
@@ -26,13 +26,13 @@ class Volume:
     choice: Choice | None = None  # what is kept between its phases, where some is made again
 
 
-class Library:
+class CodeCache:
     """The code of one captured model's chunks, made when first asked for."""
 
     def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
         self.device, self.compiled = device, compiled
         self.joints = Joints(device, decompose=compiled)
-        self.volumes: dict[str, Volume] = {}
+        self.volumes: dict[str, CompiledChunk] = {}
 
     def find(
         self,
@@ -43,7 +43,7 @@ class Library:
         ways: int,
         params: Sequence[TensorSpec],
         budget: float | None = None,
-    ) -> Volume:
+    ) -> CompiledChunk:
         """Return the code of a piece. Trace it if no equal piece has been traced.
 
         trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
@@ -59,13 +59,13 @@ class Library:
                 self.volumes[key] = self._volume(key, joint, budget)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
-                self.volumes[key] = Volume(key=key, code=code, fallback=str(error))
+                self.volumes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
         return self.volumes[key]
 
-    def _volume(self, key: str, joint: Joint, budget: float | None) -> Volume:
+    def _volume(self, key: str, joint: Joint, budget: float | None) -> CompiledChunk:
         plain = partition(joint)
         if not self.compiled and budget is None:
-            return Volume(key=key, code=GraphCode(plain))
+            return CompiledChunk(key=key, code=GraphCode(plain))
         choice = choose(plain, budget, joined=self.compiled)
         code = GraphCode(partition(joint, choice.keep), joined=self.compiled)
-        return Volume(key=key, code=code, choice=choice)
+        return CompiledChunk(key=key, code=code, choice=choice)
