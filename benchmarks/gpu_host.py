@@ -27,7 +27,7 @@ from piper.plan.instr import Instr
 from piper.runtime.cuda.executor import StreamExecutor
 from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.record import WARM
+from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 
 STAGES, REPLICAS, PARTS = 4, 4, 8

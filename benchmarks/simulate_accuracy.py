@@ -28,7 +28,7 @@ from piper.launchers.local import launch_local
 from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.plan.plan import Plans
-from piper.runtime.record import WARM
+from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
 from piper.simulate.measured import Measured

@@ -137,7 +137,7 @@ def check(
     from piper.launchers.launch import check_launcher, launcher
     from piper.recipe import load_recipe
     from piper.report import check_report, check_text
-    from piper.runtime.check import check as compare
+    from piper.runtime.debug.check import check as compare
 
     check_launcher(on, "piper check")
     job = replace(load_recipe(recipe), precision="fp64")

@@ -18,7 +18,7 @@ from piper.plan.memory import timeline
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
-from piper.runtime.check import Report
+from piper.runtime.debug.check import Report
 from piper.view.grid import grid
 from piper.view.stages import stage_tags
 from piper.words import count, size

@@ -17,7 +17,7 @@ from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe
 from piper.report import print_plan
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.train.session import Asked, train_recipe
 
 ROWS, LENGTH, VOCAB = 4, 6, 11

@@ -21,7 +21,7 @@ from piper.launchers.inline import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
 from piper.models.layers import rotate
 from piper.plan.memory import timeline
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from tests import zoo
 from tests.runtime.grid import Cell, batches, job
 

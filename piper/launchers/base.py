@@ -13,9 +13,9 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
-from piper.runtime.record import Clock, Recording
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import ProgramLike
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
 

@@ -21,9 +21,9 @@ from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.record import Clock, Recording, compare
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording, compare
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums
 
 POLL = 0.2  # seconds between two looks at whether anything moves

@@ -20,10 +20,10 @@ from piper.launchers.restoring import blank_values
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
-from piper.runtime.env import Dice
-from piper.runtime.record import Clock, Recording
+from piper.runtime.context import Dice
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 
 

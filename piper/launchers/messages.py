@@ -21,9 +21,9 @@ from piper.launchers.transport.shared_memory import TensorEntry
 from piper.plan.divided import Share
 from piper.plan.plan import Plans
 from piper.runtime.compute import slices
-from piper.runtime.record import Clock, Recording
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import Code, Setup
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late

@@ -17,12 +17,12 @@ from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.alone import AloneComms, arriving
-from piper.runtime.cuda.releases import predicted_peak
+from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.kernels import KERNELS
-from piper.runtime.occupy import CopyEngine, Sleeper, occupied
-from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 

@@ -26,10 +26,10 @@ from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.env import Rows
-from piper.runtime.record import Recording
+from piper.runtime.context import Rows
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Recording
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums, Worker
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

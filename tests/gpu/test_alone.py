@@ -10,7 +10,7 @@ import torch
 
 from piper.api import compile
 from piper.launchers.single_rank import launch_single_rank
-from piper.runtime.occupy import CopyEngine
+from piper.runtime.debug.fake_network import CopyEngine
 from tests.launchers.test_alone import SLOW
 from tests.runtime.grid import Cell, batches, job
 

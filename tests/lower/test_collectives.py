@@ -20,7 +20,7 @@ from piper.launchers.inline import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
 from piper.report import bytes_by_kind
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.sharding import Collective, Slicing
 from piper.simulate.cluster import load_cluster
 from tests.ir.graph_text import read_graph, show_graph

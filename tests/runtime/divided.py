@@ -14,7 +14,7 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import decoder, huggingface, moe
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.check import Report, check
+from piper.runtime.debug.check import Report, check
 from piper.schedules import dualpipe_v, one_f_one_b, zbv, zero_bubble
 
 VOCAB, LENGTH, SAMPLES = 64, 16, 8

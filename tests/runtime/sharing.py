@@ -20,9 +20,9 @@ from piper.capture.compile.cache import Cache
 from piper.capture.trace.trace import Traced, trace
 from piper.collector import no_collection
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import Numbers, Report, check, numbers
-from piper.runtime.localise import Launch
-from piper.runtime.reference import Reference
+from piper.runtime.debug.check import Numbers, Report, check, numbers
+from piper.runtime.debug.localise import Launch
+from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, case_of, job
 

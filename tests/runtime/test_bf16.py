@@ -14,8 +14,8 @@ from torch import Tensor
 
 from piper.api import Program
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import numbers
-from piper.runtime.reference import Reference
+from piper.runtime.debug.check import numbers
+from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches

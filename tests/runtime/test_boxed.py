@@ -10,7 +10,7 @@ from piper.api import Program
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.runtime.setup import JobLike
 from tests.runtime.grid import Cell, batches, compiled
 

@@ -25,8 +25,8 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime import compute
-from piper.runtime.check import Report, check
-from piper.runtime.env import Env
+from piper.runtime.context import Env
+from piper.runtime.debug.check import Report, check
 from tests import zoo
 
 Batch = Mapping[str, Tensor]

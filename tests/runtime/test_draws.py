@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piper.api import compile
 from piper.capture.trace.annotate import annotate
 from piper.job import Job
-from piper.runtime.chunkwise import Chunkwise
-from piper.runtime.localise import ChunkwiseReference, cut
+from piper.runtime.debug.chunkwise import Chunkwise
+from piper.runtime.debug.localise import ChunkwiseReference, cut
 from tests.runtime.grid import Cell, batches, job
 
 aten = torch.ops.aten

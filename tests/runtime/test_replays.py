@@ -21,8 +21,8 @@ from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
-from piper.runtime.cuda.intake import Intake, Kernel
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options, Worker

@@ -26,8 +26,8 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import decoder, moe
 from piper.plan.memory import timeline
-from piper.runtime.check import Numbers, Report, check, numbers
-from piper.runtime.reference import Reference
+from piper.runtime.debug.check import Numbers, Report, check, numbers
+from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.capture.test_fallback import square

@@ -19,8 +19,8 @@ from piper.ir.chunk import Chunk, Phase
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.plan.memory import timeline
-from piper.runtime.check import check
 from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.debug.check import check
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_values, setup_of
 from piper.runtime.worker import Options, Worker

@@ -20,7 +20,7 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 
 
 class Net(nn.Module):

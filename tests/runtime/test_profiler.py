@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from piper.plan.instr import Instr
-from piper.runtime.record import WARM, Clock, Recorder, compare
+from piper.runtime.debug.profiler import WARM, Clock, Recorder, compare
 
 LOAD = Instr(op="load", node="load", stream="load")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from piper.ids import Pass, SlotId
 from piper.plan.instr import Instr
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
 
 Mark = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
 

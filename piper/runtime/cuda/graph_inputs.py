@@ -15,8 +15,8 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.comm.base import CommError
 from piper.runtime.compute import rows
-from piper.runtime.cuda.static import not_static, settings
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
+from piper.runtime.cuda.graph_checks import not_static, settings
 
 Kernel = Callable[[Env, Instr], Bound]
 

@@ -13,8 +13,8 @@ from time import monotonic, thread_time
 import torch
 
 from piper.plan.instr import Instr
-from piper.runtime.env import Bound
-from piper.runtime.label import labelled
+from piper.runtime.context import Bound
+from piper.runtime.debug.profiler_labels import labelled
 
 WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
 Times = tuple[float, float, float]  # from, to, and seconds of computing on the host

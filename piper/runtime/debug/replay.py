@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.ir.chunk import Chunk, Tags
-from piper.runtime.callers import calling_line
+from piper.runtime.debug.callers import calling_line
+from piper.runtime.debug.slicing import Slice, Slicing
 from piper.runtime.setup import ProgramLike
-from piper.runtime.slicing import Slice, Slicing
 
 aten = torch.ops.aten
 IN_PLACE = (aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default)

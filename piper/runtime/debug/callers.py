@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def calling_line() -> str:

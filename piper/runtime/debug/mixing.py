@@ -18,11 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper.runtime.callers import calling_line
-from piper.runtime.distance import distance
-from piper.runtime.reference import Reference, samples_in
-from piper.runtime.replay import ReplayError
-from piper.runtime.slicing import Slice, take
+from piper.runtime.debug.callers import calling_line
+from piper.runtime.debug.distance import distance
+from piper.runtime.debug.reference import Reference, samples_in
+from piper.runtime.debug.replay import ReplayError
+from piper.runtime.debug.slicing import Slice, take
 
 aten = torch.ops.aten
 CLOSE = 1e-9

@@ -9,7 +9,7 @@ import torch
 
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, Op
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
 from piper.runtime.experts import Splits
 
 BLOCK = 2**28  # bytes of one copy at most

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from piper.ir.chunk import Batch, Chunk, Constant, Output, Place, Source, Tags
 from piper.runtime.compute import draw_place
-from piper.runtime.env import Dice, draw_seed
+from piper.runtime.context import Dice, draw_seed
 from piper.runtime.setup import Setup
 from piper.sharding import WHOLE, Sharding
 

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from piper.plan.instr import Instr
-from piper.runtime.env import Bound, Env
+from piper.runtime.bucket_layout import Flat
+from piper.runtime.context import Bound, Env
 from piper.runtime.experts import Splits
-from piper.runtime.flat import Flat
 
 
 class Meter:

@@ -15,8 +15,8 @@ from piper.ids import Pass
 from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.distance import distance
-from piper.runtime.trail import Mark
+from piper.runtime.debug.distance import distance
+from piper.runtime.debug.output_recorder import Mark
 from piper.sharding import Collective, Slicing
 
 Trails = Mapping[int, Mapping[Mark, Tensor]]  # the values that each device kept

@@ -1,7 +1,7 @@
 """Finds the first chunk whose result differs from one device: it localises a difference that is known.
 
 The captured chunks run one after another here, on the slices of the plans. This shares code with what runs,
-so it certifies nothing; `runtime/check.py` does.
+so it certifies nothing; `runtime/debug/check.py` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from piper.ids import Pass, Phase, SlotId, Tags
-from piper.runtime.chunkwise import Chunkwise, Walk
-from piper.runtime.collected import first_bad_collective
 from piper.runtime.compute import parts_of, slices
-from piper.runtime.distance import distance
-from piper.runtime.reference import Reference
+from piper.runtime.debug.chunkwise import Chunkwise, Walk
+from piper.runtime.debug.collected import first_bad_collective
+from piper.runtime.debug.distance import distance
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.reference import Reference
 from piper.runtime.setup import ProgramLike, Setup, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs

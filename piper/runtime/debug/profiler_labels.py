@@ -2,7 +2,7 @@
 
 from torch.autograd import profiler
 
-from piper.runtime.env import Bound
+from piper.runtime.context import Bound
 
 
 def labelled(node: str, run: Bound) -> Bound:

@@ -2,7 +2,7 @@
 
 This module shares no code with what it checks. It builds the model as PyTorch does for the job's seed, and
 knows nothing of captured chunks, plans or hooks. Only random numbers come from the plan's contract
-(`runtime/replay.py`), and only `sliced` looks at how the plans cut a batch (`runtime/slicing.py`).
+(`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from piper.runtime.replay import Replay
+from piper.runtime.debug.replay import Replay
+from piper.runtime.debug.slicing import slicing_of, take
 from piper.runtime.setup import ProgramLike
-from piper.runtime.slicing import slicing_of, take
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

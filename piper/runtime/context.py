@@ -12,8 +12,8 @@ from torch import Tensor
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk
 from piper.plan.plan import Plan
+from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Comms
-from piper.runtime.flat import Layout
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.state import State
 

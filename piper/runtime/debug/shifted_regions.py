@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper.runtime.reference import Reference
+from piper.runtime.debug.reference import Reference
 
-ANNOTATE = str(Path(__file__).parents[1] / "capture" / "trace" / "annotate.py")
+ANNOTATE = str(Path(__file__).parents[2] / "capture" / "trace" / "annotate.py")
 Region = tuple[str, int]
 
 

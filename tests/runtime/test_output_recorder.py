@@ -9,8 +9,8 @@ import torch
 from piper.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
-from piper.runtime.env import Env
-from piper.runtime.trail import Trail
+from piper.runtime.context import Env
+from piper.runtime.debug.output_recorder import Trail
 from tests.slots import slots as named
 
 

@@ -1,8 +1,8 @@
 """Checks that a strategy gives the same numbers as one device, and finds where they first differ.
 
-The reference is plain PyTorch on the whole, unsliced batch (`runtime/reference.py`). Where the run differs
+The reference is plain PyTorch on the whole, unsliced batch (`reference.py`). Where the run differs
 from it, the same slices run in plain PyTorch too. If the run equals these, the slices are not the batch, and
-`runtime/mixing.py` says why: an operation that mixes samples is a note, a mean of uneven slices an error.
+`mixing.py` says why: an operation that mixes samples is a note, a mean of uneven slices an error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from piper.runtime.distance import differences, nan_in, relative
-from piper.runtime.localise import Checked, Launch, Result, first_difference
-from piper.runtime.mixing import Reasons, reasons
-from piper.runtime.reference import Reference
-from piper.runtime.regions import shifted_regions
-from piper.runtime.replay import ReplayError
+from piper.runtime.debug.distance import differences, nan_in, relative
+from piper.runtime.debug.localise import Checked, Launch, Result, first_difference
+from piper.runtime.debug.mixing import Reasons, reasons
+from piper.runtime.debug.reference import Reference
+from piper.runtime.debug.replay import ReplayError
+from piper.runtime.debug.shifted_regions import shifted_regions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
