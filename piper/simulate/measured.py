@@ -15,8 +15,8 @@ from piper.files import write_output
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.ops import Op
 from piper.simulate.costs import Talk
-from piper.simulate.fit import NOTHING, Line
 from piper.simulate.profile import fingerprint
+from piper.simulate.regression import NOTHING, Line
 
 FORM = 1  # of the file
 HALVES: tuple[Phase, ...] = ("BI", "BW")

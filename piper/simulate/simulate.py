@@ -8,11 +8,11 @@ from piper.ir.chunk import CapturedModel, Chunk
 from piper.plan.plan import Plan, Plans
 from piper.simulate.account import Account, account_of
 from piper.simulate.costs import Costs
+from piper.simulate.critical_path import Link, critical_path
+from piper.simulate.dependencies import Prices, weave
 from piper.simulate.engine import Engine
 from piper.simulate.memory import Memory, memory_of
-from piper.simulate.path import Link, critical_path
 from piper.simulate.timeline import Span, Timeline
-from piper.simulate.web import Prices, weave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from piper.launchers.launch import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
 from piper.simulate.cluster import Cluster, Link
-from piper.simulate.fit import line_through
+from piper.simulate.regression import line_through
 from piper.train.profiling import profile_of
 
 WIDTHS = (32, 128, 256, 512, 1024)  # of the layers whose gradients travel: 4 KiB to 4 MiB

@@ -11,7 +11,7 @@ from piper.devices import show
 from piper.ids import AGAIN
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
-from piper.simulate.path import Link
+from piper.simulate.critical_path import Link
 from piper.simulate.simulate import Simulation
 from piper.words import percent, seconds, size
 

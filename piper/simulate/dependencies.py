@@ -16,7 +16,7 @@ from piper.simulate.costs import Costs, Talk
 
 
 @dataclass(slots=True, kw_only=True)
-class Web:
+class DependencyGraph:
     """The dependency graph. Instruction `first[p] + i` is the i-th of program p."""
 
     plans: Plans
@@ -33,12 +33,12 @@ class Web:
         return number - self.first[self.program[number]]
 
 
-def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> Web:
+def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> DependencyGraph:
     """Number every instruction and link it to those that wait for it.
 
     together: groups of nodes. On a device, no node of a group starts before all can.
     """
-    web = Web(plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[])
+    web = DependencyGraph(plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[])
     group = {node: number for number, nodes in enumerate(together) for node in nodes}
     for number, plan in enumerate(plans):
         weave_plan(web, number, plan, group)
@@ -57,7 +57,7 @@ def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> Web:
     return web
 
 
-def weave_plan(web: Web, number: int, plan: Plan, group: Mapping[str, int]) -> None:
+def weave_plan(web: DependencyGraph, number: int, plan: Plan, group: Mapping[str, int]) -> None:
     """Number the instructions of one program."""
     first = len(web.instrs)
     web.first.append(first)
@@ -99,7 +99,7 @@ def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
 class Prices:
     """The cost of each instruction, computed once for equal instructions."""
 
-    def __init__(self, web: Web, chunks: Mapping[str, Chunk], costs: Costs) -> None:
+    def __init__(self, web: DependencyGraph, chunks: Mapping[str, Chunk], costs: Costs) -> None:
         self.web, self.chunks, self.costs = web, chunks, costs
         self.computes: dict[tuple[Phase, str], float] = {}
         self.talks: dict[tuple[str, str, int], Talk] = {}
