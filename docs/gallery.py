@@ -27,7 +27,7 @@ from piper.view.cells import of_plans, of_schedule
 from piper.view.lanes import lanes
 from piper.view.placement import placement
 from piper.view.shade import shade_of
-from piper.view.svg import grid
+from piper.view.svg_grid import grid
 
 DOCS = Path(__file__).parent
 RANKS, MICROBATCHES = 4, 8

@@ -19,8 +19,8 @@ from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.debug.check import Report
-from piper.view.grid import grid
 from piper.view.stages import stage_tags
+from piper.view.text_grid import grid
 from piper.words import count, size
 
 MOST_PROGRAMS = 16  # shown in a table

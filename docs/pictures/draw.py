@@ -19,7 +19,7 @@ from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans
 from piper.view.heights import Row, heights
 from piper.view.placement import placement
-from piper.view.svg import grid
+from piper.view.svg_grid import grid
 
 HERE = Path(__file__).parent
 

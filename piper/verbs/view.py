@@ -39,10 +39,10 @@ def view(
     from piper.view.cells import of_plans
     from piper.view.files import DRAWING, PAGE, PICTURE, TRACE, write
     from piper.view.files import png as draw_png
-    from piper.view.grid import grid as grid_text
     from piper.view.report import page
-    from piper.view.svg import grid
-    from piper.view.text import timeline_text
+    from piper.view.svg_grid import grid
+    from piper.view.text_grid import grid as grid_text
+    from piper.view.text_timeline import timeline_text
     from piper.view.trace import chrome_trace
 
     subject = subject_of(target, cluster=cluster, costs=costs, measured=measured)
@@ -67,6 +67,6 @@ def write_schedule(schedule: Grid, title: str, path: Path, costs: Costs = UNIT) 
     """Write a schedule as an SVG picture."""
     from piper.view.cells import of_schedule
     from piper.view.files import DRAWING, write
-    from piper.view.svg import grid
+    from piper.view.svg_grid import grid
 
     write(path, grid(of_schedule(schedule, title, costs)), DRAWING)

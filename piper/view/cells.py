@@ -11,7 +11,7 @@ from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
 from piper.schedules.clock import UNIT, Costs, cost_of, timeline
 from piper.schedules.grid import Grid
-from piper.view.grid import Block, block_of, placed
+from piper.view.text_grid import Block, block_of, placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

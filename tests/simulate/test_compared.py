@@ -17,7 +17,7 @@ from piper.simulate.costs import Unit
 from piper.simulate.difference import difference
 from piper.simulate.simulate import simulate
 from piper.verbs.differences import Compared, print_compared, summary
-from piper.view.paper import hue
+from piper.view.css import hue
 from tests.simulate.pipelines import pipeline
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from piper.ids import AGAIN
 from piper.view.cells import Cell, Pipeline
-from piper.view.grid import LETTER
+from piper.view.css import hatched, hatching, hue, sheet
 from piper.view.legend import Legend, phase_name
-from piper.view.paper import hatched, hatching, hue, sheet
-from piper.view.xml import drawing, element, number, words
+from piper.view.svg_writer import drawing, element, number, words
+from piper.view.text_grid import LETTER
 
 MARGIN, HEADER, ROW, GAP = 20.0, 60.0, 34.0, 8.0
 AXIS, LEGEND = 30.0, 30.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from piper.ir.chunk import Phase
 from piper.view.colours import DARK, HUES, LIGHT, Paper
-from piper.view.xml import FONT, element
+from piper.view.svg_writer import FONT, element
 
 RISING, FALLING = "url(#hatch)", "url(#again)"  # lines over weight gradients, and over recomputed forwards
 HATCH_OPACITY, AGAIN_OPACITY = 0.4, 0.3

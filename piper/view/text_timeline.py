@@ -8,8 +8,8 @@ from piper.plan.instr import Instr
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
-from piper.view.grid import LETTER
 from piper.view.subject import Subject
+from piper.view.text_grid import LETTER
 
 IDLE = "."
 PHASES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
