@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from piper.errors import ConfigError
-from piper.schedules.clock import UNIT, Costs
 from piper.schedules.grid import Grid
 from piper.schedules.names import KNOWN, SYNTHESISED, grid_for
 from piper.schedules.picture import picture
+from piper.schedules.simulate import UNIT, Costs
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
 from piper.schedules.torch_csv import to_csv
 from piper.verbs.view import write_schedule

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from piper.schedules.clock import UNIT, Costs
 from piper.schedules.grid import Grid
+from piper.schedules.simulate import UNIT, Costs
 from piper.verbs.options import CostsFile
 
 Target = Annotated[

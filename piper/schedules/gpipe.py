@@ -2,7 +2,7 @@
 
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, Stage, need_whole, orders
-from piper.schedules.row import RowWriter
+from piper.schedules.row_builder import RowWriter
 
 
 def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
