@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # experts: the markers at which a region is cut
     "models": {"losses", "errors", "experts", "capture", "torch"},
     "job": {"usercode", "errors", "ir", "directives", "torch"},
-    "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "torch"},
+    "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "runtime", "torch"},
     "runtime": {
         "sharding",
         "devices",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
-from piper.launchers.checkpoints import Checkpoints, Saves
+from piper.launchers.checkpointing import Checkpoints, Saves
 from piper.launchers.failures import Failure, JobSnapshot, blame
 from piper.launchers.messages import PATIENCE, Assignment, BatchSlicer, Call, Heartbeat, pack_setup
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped

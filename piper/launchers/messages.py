@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.checkpoint.background import Done
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.failures import Failure
-from piper.launchers.persist import Done
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.serialize import Codec, pack, pickled_by_value, unpack
 from piper.launchers.transport.shared_memory import TensorEntry

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
+from piper.checkpoint.background import Done, Keeper
+from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, unpack_setup
-from piper.launchers.persist import Done, Keeper
-from piper.launchers.restoring import blank_values
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
 from piper.plan.divided import Share

@@ -12,11 +12,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from piper.api import Program, compile
+from piper.checkpoint.load import read_state
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.launchers.restoring import read_state
 from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving

@@ -9,20 +9,20 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from piper.checkpoint.background import Done
 from piper.checkpoint.blocks import FileRecord, StorageError
+from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import begin, commit, discard, settled
+from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
 from piper.checkpoint.layout import buffers_of
-from piper.checkpoint.match import check_model, check_trainer, wanted_model
-from piper.checkpoint.plain import Plain, decode, dtype_named, encode
-from piper.checkpoint.record import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
+from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
 from piper.checkpoint.retention import Retention
-from piper.checkpoint.storage import Part, Shelf, Written, index_of, write_parts
+from piper.checkpoint.save import Copied, name_of
+from piper.checkpoint.storage import CheckpointReader, Part, Written, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
-from piper.launchers.copying import Copied, name_of
 from piper.launchers.messages import Call
-from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
@@ -170,7 +170,7 @@ class Checkpoints:
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedError(folder, f"{FILE}: {error}") from error
         try:
-            unread = read_unread(self.program, Shelf(folder, record))
+            unread = read_unread(self.program, CheckpointReader(folder, record))
         except StorageError as error:
             raise DamagedError(folder, str(error)) from error
         self.ask("load", dict.fromkeys(self.devices, str(folder)))
@@ -215,7 +215,7 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
             yield Part(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
 
 
-def read_unread(program: ProgramLike, shelf: Shelf) -> dict[str, Tensor]:
+def read_unread(program: ProgramLike, shelf: CheckpointReader) -> dict[str, Tensor]:
     """Read the values that no device holds."""
     plans = program.plans
     held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}

@@ -6,14 +6,14 @@ from pathlib import Path
 from torch import Tensor
 
 from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.compatibility import check_model, wanted_model
 from piper.checkpoint.folder import begin, commit, discard
-from piper.checkpoint.match import check_model, wanted_model
-from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import Record, Spec
+from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.metadata import Record, Spec
 from piper.checkpoint.storage import Part, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
-from piper.launchers.checkpoints import whole_parts
+from piper.launchers.checkpointing import whole_parts
 from piper.runtime.setup import ProgramLike, initial_tensors
 
 MOST = 2**30  # bytes of values that are held at a time

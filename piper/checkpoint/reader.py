@@ -8,9 +8,9 @@ from torch import Tensor
 
 from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.folder import settled
-from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import DamagedError, read_record
-from piper.checkpoint.storage import Part, Shelf
+from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.metadata import DamagedError, read_record
+from piper.checkpoint.storage import CheckpointReader, Part
 
 
 class Values(Mapping[str, Tensor]):
@@ -19,7 +19,7 @@ class Values(Mapping[str, Tensor]):
     def __init__(self, path: Path | str) -> None:
         self.folder = settled(Path(path))
         self.record = read_record(self.folder)
-        self.shelf = Shelf(self.folder, self.record)
+        self.shelf = CheckpointReader(self.folder, self.record)
 
     def __getitem__(self, name: str) -> Tensor:
         shape, stored = self.record.model[name].shape, self.record.tensors.get(f"model.{name}")

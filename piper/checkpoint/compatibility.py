@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from piper.checkpoint.record import Record, Spec, Trainer
+from piper.checkpoint.metadata import Record, Spec, Trainer
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans

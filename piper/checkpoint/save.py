@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from piper.checkpoint.json_state import Plain, encode
 from piper.checkpoint.layout import (
     Span,
     by_parameter,
@@ -15,8 +16,7 @@ from piper.checkpoint.layout import (
     saved_buffers,
     spans,
 )
-from piper.checkpoint.plain import Plain, encode
-from piper.checkpoint.record import Trainer
+from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.storage import Part
 from piper.errors import ConfigError
 from piper.plan.divided import buffer_shares

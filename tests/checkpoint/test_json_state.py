@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from piper.checkpoint.plain import Plain, decode, encode
+from piper.checkpoint.json_state import Plain, decode, encode
 from piper.errors import ConfigError
 
 

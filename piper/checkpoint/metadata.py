@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from piper.checkpoint.blocks import BLOCK, DIGEST, FileRecord, digest_of
-from piper.checkpoint.plain import Plain, dtype_named
+from piper.checkpoint.json_state import Plain, dtype_named
 from piper.errors import ConfigError
 
 FILE = "checkpoint.json"

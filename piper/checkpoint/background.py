@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.load import read_state
+from piper.checkpoint.save import Copied, RefusedError, copy_state
 from piper.checkpoint.storage import Written, write_parts
 from piper.errors import ConfigError
-from piper.launchers.copying import Copied, RefusedError, copy_state
-from piper.launchers.restoring import read_state
 from piper.runtime.worker import Worker
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.layout import (
     Span,
     buffers_of,
@@ -19,11 +20,10 @@ from piper.checkpoint.layout import (
     owned_range,
     spans,
 )
-from piper.checkpoint.plain import Plain, decode, dtype_named
-from piper.checkpoint.record import FILE, Record, read_record
-from piper.checkpoint.storage import Part, Shelf
+from piper.checkpoint.metadata import FILE, Record, read_record
+from piper.checkpoint.save import RefusedError, copied, model_part
+from piper.checkpoint.storage import CheckpointReader, Part
 from piper.ir.chunk import CapturedModel
-from piper.launchers.copying import RefusedError, copied, model_part
 from piper.plan.plan import Bucket
 from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
@@ -49,7 +49,7 @@ def read_state(worker: Worker, folder: Path) -> list[Callable[[], None]]:
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
     record = read_record(folder)
-    shelf = Shelf(folder, record)
+    shelf = CheckpointReader(folder, record)
     found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
     for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
         length = value.numel()
@@ -84,7 +84,7 @@ def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
         raise StorageError(f"{FILE}: trainer has no {key}")
 
 
-def read_bucket(worker: Worker, bucket: Bucket, shelf: Shelf) -> Callable[[], None]:
+def read_bucket(worker: Worker, bucket: Bucket, shelf: CheckpointReader) -> Callable[[], None]:
     """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
     own = owned_range(bucket, worker.device)
@@ -112,7 +112,7 @@ def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat
         yield model_part(span, sizes[span.name], flat[first : first + span.length])
 
 
-def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: Shelf) -> Callable[[], None]:
+def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: CheckpointReader) -> Callable[[], None]:
     """Read an optimizer's settings and what it keeps for each parameter."""
     record = shelf.record
     groups = cast("list[dict[str, object]]", decode(record.trainer.groups))
@@ -158,7 +158,7 @@ def adopt_optimizer(
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def moments_of(held: Sequence[Span], trained: Tensor, shelf: Shelf) -> dict[str, object]:
+def moments_of(held: Sequence[Span], trained: Tensor, shelf: CheckpointReader) -> dict[str, object]:
     """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
     record, owner = shelf.record, held[0].name
     found: dict[str, object] = {}
