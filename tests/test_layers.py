@@ -116,10 +116,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
     "api": ROOMS | {"torch"},
-    "report": ROOMS | {"api"},
-    "train": ROOMS | {"api", "checkpoint", "report", "torch"},  # the loop around everything else
-    "verbs": ROOMS | {"api", "report", "train", "torch", "__init__"},  # of the command line
-    "cli": ROOMS | {"api", "report", "train", "verbs"},
+    "train": ROOMS | {"api", "checkpoint", "torch"},  # the loop around everything else
+    "cli": ROOMS | {"api", "train", "torch", "__init__"},
     "__init__": ROOMS | {"api"},
     "__main__": {"cli"},
 }

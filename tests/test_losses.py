@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import piper
 from piper.api import compile
+from piper.cli.plan_report import print_plan
 from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe
-from piper.report import print_plan
 from piper.runtime.debug.check import check
 from piper.train.session import Asked, train_recipe
 

@@ -20,7 +20,7 @@ ROOMS = (
     "runtime",
     "simulate",
     "train",
-    "verbs",
+    "cli",
     "view",
 )
 TEXT_FORMS = {"plan/text.py"}  # beside ids.py, fields.py and devices.py
@@ -38,6 +38,7 @@ CUTS = {
 LOOKS = {"startswith", "endswith", "search", "match", "fullmatch", "findall", "finditer", "sub"}
 NAMES = {"arg", "bucket", "chunk", "name", "node", "slot", "title", "value"}
 ALLOWED = {
+    "cli/application.py": "a launcher, as it is given: rank:N",
     "checkpoint/folder.py": "names of folders",
     "checkpoint/huggingface.py": "names of tensors in somebody else's files",
     "checkpoint/json_state.py": "a type of torch's, by its name",
@@ -51,14 +52,14 @@ ALLOWED = {
     "runtime/debug/callers.py": "the files that a stack of calls goes through",
     "runtime/cuda/graph_inputs.py": "the first line of an error",
     "runtime/debug/mixing.py": "an operation of torch's, by its name",
-    "verbs/schedule.py": "numbers that the user wrote",
+    "cli/schedule.py": "numbers that the user wrote",
     "runtime/debug/replay.py": "an operation of torch's, by its name",
     "simulate/cluster.py": "names of files, and keys of a TOML table",
     "train/background.py": "a recipe, as it is given: file.py:function",
     "train/folder.py": "a recipe, as it is given; names of folders",
-    "verbs/profile.py": "a recipe, as it is given",
-    "verbs/profiles.py": "microbatches shown together: `MB=*` for each of them in a printed name",
-    "verbs/subject.py": "a recipe, as it is given",
+    "cli/profile.py": "a recipe, as it is given",
+    "cli/profile_report.py": "microbatches shown together: `MB=*` for each of them in a printed name",
+    "cli/view_subject.py": "a recipe, as it is given",
     "view/colours.py": "colours written in one line",
     "view/facts.py": "names that differ in their microbatch alone are sent to the page once",
     "view/lanes.py": "the first word of a caption, where there is room for one",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piper.api import Program, compile
 from piper.capture.trace.annotate import annotate
+from piper.cli.plan_report import bytes_by_kind
 from piper.directives import Directive, order, shard, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
@@ -19,7 +20,6 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
-from piper.report import bytes_by_kind
 from piper.runtime.debug.check import check
 from piper.sharding import Collective, Slicing
 from piper.simulate.cluster import load_cluster

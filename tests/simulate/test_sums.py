@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from piper.cli.profile_report import print_rows, rows_of
 from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.plan.instr import Adding, Instr
@@ -22,7 +23,6 @@ from piper.simulate.measured import Measured, share_of
 from piper.simulate.profile import Profile, Times, Track, Work
 from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Span, Timeline
-from piper.verbs.profiles import print_rows, rows_of
 from tests.slots import slot, slots
 
 CLUSTER = Cluster(

@@ -5,7 +5,7 @@ import sys
 
 from rich.console import Console
 
-from piper.verbs.options import AsJson, ClusterName, CostsFile, Recipe
+from piper.cli.options import AsJson, ClusterName, CostsFile, Recipe
 
 
 def simulate(
@@ -16,10 +16,10 @@ def simulate(
 ) -> None:
     """Simulate a step of a recipe: its time, bubble, exposed communication, peak memory, and why."""
     from piper.api import compile  # torch is paid for only where it is used
+    from piper.cli.prices import prices_of
+    from piper.cli.simulate_report import SimulatedStep, print_simulation, simulation_report
     from piper.recipe import load_recipe
     from piper.simulate.simulate import simulate as run
-    from piper.verbs.prices import prices_of
-    from piper.verbs.simulation import SimulatedStep, print_simulation, simulation_report
 
     prices = prices_of(cluster, costs)
     program = compile(load_recipe(recipe))

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from piper.cli.prices import Prices, prices_of
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
-from piper.verbs.prices import Prices, prices_of
 from piper.view.background import Background, read_background
 from piper.view.stages import stage_tags
 from piper.view.subject import Subject, said_by

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from piper.cli.options import AsJson
 from piper.errors import ConfigError
-from piper.verbs.options import AsJson
 from piper.words import wide_console
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def profile(
         )
     console = wide_console(stderr=as_json)
     if cluster_out is not None:
-        from piper.verbs.machine import measure, write_cluster
+        from piper.cli.machine import measure, write_cluster
 
         write_cluster(measure(), cluster_out)
         console.print(
@@ -70,7 +70,7 @@ def profile(
 
 def show_profile(found: "Profile", console: Console, as_json: bool) -> None:
     """Print a profile in the form that is asked for."""
-    from piper.verbs.profiles import print_profile, profile_report
+    from piper.cli.profile_report import print_profile, profile_report
 
     if as_json:
         sys.stdout.write(json.dumps(profile_report(found)) + "\n")

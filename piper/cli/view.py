@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.options import CostsFile
 from piper.schedules.grid import Grid
 from piper.schedules.simulate import UNIT, Costs
-from piper.verbs.options import CostsFile
 
 Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
@@ -35,7 +35,7 @@ def view(
 
     Without --svg, --png, --trace or --text it writes one page that opens in any browser, without a network.
     """
-    from piper.verbs.subject import subject_of  # torch is paid for only where it is used
+    from piper.cli.view_subject import subject_of  # torch is paid for only where it is used
     from piper.view.cells import of_plans
     from piper.view.files import DRAWING, PAGE, PICTURE, TRACE, write
     from piper.view.files import png as draw_png

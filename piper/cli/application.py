@@ -11,15 +11,15 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 from rich.console import Console
 
+from piper.cli.diff import diff
+from piper.cli.init import init
+from piper.cli.options import AsJson, Compile, Device, Recipe
+from piper.cli.profile import profile
+from piper.cli.schedule import schedule
+from piper.cli.simulate import simulate
+from piper.cli.view import view
 from piper.errors import PiperError
 from piper.launchers.processes import on_rank_zero
-from piper.verbs.diff import diff
-from piper.verbs.init import init
-from piper.verbs.options import AsJson, Compile, Device, Recipe
-from piper.verbs.profile import profile
-from piper.verbs.schedule import schedule
-from piper.verbs.simulate import simulate
-from piper.verbs.view import view
 from piper.version import VERSION
 
 SUCCESS, NO, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -109,7 +109,7 @@ def plan(
 
     job = load_recipe(recipe)
     from piper.api import compile  # torch is paid for only where it is used
-    from piper.report import plan_report, print_plan, write_text
+    from piper.cli.plan_report import plan_report, print_plan, write_text
 
     program = compile(job, compile=compiled)
     if text is not None:
@@ -133,10 +133,10 @@ def check(
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.api import compile
+    from piper.cli.plan_report import check_report, check_text
     from piper.data.taking import batches_of
     from piper.launchers.launch import check_launcher, launcher
     from piper.recipe import load_recipe
-    from piper.report import check_report, check_text
     from piper.runtime.debug.check import check as compare
 
     check_launcher(on, "piper check")

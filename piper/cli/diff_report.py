@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from piper.cli.plan_report import moved
 from piper.devices import show
 from piper.plan.plan import Plans
-from piper.report import moved
 from piper.simulate.difference import Difference, Seat
 from piper.simulate.simulate import Simulation
 from piper.words import percent, seconds, size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from piper.verbs.options import AsJson, ClusterName, CostsFile
+from piper.cli.options import AsJson, ClusterName, CostsFile
 
 if TYPE_CHECKING:
     from piper.ir.chunk import CapturedModel
@@ -35,11 +35,11 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two strategies: step time, bubble, bytes, memory, and which nodes moved."""
+    from piper.cli.diff_report import Compared, compared_report, print_compared
+    from piper.cli.prices import prices_of
     from piper.simulate.costs import Unit
     from piper.simulate.difference import difference
     from piper.simulate.simulate import simulate
-    from piper.verbs.differences import Compared, compared_report, print_compared
-    from piper.verbs.prices import prices_of
 
     prices = prices_of(cluster, costs)
     sides = [side_of(name) for name in (a, b)]

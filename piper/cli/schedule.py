@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.view import write_schedule
 from piper.errors import ConfigError
 from piper.schedules.grid import Grid
 from piper.schedules.names import KNOWN, SYNTHESISED, grid_for
@@ -13,7 +14,6 @@ from piper.schedules.picture import picture
 from piper.schedules.simulate import UNIT, Costs
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
 from piper.schedules.torch_csv import to_csv
-from piper.verbs.view import write_schedule
 
 STAGES_PER_RANK = 2
 
