@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import decoder
 from piper.plan.instr import Instr

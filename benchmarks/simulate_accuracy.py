@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.api import Program
 from piper.cli.machine import measure
+from piper.compiler import Program
 from piper.directives import Directive
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local

@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import piper
-from piper.api import compile
 from piper.cli.plan_report import print_plan
+from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piper import losses
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at

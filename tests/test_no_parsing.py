@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
-ROOMS = (
+PACKAGES = (
     "checkpoint",
     "directives",
     "ir",
@@ -23,7 +23,7 @@ ROOMS = (
     "cli",
     "view",
 )
-TEXT_FORMS = {"plan/text.py"}  # beside ids.py, fields.py and devices.py
+TEXT_FORMS = {"plan/text.py"}  # beside ids.py, text_fields.py and devices.py
 CUTS = {
     "split",
     "rsplit",
@@ -99,9 +99,9 @@ def found_in(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_names_are_not_read_for_what_they_mean(room: str) -> None:
-    for path in sorted((ROOT / room).rglob("*.py")):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_are_not_read_for_what_they_mean(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
         where = str(path.relative_to(ROOT))
         found = list(found_in(ast.parse(path.read_text(encoding="utf-8"))))
         assert not found or where in TEXT_FORMS or where in ALLOWED, f"{where}: {found}"

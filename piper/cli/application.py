@@ -108,8 +108,8 @@ def plan(
     from piper.recipe import load_recipe
 
     job = load_recipe(recipe)
-    from piper.api import compile  # torch is paid for only where it is used
     from piper.cli.plan_report import plan_report, print_plan, write_text
+    from piper.compiler import compile  # torch is paid for only where it is used
 
     program = compile(job, compile=compiled)
     if text is not None:
@@ -132,8 +132,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
-    from piper.api import compile
     from piper.cli.plan_report import check_report, check_text
+    from piper.compiler import compile
     from piper.data.taking import batches_of
     from piper.launchers.launch import check_launcher, launcher
     from piper.recipe import load_recipe

@@ -74,7 +74,7 @@ def side_of(name: str) -> Side:
         plans = read_plans(read(path), str(path))
         kept = read_background(path.parent, plans) if Path(name).is_dir() else None
         return Side(name=name, plans=plans, outline=kept.outline if kept else None)
-    from piper.api import compile  # torch is paid for only where it is used
+    from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 
     program = compile(load_recipe(name))

@@ -8,10 +8,10 @@ from rich.table import Table
 
 from piper.cli.plan_report import moved
 from piper.devices import show
+from piper.format import percent, seconds, size
 from piper.plan.plan import Plans
 from piper.simulate.difference import Difference, Seat
 from piper.simulate.simulate import Simulation
-from piper.words import percent, seconds, size
 
 MOST_NODES = 8  # shown of each kind of change
 

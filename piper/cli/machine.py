@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.api import compile
+from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.files import write_output
 from piper.launchers.launch import launcher

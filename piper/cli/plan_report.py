@@ -8,10 +8,11 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from piper.api import Program
+from piper.compiler import Program
 from piper.devices import show
 from piper.errors import ConfigError
 from piper.files import write_output
+from piper.format import count, size
 from piper.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.memory import timeline
@@ -21,7 +22,6 @@ from piper.plan.text import show_plans
 from piper.runtime.debug.check import Report
 from piper.view.stages import stage_tags
 from piper.view.text_grid import grid
-from piper.words import count, size
 
 MOST_PROGRAMS = 16  # shown in a table
 MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for

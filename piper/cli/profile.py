@@ -11,7 +11,7 @@ from rich.console import Console
 
 from piper.cli.options import AsJson
 from piper.errors import ConfigError
-from piper.words import wide_console
+from piper.format import wide_console
 
 if TYPE_CHECKING:
     from piper.simulate.profile import Profile

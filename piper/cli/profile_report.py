@@ -8,10 +8,10 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from piper.format import percent, seconds, size
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
 from piper.simulate.profile import Profile
-from piper.words import percent, seconds, size
 
 MOST_NODES = 20  # shown in the table
 SHORT = 5  # columns for nodes, whose names are long

@@ -15,9 +15,9 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a step of a recipe: its time, bubble, exposed communication, peak memory, and why."""
-    from piper.api import compile  # torch is paid for only where it is used
     from piper.cli.prices import prices_of
     from piper.cli.simulate_report import SimulatedStep, print_simulation, simulation_report
+    from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
     from piper.simulate.simulate import simulate as run
 

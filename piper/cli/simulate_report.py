@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from piper.devices import show
+from piper.format import percent, seconds, size
 from piper.ids import AGAIN
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.simulate.critical_path import Link
 from piper.simulate.simulate import Simulation
-from piper.words import percent, seconds, size
 
 MOST_PROGRAMS = 16  # shown in a table
 MOST_LIVE = 5  # tensors shown of those that are live at the peak

@@ -16,7 +16,7 @@ from piper.view.stages import stage_tags
 from piper.view.subject import Subject, said_by
 
 if TYPE_CHECKING:
-    from piper.api import Program
+    from piper.compiler import Program
 
 CLUSTER = "h100"
 CPU = "cpu"
@@ -69,7 +69,7 @@ def of_background(
 
 def compiled(recipe: str) -> "Program":
     """Compile a recipe."""
-    from piper.api import compile  # torch is paid for only where it is used
+    from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 
     return compile(load_recipe(recipe))

@@ -1,6 +1,6 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
-from piper.collector import no_collection
+from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets

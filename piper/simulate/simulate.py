@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.collector import no_collection
+from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel, Chunk
 from piper.plan.plan import Plan, Plans
 from piper.simulate.account import Account, account_of

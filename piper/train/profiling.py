@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from piper.api import Program
+from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.runtime.debug.profiler import WARM, Clock, Recording
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from piper.api import compile
 from piper.checkpoint.huggingface import export_hf, import_hf
 from piper.checkpoint.reader import Values
+from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError
 from piper.ir.select import at

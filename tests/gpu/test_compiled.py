@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import piper
-from piper.api import compile
 from piper.capture.compile.operators import embedding_grad
+from piper.compiler import compile
 from piper.launchers.launch import launcher
 from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, batches, job, strategy

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import remat
 from piper.ir.select import at
 from piper.launchers.base import Run

@@ -10,7 +10,11 @@ from typing import cast
 
 from piper.devices import parse, show
 from piper.errors import ConfigError
-from piper.fields import (
+from piper.ir.chunk import PHASES, CapturedModel, Phase, Tags
+from piper.ir.graph import Asked, AxisPolicy, Cell, Graph, Index, Ordering, Policy, Step
+from piper.ir.node import Compute
+from piper.sharding import Sharding
+from piper.text_fields import (
     AND,
     GAP,
     BadLineError,
@@ -26,10 +30,6 @@ from piper.fields import (
     show_pairs,
     shown,
 )
-from piper.ir.chunk import PHASES, CapturedModel, Phase, Tags
-from piper.ir.graph import Asked, AxisPolicy, Cell, Graph, Index, Ordering, Policy, Step
-from piper.ir.node import Compute
-from piper.sharding import Sharding
 
 STEP = re.compile(r"(F|B|BI|BW)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?")
 NODE: Readers = {"part": pairs, "devices": parse, "stream": str, "origin": numbers}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
 from piper.checkpoint.background import Done
 from piper.checkpoint.save import RefusedError
+from piper.compiler import compile
 from piper.launchers.failures import Failure
 from piper.launchers.messages import (
     CODEC,

@@ -66,7 +66,7 @@ def drawn(outline: CapturedModel, number: int) -> str:
 
 def slow() -> Iterator[tuple[str, str]]:
     """Yield the names and texts of the rest: all kinds of chains, the models of the zoo, the recipes."""
-    from piper.api import compile
+    from piper.compiler import compile
     from tests.runtime.grid import compiled
     from tests.runtime.test_matrix import cells
 

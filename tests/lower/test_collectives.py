@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import Program, compile
 from piper.capture.trace.annotate import annotate
 from piper.cli.plan_report import bytes_by_kind
+from piper.compiler import Program, compile
 from piper.directives import Directive, order, shard, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError

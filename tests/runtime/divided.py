@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
 from piper.capture.trace.annotate import annotate_modules
+from piper.compiler import compile
 from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job

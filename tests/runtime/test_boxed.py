@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from piper.api import Program
+from piper.compiler import Program
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.api import compile
 from piper.capture.trace.annotate import annotate
+from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
 from piper.job import Job

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.api import Program
+from piper.compiler import Program
 from piper.launchers.inline import launch_inline
 from piper.runtime.debug.check import check
 from piper.runtime.debug.distance import differences, distance, relative

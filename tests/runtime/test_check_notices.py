@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.api import Program, compile
 from piper.capture.autodiff import aliases, code, remat
 from piper.capture.trace import assemble, effects, record, recording, regions
 from piper.capture.trace.annotate import annotate
+from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
 from piper.ir.select import at

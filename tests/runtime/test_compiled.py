@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from piper.api import compile
 from piper.capture.compile.inductor import Compiled
+from piper.compiler import compile
 from piper.launchers.launch import launcher
 from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, batches, job

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import shard, split
 from piper.ids import Pass
 from piper.ir.select import at

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ids import Pass

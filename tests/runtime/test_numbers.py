@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline

@@ -13,7 +13,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
 from torch.profiler import profile, supported_activities
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.launchers.inline import launch_inline
 from piper.runtime.debug.profiler_labels import labelled
 from piper.runtime.worker import Options

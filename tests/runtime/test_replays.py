@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from piper.api import Program, compile
 from piper.checkpoint.load import read_state
+from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at

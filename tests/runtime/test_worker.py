@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError, WorkerError
 from piper.ids import Pass, SlotId

@@ -13,8 +13,8 @@ from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.cache import Cache
 from piper.capture.trace.piece import Piece
 from piper.capture.trace.trace import Traced
-from piper.collector import no_collection
 from piper.errors import CaptureError
+from piper.gc_pause import no_collection
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
 
 

@@ -23,8 +23,8 @@ from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import Sizes, dtype_name
 from piper.capture.trace.uneven_means import uneven_means
-from piper.collector import no_collection
 from piper.errors import CaptureError
+from piper.gc_pause import no_collection
 from piper.ir.chunk import Buffer, CapturedModel, Parameter, Tags
 
 Precision = Literal["fp32", "bf16", "fp64"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
 from piper.capture.divide.compute import pointwise
 from piper.capture.divide.divider import Divider
 from piper.capture.divide.rules import rules, sharding_rule
+from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
 from piper.ir.select import at

@@ -28,8 +28,8 @@ from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import Completed, LoweringState, Settings
 from piper.lower.validate import parts_of
+from piper.optimizer_probe import Probe, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.probe import Probe, probe_optimizer
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 import piper
 from piper.errors import ConfigError
+from piper.optimizer_probe import probe_optimizer
 from piper.plan.plan import Bucket, Piece
-from piper.probe import probe_optimizer
 from piper.sharding import Sharding
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -360,7 +360,7 @@ def test_the_message_of_one_that_looks_across_tensors() -> None:
         piper.compile(job(GlobalNorm, zero=0))
     line = line_of("class GlobalNorm")
     assert str(refused.value) == cleandoc(f"""
-        optimizer (test_probe.py:{line}): GlobalNorm cannot work where a device does not hold all parameters in order
+        optimizer (test_optimizer_probe.py:{line}): GlobalNorm cannot work where a device does not hold all parameters in order
           devices: 0,1 hold 2 parameters
           but:     layers.0.weight is updated in another way where only some parameters are held: it looks at more than one tensor, or at the order of them
           hint:    clip with the job's clip_norm, and give each parameter the same options wherever it is: by its shape, not by its place in the list
@@ -373,8 +373,8 @@ def test_the_message_of_one_that_looks_at_whole_tensors() -> None:
         piper.compile(job(Lars, zero=2))
     line, placed = line_of("class Lars"), line_of("    stages =")
     assert str(refused.value) == cleandoc(f"""
-        optimizer (test_probe.py:{line}): Lars cannot work on sharded parameters
-          asked: zero=2 over 0,1, by replicate #0 (test_probe.py:{placed})
+        optimizer (test_optimizer_probe.py:{line}): Lars cannot work on sharded parameters
+          asked: zero=2 over 0,1, by replicate #0 (test_optimizer_probe.py:{placed})
           but:   a flat shard of layers.0.weight is updated in another way than the whole parameter
           hint:  use zero=0, or an elementwise optimizer such as AdamW or SGD with the same options for all parameters; original shapes on shards are not there yet
     """)
