@@ -73,7 +73,7 @@ class Termination:
     """Notes SIGTERM instead of ending the process: a worker ends with its driver, which saves first."""
 
     def __init__(self) -> None:
-        self.asked = self.told = False
+        self.asked = self.reported = False
 
     def install(self) -> None:
         """Handle the signal from now on. Needs the main thread."""
@@ -84,7 +84,7 @@ class Termination:
 
     def news(self) -> bool:
         """Return whether the signal has come since the last call."""
-        new, self.told = self.asked and not self.told, self.asked
+        new, self.reported = self.asked and not self.reported, self.asked
         return new
 
 
