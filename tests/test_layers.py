@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # simulate: when things happen
     "capture": {
         "sharding",
+        "usercode",
         "private_files",
         "collector",
         "errors",
@@ -101,6 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "usercode",
         "private_files",
         "ids",
         "checkpoint",

@@ -96,13 +96,19 @@ def _one_line(text: str, width: int = 300) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def node_line(node: torch.fx.Node) -> str:
-    """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
+def made_at(node: torch.fx.Node) -> str | None:
+    """Return the line of the user's code that made a node, as `llama.py:41`. None: there is none."""
     files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     for name, line in reversed(files):
         if not name.startswith(_OURS):
-            return f" ({Path(name).name}:{line})"
-    return ""
+            return f"{Path(name).name}:{line}"
+    return None
+
+
+def node_line(node: torch.fx.Node) -> str:
+    """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
+    line = made_at(node)
+    return f" ({line})" if line else ""
 
 
 def tracing_line() -> str:

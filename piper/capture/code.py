@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.aliases import draws_random, memory_of
+from piper.capture.blame import made_at
 from piper.capture.cost import Cost, cost_of
 from piper.capture.partition import KINDS, Kind, Partition
 from piper.ir.chunk import Phase, TensorSpec
+from piper.usercode import LINES
 
 PhaseCode = Callable[..., tuple[Tensor, ...]]
 
@@ -86,7 +88,9 @@ class GraphCode:
                 )
             results.append(result)
         graph.output(tuple(results))
-        return fx.GraphModule(self.partition.joint.root, graph)
+        module = fx.GraphModule(self.partition.joint.root, graph)
+        module.meta[LINES] = {copies[node].name: line for node in section.body if (line := made_at(node))}
+        return module
 
     def examples(self, phase: Phase) -> list[Tensor]:
         """Return the fake tensors that a phase was traced with."""
