@@ -50,15 +50,21 @@ class AloneGroup(Group):
 
     def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
         mine = flat[self.rank * length : (self.rank + 1) * length]
+        if len(mine) == length:
+            return mine.clone()
         shard = flat.new_zeros(length)
         shard[: len(mine)] = mine
         return shard
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
         whole = out[: len(shard) * self.size].view(self.size, len(shard))
-        for member in range(self.size):
-            if whole[member].data_ptr() != shard.data_ptr():
-                whole[member].copy_(shard)
+        place = self.rank
+        if whole[place].data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
+            return
+        for others in (whole[:place], whole[place + 1 :]):  # its own part is there already
+            if len(others):
+                others.copy_(shard)
 
     def broadcast(self, value: Tensor) -> Tensor:
         return value
