@@ -104,9 +104,9 @@ def _grads(
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     made = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     for block in blocks:
-        own = [rows_of(x, block.queries) for x in (grad, query, out, total)]
-        keys = [rows_of(x, block.keys) for x in (key, value)]
-        dq, dk, dv = attend_grad(own[0], own[1], *keys, own[2], own[3], mask, scale, block.causal)
+        given, own, made_out, sums = (rows_of(x, block.queries) for x in (grad, query, out, total))
+        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
+        dq, dk, dv = attend_grad(given, own, keys, values, made_out, sums, mask, scale, block.causal)
         rows_of(made[0], block.queries).copy_(dq)
         rows_of(made[1], block.keys).add_(dk)
         rows_of(made[2], block.keys).add_(dv)
@@ -150,8 +150,8 @@ def ring_attend(
         total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
     columns = how.columns(mask, here)
     for block in how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE]):
-        keys = [rows_of(x, block.keys) for x in (key, value)]
-        new, sums = attend(rows_of(query, block.queries), *keys, columns, scale, block.causal)
+        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
+        new, sums = attend(rows_of(query, block.queries), keys, values, columns, scale, block.causal)
         merge(rows_of(out, block.queries), rows_of(total, block.queries), new, sums)
     return out.to(query.dtype) if how.step == how.ways - 1 else out, total
 
@@ -281,23 +281,23 @@ def _of_turn(query: Shape, key: Shape, value: Shape, turn: Sequence[int], *, bac
     return _products(query, value, pairs, causal=how.causal, backward=backward)
 
 
-@register_flop_formula(torch.ops.piper.attend_prefix)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.piper.attend_prefix)
 def _(
     query: Shape, key: Shape, value: Shape, place: Shape, scale: float, ways: int, zigzag: bool, **_: object
 ) -> int:
     return _of_prefix(query, value, ways, zigzag, backward=False)
 
 
-@register_flop_formula(torch.ops.piper.attend_prefix_grad)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.piper.attend_prefix_grad)
 def _(grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
     return _of_prefix(query, value, *rest[-2:], backward=True)
 
 
-@register_flop_formula(torch.ops.piper.ring_attend)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.piper.ring_attend)
 def _(query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
     return _of_turn(query, key, value, rest[-1], backward=False)
 
 
-@register_flop_formula(torch.ops.piper.ring_grad)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.piper.ring_grad)
 def _(grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
     return _of_turn(query, key, value, rest[-1], backward=True)

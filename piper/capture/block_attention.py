@@ -169,7 +169,8 @@ def _weights(scores: Tensor, total: Tensor) -> Tensor:
 
 def _per_head(grad: Tensor, like: Tensor) -> Tensor:
     """Add up the gradients of the heads of queries that one head of keys serves."""
-    return grad.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)
+    apart: Tensor = grad.unflatten(1, (like.shape[1], -1))
+    return apart.sum(2).to(like.dtype)
 
 
 def rows_of(tensor: Tensor, span: tuple[int, int]) -> Tensor:

@@ -40,9 +40,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     tied = frozenset(node for group in entangled for node in group.nodes)
     fixed = (FromBuffer, Constant, Place, HostPlace)
     copied = _made_from(recording, nodes, fixed, tied)
-    weights = (
-        _made_from(recording, nodes, (*fixed, FromParameter), tied) - copied
-    )
+    weights = _made_from(recording, nodes, (*fixed, FromParameter), tied) - copied
     areas = _expert_areas(recording, nodes, copied | weights)
     sunk = _only_for_experts(nodes, weights, areas)
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}

@@ -369,7 +369,7 @@ class Divider:
                 f"{node.target} cannot be divided: {error}",
                 by=self.division.by,
                 facts=self.facts(),
-                hint=HINT,
+                hint=error.hint or HINT,
             ) from None
 
     def _is_whole(self, node: fx.Node) -> bool:

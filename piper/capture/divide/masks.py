@@ -54,7 +54,7 @@ def _evaluated(node: fx.Node, found: dict[fx.Node, object]) -> object:
 
     args = fx.node.map_aggregate(map_arg(node.args, found.__getitem__), on_host)  # type: ignore[arg-type]
     kwargs = fx.node.map_aggregate(map_arg(node.kwargs, found.__getitem__), on_host)  # type: ignore[arg-type]
-    return node.target(*args, **kwargs)  # type: ignore[operator, misc]
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def unrepeated(d: Divider, x: fx.Node) -> fx.Node:

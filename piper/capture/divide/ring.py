@@ -22,6 +22,8 @@ from piper.capture.divide.masks import is_causal, unrepeated
 from piper.capture.divide.shapes import argument
 from piper.ir.chunk import Collective
 
+OTHERWISE = 'use attention="gather" there'
+
 
 def scale_of(d: Divider, node: fx.Node) -> float:
     """Return what the scores of an attention are multiplied by."""
@@ -69,14 +71,13 @@ def by_ring(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.N
     """Attend from a device's own queries to one block of keys and values after another."""
     lengths = [d.shape(x)[SEQUENCE] for x in (query, key, value)]
     if len(set(lengths)) > 1:
-        raise NoRuleError(
-            f"a ring passes on as many keys as there are queries, not {lengths[1]} for {lengths[0]}"
-        )
+        what = f"a ring passes on as many keys as there are queries, not {lengths[1]} for {lengths[0]}"
+        raise NoRuleError(what, OTHERWISE)
     causal, mask = is_causal(d, node), None
     given = argument(node, 3, "attn_mask")
     if isinstance(given, fx.Node) and not causal:
         if d.trains(d.local[given]):
-            raise NoRuleError("its mask has a gradient, which a ring does not compute")
+            raise NoRuleError("its mask has a gradient, which a ring does not compute", OTHERWISE)
         mask = d.to(given, aligned(d, given, have, 4), varies=True)
     own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
     turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
