@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from piper.devices import Devices
-from piper.ir.chunk import Chunk, Phase
+from piper.ir.chunk import Chunk, Kernel, Phase
 from piper.plan.ops import Op
 from piper.simulate.cluster import Cluster
+from piper.simulate.products import product_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class Talk:
     latency: float = 0.0
     seconds: float = 0.0
     level: int = 0  # of the network: communications of one device on one level share its bandwidth
+    slows: float = 0.0  # the part of its members' speed that it takes from their computing meanwhile
 
 
 class Costs(Protocol):
@@ -69,23 +71,41 @@ class Unit:
 
 
 class Roofline:
-    """The most that a cluster's peaks allow: arithmetic or memory traffic, whichever takes longer."""
+    """The time of kernels one after another: of their arithmetic or their memory traffic, the longer one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, 0.0
+        fast = cluster.attained if cluster.attained_memory is None else cluster.attained_memory
+        self.bandwidth = cluster.memory_bandwidth * fast
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """Return the seconds of a phase: of its arithmetic or its memory traffic, whichever is longer."""
+        """Return the seconds of a phase: the sum over its kernels."""
         assert chunk is not None, "a roofline needs the outline"
         spec = chunk.phases[phase]
-        arithmetic = spec.flops / self.cluster.peak(type_of(chunk))
-        traffic = spec.bytes_moved / self.cluster.memory_bandwidth
-        return self.cluster.launch + max(arithmetic, traffic) / self.cluster.attained
+        kernels = spec.kernels
+        if not kernels and (spec.flops or spec.bytes_moved):  # of a chunk of which only sums are known
+            dtype = type_of(chunk)
+            kernels = (Kernel(kind="product", dtype=dtype, flops=spec.flops, nbytes=spec.bytes_moved),)
+        return self.cluster.launch + sum(kernel.count * self.kernel(kernel) for kernel in kernels)
+
+    def kernel(self, kernel: Kernel) -> float:
+        """Return the seconds of one kernel."""
+        cluster = self.cluster
+        traffic = kernel.nbytes / self.bandwidth
+        peak = cluster.peak(kernel.dtype)
+        if kernel.kind == "product":
+            arithmetic = product_seconds(
+                kernel.flops, kernel.shape, peak * cluster.attained, cluster.processors
+            )
+        else:
+            part = cluster.attained if cluster.attained_attention is None else cluster.attained_attention
+            arithmetic = kernel.flops / (peak * part)
+        return cluster.kernel + max(arithmetic, traffic)
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds to move these bytes through memory once."""
-        return self.cluster.launch + nbytes / (self.cluster.memory_bandwidth * self.cluster.attained)
+        return self.cluster.launch + self.cluster.kernel + nbytes / self.bandwidth
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
         """Return the cost of a communication on the levels of the network that its group spans."""
@@ -93,7 +113,8 @@ class Roofline:
         return Talk(
             latency=cluster.launch + cluster.latency(op, devices),
             seconds=nbytes / cluster.bandwidth(op, devices),
-            level=cluster.level(devices),
+            level=(level := cluster.level(devices)),
+            slows=cluster.links[level].slows,
         )
 
 
