@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from piper.capture.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
 from piper.capture.sizes import Sizes, dtype_name
-from piper.ir.chunk import Kernel, KernelKind
+from piper.ir.chunk import Kernel
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.dim_IntList, _aten.mean.dim)
@@ -121,12 +121,16 @@ class Traffic:
 def kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: Sizes) -> Kernel:
     """Describe a kernel by its most costly operation."""
     node = group[0]
-    kind: KernelKind = "traffic"
-    if flops:
-        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
-        kind = "attention" if "_scaled_dot_product_" in name else "product"
+    if not flops:
+        return Kernel(kind="traffic", dtype=_type_of(node), nbytes=nbytes)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    attends = "_scaled_dot_product_" in node.target.name()
     return Kernel(
-        kind=kind, dtype=_type_of(node), flops=flops, nbytes=nbytes, shape=product_shape(node, sizes)
+        kind="attention" if attends else "product",
+        dtype=_type_of(node),
+        flops=flops,
+        nbytes=nbytes,
+        shape=attention_shape(node, sizes) if attends else product_shape(node, sizes),
     )
 
 
@@ -148,6 +152,16 @@ def product_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
     assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
     left, right = sizes.shape(first.meta["val"]), sizes.shape(second.meta["val"])
     return (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])
+
+
+def attention_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
+    """Return the number of heads of all samples, the queries, the keys, and the width of a head."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    query, key = (node.args[names.index(name)] for name in ("query", "key"))
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    batch, heads, length, width = sizes.shape(query.meta["val"])
+    return batch * heads, length, sizes.shape(key.meta["val"])[2], width
 
 
 def counted(kernels: Iterator[Kernel]) -> tuple[Kernel, ...]:

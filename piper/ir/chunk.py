@@ -75,7 +75,9 @@ class Kernel:
     flops: int = 0
     nbytes: int = 0  # read from memory and written to it
     count: int = 1
-    shape: tuple[int, ...] = ()  # of a product: how many, rows, columns, depth; empty: not known
+    shape: tuple[
+        int, ...
+    ] = ()  # product: how many, rows, columns, depth; attention: heads, queries, keys, width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

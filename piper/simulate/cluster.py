@@ -15,33 +15,20 @@ from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.plan.ops import OPS, Op
 
-NUMBERS = (
-    "devices",
-    "cores",
-    "memory",
-    "memory_bandwidth",
+OPTIONAL = (
     "attained",
     "attained_attention",
     "attained_memory",
     "processors",
     "launch",
     "kernel",
+    "issue",
     "context",
     "communicator",
     "fragmentation",
 )
-MAY_BE_ZERO = (
-    "latency",
-    "launch",
-    "kernel",
-    "cores",
-    "devices",
-    "processors",
-    "slows",
-    "context",
-    "communicator",
-    "fragmentation",
-)
+NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", *OPTIONAL)
+MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[3:])
 REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
 
 
@@ -72,7 +59,8 @@ class Cluster:
     )
     processors: int = 0  # of a device, over which a product is divided in tiles; 0: products divide evenly
     launch: float = 0.0  # seconds before an instruction does anything
-    kernel: float = 0.0  # seconds for each kernel that no other work hides: it starts, fills and drains
+    kernel: float = 0.0  # seconds that a kernel takes to start, on the device
+    issue: float = 0.0  # seconds that the host takes for each kernel: a phase is never shorter
     devices: int = 8  # in a node
     cores: int = 0  # that the devices of a node share; 0: each has its own
     context: float = 0.0  # bytes of a device that the driver and libraries take
@@ -187,6 +175,7 @@ def read_cluster(text: str, name: str, source: str) -> Cluster:
         processors=int(given.get("processors", 0)),
         launch=given.get("launch", 0.0),
         kernel=given.get("kernel", 0.0),
+        issue=given.get("issue", 0.0),
         devices=int(given.get("devices", 8)),
         cores=int(given.get("cores", 0)),
         context=given.get("context", 0.0),

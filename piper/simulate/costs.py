@@ -7,7 +7,9 @@ from piper.devices import Devices
 from piper.ir.chunk import Chunk, Kernel, Phase
 from piper.plan.ops import Op
 from piper.simulate.cluster import Cluster
-from piper.simulate.products import product_seconds
+from piper.simulate.products import attention_seconds, product_seconds
+
+MOST_SLOWED = 0.9  # of a device's speed: computing never stands still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,9 @@ class Roofline:
         if not kernels and (spec.flops or spec.bytes_moved):  # of a chunk of which only sums are known
             dtype = type_of(chunk)
             kernels = (Kernel(kind="product", dtype=dtype, flops=spec.flops, nbytes=spec.bytes_moved),)
-        return self.cluster.launch + sum(kernel.count * self.kernel(kernel) for kernel in kernels)
+        device = sum(kernel.count * self.kernel(kernel) for kernel in kernels)
+        host = self.cluster.issue * sum(kernel.count for kernel in kernels)
+        return self.cluster.launch + max(device, host)
 
     def kernel(self, kernel: Kernel) -> float:
         """Return the seconds of one kernel."""
@@ -100,7 +104,7 @@ class Roofline:
             )
         else:
             part = cluster.attained if cluster.attained_attention is None else cluster.attained_attention
-            arithmetic = kernel.flops / (peak * part)
+            arithmetic = attention_seconds(kernel.flops, kernel.shape, peak * part, cluster.processors)
         return cluster.kernel + max(arithmetic, traffic)
 
     def touch(self, op: Op, nbytes: int) -> float:
@@ -110,12 +114,20 @@ class Roofline:
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
         """Return the cost of a communication on the levels of the network that its group spans."""
         cluster = self.cluster
+        level = cluster.level(devices)
+        seconds = nbytes / cluster.bandwidth(op, devices)
+        slows = cluster.links[level].slows
+        if op == "reduce_scatter" and seconds:
+            # Gradients are copied into one buffer before, which takes the device's time.
+            slows = min(MOST_SLOWED, slows + 2 * whole_of(nbytes, len(devices)) / self.bandwidth / seconds)
         return Talk(
-            latency=cluster.launch + cluster.latency(op, devices),
-            seconds=nbytes / cluster.bandwidth(op, devices),
-            level=(level := cluster.level(devices)),
-            slows=cluster.links[level].slows,
+            latency=cluster.launch + cluster.latency(op, devices), seconds=seconds, level=level, slows=slows
         )
+
+
+def whole_of(nbytes: float, members: int) -> float:
+    """Return the bytes of a value of which each of some members sends all but its own shard."""
+    return nbytes * members / max(1, members - 1)
 
 
 def type_of(chunk: Chunk) -> str:

@@ -1,4 +1,4 @@
-"""The time of a matrix product on a device that divides it in tiles over its processors."""
+"""The time of matrix products and attention on a device that divides them in tiles over its processors."""
 
 from math import ceil
 from typing import NamedTuple
@@ -21,15 +21,17 @@ TILES = (
     Tile(64, 128, 0.75),
     Tile(64, 64, 0.55),
 )
-SPLITS = (1, 2, 4, 8)  # of the depth, where there are fewer tiles than processors
-SHALLOW = 64  # of the depth: what a tile takes to begin and to end
+SPLITS = (1, 2, 4, 8)  # of the depth, so that the last round is not mostly empty
+LEAST_DEPTH = 1024  # of a split
+START = 100  # of the depth: a tile takes as long to begin and to end
+SHORT = 550  # tokens: attention takes as long to begin and to end, and on the diagonal of a causal one
 
 
 def product_seconds(flops: float, shape: tuple[int, ...], speed: float, processors: int) -> float:
     """Return the seconds of the arithmetic of a product, with the tiles that are best for it.
 
     shape: how many products, their rows, columns and depth. Empty: not known, and taken as even.
-    speed: the FLOP/s of all processors together, for large products.
+    speed: the FLOP/s of all processors together, for large and deep products.
     Every processor computes one tile after another. In the last round some have nothing to do.
     """
     if not processors or not shape:
@@ -38,10 +40,19 @@ def product_seconds(flops: float, shape: tuple[int, ...], speed: float, processo
     best = float("inf")
     for tile in TILES:
         tiles = many * ceil(rows / tile.rows) * ceil(columns / tile.columns)
+        work = 2 * tile.rows * tile.columns / tile.speed
         for split in SPLITS:
-            rounds = ceil(tiles * split / processors)
-            deep = depth / split + SHALLOW
-            best = min(best, rounds * 2 * tile.rows * tile.columns * deep / tile.speed)
-            if tiles * split >= processors:
+            if split > 1 and depth < split * LEAST_DEPTH:
                 break
+            best = min(best, ceil(tiles * split / processors) * work * (depth / split + START))
     return best * processors / speed
+
+
+def attention_seconds(flops: float, shape: tuple[int, ...], speed: float, processors: int) -> float:
+    """Return the seconds of the arithmetic of attention, which is less efficient for short sequences.
+
+    shape: how many heads in all, queries, keys, and the width of a head. Empty: not known.
+    """
+    if not processors or not shape:
+        return flops / speed
+    return flops * (1 + SHORT / shape[2]) / speed
