@@ -86,6 +86,7 @@ def test_schedules() -> None:
         "interleaved_1f1b",
         "interleaved_zero_bubble",
         "one_f_one_b",
+        "pairs",
         "synthesise",
         "v_half",
         "v_min",
