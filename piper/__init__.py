@@ -24,6 +24,7 @@ from piper.errors import ScheduleError as ScheduleError
 from piper.errors import WorkerError as WorkerError
 from piper.ir.select import at as at
 from piper.job import Checkpoint as Checkpoint
+from piper.job import Evaluate as Evaluate
 from piper.job import Job as Job
 from piper.version import VERSION
 
@@ -57,7 +58,7 @@ NEEDS_TORCH = {
 
 __version__ = VERSION
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
-_OTHERS = ("Checkpoint", "Directive", "Job", "at", "losses", "schedules", "strategies")
+_OTHERS = ("Checkpoint", "Directive", "Evaluate", "Job", "at", "losses", "schedules", "strategies")
 __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 

@@ -117,7 +117,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},
     "probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
-    "api": ROOMS | {"torch"},
+    "api": ROOMS | {"torch", "evaluation"},  # evaluation: a program compiles its own, when asked to
+    "evaluation": ROOMS | {"api", "torch"},
     "report": ROOMS | {"api"},
     "train": ROOMS | {"api", "checkpoint", "report", "torch"},  # the loop around everything else
     "verbs": ROOMS | {"api", "report", "train", "torch", "__init__"},  # of the command line

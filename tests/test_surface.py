@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "Checkpoint",
         "ConfigError",
         "Directive",
+        "Evaluate",
         "Job",
         "LaunchError",
         "PiperError",
@@ -69,7 +70,9 @@ def test_job_fields() -> None:
         "steps",
         "seed",
         "checkpoint",
+        "evaluate",
     ]
+    assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]
 
 

@@ -2,8 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -21,10 +21,21 @@ from piper.runtime.worker import Sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of a step: the loss of its batch, and the norm of its gradient before clipping."""
+    """The result of a step: the loss of its batch, the norm of its gradient before clipping, and metrics."""
 
     loss: float
     grad_norm: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss returns behind the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """The result of an evaluation: weighted means over all its batches."""
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +72,9 @@ class Run(Protocol):
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train on the job's own data, step by step."""
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
@@ -104,14 +118,26 @@ def ended() -> WorkerError:
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
-def result_of(plans: Plans, sums: Sums) -> StepResult:
+def result_of(plans: Plans, outline: Outline, sums: Sums) -> StepResult:
     """Return the result of a step from the sums over all devices."""
-    norm = math.sqrt(sums.squares)
+    norm, metrics = math.sqrt(sums.squares), metrics_of(outline, sums)
     if plans.weighted:
         if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
-            return StepResult(loss=math.nan, grad_norm=math.nan)
-        return StepResult(loss=sums.loss / sums.weight, grad_norm=norm / sums.weight)
-    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm)
+            return StepResult(loss=math.nan, grad_norm=math.nan, metrics=metrics)
+        loss, norm = sums.loss / sums.weight, norm / sums.weight
+        return StepResult(loss=loss, grad_norm=norm, metrics=metrics)
+    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics)
+
+
+def metrics_of(outline: Outline, sums: Sums) -> dict[str, float]:
+    """Return the metrics of a step by name: each a sum divided by its weight."""
+    pairs = zip(sums.metrics[::2], sums.metrics[1::2], strict=True)
+    return {name: ratio(*pair) for name, pair in zip(outline.metric_names, pairs, strict=True)}
+
+
+def ratio(total: float, weight: float) -> float:
+    """Return a sum divided by its weight; NaN where nothing counts, as 0 / 0 in PyTorch."""
+    return total / weight if weight else math.nan
 
 
 def state_by_name(outline: Outline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The driver of a job: starts its workers, asks them for results, and notices when one is lost."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import Protocol, cast
@@ -12,8 +12,18 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
 from piper.launchers.checkpoints import Checkpoints, Saves
+from piper.launchers.evaluation import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, blame
-from piper.launchers.messages import PATIENCE, Assignment, BatchSlicer, Call, Heartbeat, pack_setup
+from piper.launchers.messages import (
+    PATIENCE,
+    Assignment,
+    BatchSlicer,
+    Call,
+    EvaluationBatch,
+    Heartbeat,
+    Preparation,
+    pack_setup,
+)
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
@@ -40,6 +50,10 @@ class WorkerGroup(ABC):
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         """Call workers, each with its argument, and return their answers. One error ends all workers."""
 
+    def running(self, program: ProgramLike) -> AbstractContextManager[None]:
+        """Say inside the block that workers run another program than the one they train with."""
+        return nullcontext()
+
     @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
@@ -58,6 +72,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
+        self.current = program  # what workers run now: an evaluation has a program of its own
         self.devices = devices_of(program.plans)
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
@@ -132,6 +147,14 @@ class SocketWorkerGroup(WorkerGroup):
     def bells(self) -> Sequence[Readable]:
         """Return objects that become readable when a process ends."""
         return ()
+
+    @contextmanager
+    def running(self, program: ProgramLike) -> Iterator[None]:
+        self.current = program
+        try:
+            yield
+        finally:
+            self.current = self.program
 
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         self.asked = monotonic()
@@ -222,8 +245,8 @@ class SocketWorkerGroup(WorkerGroup):
         statuses = self.statuses()
         self._listen(0)
         return JobSnapshot(
-            plans=self.program.plans,
-            origins=self.program.origins,
+            plans=self.current.plans,
+            origins=self.current.origins,
             timeout=self.options.timeout,
             statuses=statuses,
             failures=self.failures,
@@ -253,7 +276,7 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 
-class RemoteRun(Saves, Trains):
+class RemoteRun(Saves, Trains, Evaluates):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
@@ -262,6 +285,7 @@ class RemoteRun(Saves, Trains):
         self.devices = devices_of(program.plans)
         self.wanted = wanted_batch(setup_of(program))
         self.slicer = BatchSlicer(program.plans)
+        self.slicers: dict[int, BatchSlicer] = {}  # of evaluation programs, by their numbers
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 
@@ -282,7 +306,19 @@ class RemoteRun(Saves, Trains):
         cut = {device: self.slicer.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
         self.checkpoints.poll()
-        return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+        return result_of(self.plans, self.program.outline, cast(Sums, answers[self.devices[0]]))
+
+    def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
+        given = Preparation(number=number, setup=pack_setup(setup_of(program)), buffers=buffers)
+        self.slicers[number] = BatchSlicer(program.plans)
+        self._ask("prepare", dict.fromkeys(self.devices, given))
+
+    def _forward(self, number: int, program: ProgramLike, batch: Mapping[str, Tensor]) -> Sums:
+        slicer = self.slicers[number]
+        given = {d: EvaluationBatch(number=number, fields=slicer.cut(batch, d)) for d in self.devices}
+        with self.group.running(program):
+            answers = self._ask("evaluate", given)
+        return cast(Sums, answers[self.devices[0]])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""

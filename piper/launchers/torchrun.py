@@ -191,6 +191,7 @@ class TorchrunRun(RemoteRun):
 
     group: TorchrunWorkerGroup
     step = published(RemoteRun.step)
+    evaluate = published(RemoteRun.evaluate)
     state_dict = published(RemoteRun.state_dict)
     gradients = published(RemoteRun.gradients)
     trails = published(RemoteRun.trails)

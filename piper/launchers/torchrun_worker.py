@@ -5,7 +5,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar, cast
@@ -40,7 +40,7 @@ from piper.runtime.setup import Initial, ProgramLike
 P = ParamSpec("P")
 T = TypeVar("T")
 DESCRIPTORS = Path("/proc/self/fd")
-CHANGES = ("step", "load")  # methods that every rank has to call when rank 0 does
+CHANGES = ("step", "evaluate", "load")  # methods that every rank has to call when rank 0 does
 BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
 LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
 Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
@@ -114,7 +114,8 @@ class BackgroundWorker:
             try:
                 self.channel.send(None)
                 while (asked := cast("tuple[Call, object] | None", self.calls.get())) is not None:
-                    with beating(self.channel):
+                    opens = self.sockets.recording() if asked[0] == "prepare" else nullcontext()
+                    with beating(self.channel), opens:
                         answer = server.answer(*asked)
                     self.channel.send(answer)
             finally:
@@ -145,7 +146,7 @@ class OpenSockets:
         """Record the sockets that are opened inside the block."""
         before = sockets()
         yield
-        self.opened = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+        self.opened |= {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
 
     def shut(self) -> None:
         """Shut the recorded sockets. Every wait on them, on either side, then ends with an error."""
@@ -286,6 +287,7 @@ class TorchrunWorkerRun(Trains):
         )
 
     step = received(RemoteRun.step)
+    evaluate = received(RemoteRun.evaluate)
     state_dict = received(RemoteRun.state_dict)
     gradients = received(RemoteRun.gradients)
     trails = received(RemoteRun.trails)

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.ids import SlotId
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.flat import Flat, Layout
@@ -89,25 +88,6 @@ class State:
                 computing = dict(holding.layout.segments(holding.own))
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
-
-    def resident(self, slot: SlotId, initial: Initial) -> object:
-        """Return the initial value of a slot that outlives the step."""
-        if slot.kind == "buffer":
-            share, value = self.shares[slot.owner], initial(slot.owner)
-            if share.ways > 1:
-                value = value.chunk(share.ways, share.axis)[share.part]
-            dtype = self.setup.dtype if value.is_floating_point() else value.dtype
-            return value.to(self.setup.device, dtype, copy=True)
-        if slot.kind == "place":
-            home, group = slot.devices
-            stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
-            place = home.index(self.device) // stride % len(group)
-            return torch.tensor([place], device=self.setup.device)
-        if slot.kind == "constant":
-            return self.setup.constants[slot.owner].to(self.setup.device)
-        if slot.kind == "param":
-            return self.holdings[slot.owner].param
-        return None  # the optimizer keeps its own state; the total is written by the step
 
     def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None) -> None:
         """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
