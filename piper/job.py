@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
+from piper.callbacks import Callback
 from piper.directives import Directive
 from piper.directives.base import known_directives
 from piper.errors import ConfigError
@@ -92,6 +93,7 @@ class Job:
     seed: int = 0
     checkpoint: Checkpoint | None = None
     evaluate: Evaluate | None = None
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "data", "optimizer"):
@@ -128,6 +130,14 @@ class Job:
             f"evaluate is {type(self.evaluate).__name__}, not an Evaluate",
             "give a piper.Evaluate(data=..., every=...), or leave it out",
         )
+        for number, callback in enumerate(self.callbacks):
+            need(
+                isinstance(callback, Callback),
+                "Job",
+                f"callbacks[{number}] is {type(callback).__name__}, not a callback",
+                "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
+            )
+            object.__setattr__(self, "optimizer", callback.wrap_optimizer(self.optimizer))
         if not isinstance(self.strategy, Path | str):
             check_strategy(self.strategy)
 

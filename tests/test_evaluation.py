@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -32,18 +33,22 @@ class Net(nn.Module):
         with piper.annotate("PP"):
             h = F.dropout(self.norm(self.first(x)).relu(), 0.3, self.training)
         with piper.annotate("PP"):
-            return self.last(h)
+            logits: Tensor = self.last(h)
+            return logits
 
 
 def measured(
     model: nn.Module, batch: Batch
-) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, object]]]:
+) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor | float]]]:
     """A sum with its weight, which some samples do not count in, and two metrics."""
     logits = model(batch["x"])
     counts = batch["y"] != 4
     each = F.cross_entropy(logits, batch["y"], reduction="none") * counts
     right = (logits.argmax(-1) == batch["y"]) & counts
-    metrics = {"accuracy": (right.sum(), counts.sum()), "size": (logits.square().sum(), len(logits))}
+    metrics: dict[str, tuple[Tensor, Tensor | float]] = {
+        "accuracy": (right.sum(), counts.sum()),
+        "size": (logits.square().sum(), len(logits)),
+    }
     return (each.sum(), counts.sum()), metrics
 
 
@@ -224,6 +229,8 @@ def test_a_metric_without_a_weight_is_refused() -> None:
 class OnlyEvaluated(Net):
     """A model with a buffer that only eval mode reads."""
 
+    shift: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.full((5,), 0.25))
@@ -255,13 +262,11 @@ def compared(job: piper.Job, batches: Sequence[Batch], on: str = "inline") -> fl
     with torch.no_grad():
         for batch in batches:
             fields = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-            found = job.loss(model, fields)
+            found: Any = job.loss(model, fields)
             found = found[0] if isinstance(found, tuple) and isinstance(found[1], dict) else found
-            if isinstance(found, tuple):
-                total, weights = total + float(found[0]), weights + float(found[1])
-            else:
-                samples = len(next(iter(batch.values())))
-                total, weights = total + float(found) * samples, weights + samples
+            samples = len(next(iter(batch.values())))
+            summed, weight = found if isinstance(found, tuple) else (found * samples, samples)
+            total, weights = total + float(summed), weights + float(weight)
     return abs(got - total / weights)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 ROOMS = {
+    "callbacks",
     "version",
     "strategies",
     "private_files",
@@ -88,9 +89,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # experts: the markers at which a region is cut
     "models": {"losses", "errors", "experts", "capture", "torch"},
-    "job": {"usercode", "errors", "ir", "directives", "torch"},
+    "callbacks": {"usercode", "errors", "torch"},
+    "job": {"callbacks", "usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "torch"},
     "runtime": {
+        "callbacks",  # a job has some
         "sharding",
         "devices",
         "usercode",
@@ -101,6 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "callbacks",
         "private_files",
         "ids",
         "checkpoint",

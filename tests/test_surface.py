@@ -27,6 +27,7 @@ def test_public_names() -> None:
         "annotate_layers",
         "annotate_modules",
         "at",
+        "callbacks",
         "compile",
         "grouped_mm",
         "launch",
@@ -71,6 +72,7 @@ def test_job_fields() -> None:
         "seed",
         "checkpoint",
         "evaluate",
+        "callbacks",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
+from piper.callbacks import Callback, Running, named_callbacks
 from piper.errors import WorkerError
 from piper.ir.chunk import Outline
 from piper.plan.plan import Plans
@@ -44,6 +45,7 @@ class Resumed:
 
     step: int
     data: object = None
+    callbacks: Mapping[str, object] = field(default_factory=dict)  # the saved states of the job's callbacks
 
 
 class Trains(ABC):
@@ -51,21 +53,83 @@ class Trains(ABC):
 
     program: ProgramLike
     batches: Iterator[Mapping[str, Tensor]] | None = None  # begun with the first call
+    done = 0  # steps that `train` has trained, those before a loaded checkpoint included
+    stopping = False  # a callback has asked to stop
+    drives = True  # this process writes what callbacks write
 
     @abstractmethod
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
 
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`."""
+
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
-        """Train on the job's data, by default for the job's steps. A second call continues from there."""
+        """Train on the job's data, by default for the job's steps. A second call continues from there.
+
+        The job's `evaluate` and callbacks run as well. It ends early where a callback calls `stop`.
+        """
         if self.batches is None:
             self.batches = iter(self.program.job.data())
-        for batch in islice(self.batches, self.program.job.steps if steps is None else steps):
-            yield self.step(batch)
+        self.stopping = False
+        last = self.done + (self.program.job.steps if steps is None else steps)
+        for batch in islice(self.batches, last - self.done):
+            result = self.step(batch)
+            self.after_step(self.done + 1, result, last)
+            yield result
+            if self.stopping:
+                break
+        self.after_training(self.done)
+
+    def stop(self) -> None:
+        """End the training after this step. For callbacks."""
+        self.stopping = True
+
+    def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
+        """Evaluate where it is due, and call the callbacks. Return the result of an evaluation."""
+        self.done = step
+        for callback in self._callbacks():
+            callback.on_step(cast(Running, self), step, result)
+        asked = self.program.job.evaluate
+        if asked is None or (step % asked.every and step != last):
+            return None
+        found = self.evaluate()
+        for callback in self._callbacks():
+            callback.on_evaluate(cast(Running, self), step, found)
+        return found
+
+    def after_saving(self, step: int, path: Path) -> None:
+        """Call the callbacks after a checkpoint."""
+        for callback in self._callbacks():
+            callback.on_save(cast(Running, self), step, path)
+
+    def after_training(self, step: int) -> None:
+        """Call the callbacks at the end of the training."""
+        for callback in self._callbacks():
+            callback.on_end(cast(Running, self), step)
+
+    def resumed(self, found: Resumed) -> Resumed:
+        """Continue with the steps and the states of the callbacks that a checkpoint has."""
+        self.done = found.step
+        for name, callback in named_callbacks(self.program.job.callbacks).items():
+            if name in found.callbacks:
+                callback.load_state_dict(cast("Mapping[str, object]", found.callbacks[name]))
+        return found
+
+    def _callbacks(self) -> Iterator[Callback]:
+        """Yield the callbacks that run in this process."""
+        for callback in self.program.job.callbacks:
+            if self.drives or callback.everywhere:
+                yield callback
 
 
 class Run(Protocol):
     """The interface of a running job."""
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether a callback has asked to stop."""
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
@@ -103,6 +167,21 @@ class Run(Protocol):
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+
+    def stop(self) -> None:
+        """End `train` after this step. For callbacks."""
+
+    def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
+        """Evaluate where it is due and call the callbacks, in a loop that is not `train`."""
+
+    def after_saving(self, step: int, path: Path) -> None:
+        """Call the callbacks after a checkpoint, in a loop that is not `train`."""
+
+    def after_training(self, step: int) -> None:
+        """Call the callbacks at the end of the training, in a loop that is not `train`."""
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -29,7 +29,7 @@ from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_buffers, whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.record import Clock, Recording, compare
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
@@ -51,7 +51,7 @@ class WorkerGroup(ABC):
         """Call workers, each with its argument, and return their answers. One error ends all workers."""
 
     def running(self, program: ProgramLike) -> AbstractContextManager[None]:
-        """Say inside the block that workers run another program than the one they train with."""
+        """Take note inside the block that workers run another program than the one they train with."""
         return nullcontext()
 
     @abstractmethod
@@ -276,7 +276,7 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 
-class RemoteRun(Saves, Trains, Evaluates):
+class RemoteRun(Evaluates, Trains, Saves):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
@@ -343,6 +343,18 @@ class RemoteRun(Saves, Trains, Evaluates):
         reached = cast("set[str]", self._ask("reached", {first: None})[first])
         whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
         return {name: value for name, value in whole.items() if name in reached}
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
+        asked = {device: (key, names) for device, names in holders(buckets).items()}
+        answers = self._ask("optimizer_state", asked)
+        owned = {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, Tensor | None]", found).items()
+        }
+        return whole_state(buckets, owned)
 
     def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
         answers = self._ask(call, holders(buckets))

@@ -18,7 +18,7 @@ from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
 from piper.launchers.processes import ProcessStatus, running
 from piper.launchers.restoring import blank_values
-from piper.runtime.assemble import whole_buffers, whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
 from piper.runtime.env import Dice
@@ -28,7 +28,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums, Worker
 
 
-class InlineRun(Saves, Trains, Evaluates):
+class InlineRun(Evaluates, Trains, Saves):
     """A job whose devices are threads."""
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
@@ -156,6 +156,16 @@ class InlineRun(Saves, Trains, Evaluates):
         ]
         reached = next(iter(self.workers.values())).env.state.reached
         return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
+        owned = {
+            (bucket.name, device): self.workers[device].env.state.kept(bucket.name, key)
+            for bucket in buckets
+            for device in bucket.devices
+        }
+        return whole_state(buckets, owned)
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""

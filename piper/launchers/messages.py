@@ -27,7 +27,7 @@ from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
+Asked = Literal["owned", "gradients", "optimizer_state", "reached", "buffers", "trail", "record", "clock"]
 Call = Literal["step", "prepare", "evaluate", "save", "load", "adopt", "poll"] | Asked
 Span = tuple[int, int]
 

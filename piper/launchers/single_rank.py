@@ -96,6 +96,9 @@ class SingleRankRun(Trains):
     def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
         raise single_rank_error("there is nothing to evaluate")
 
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        raise single_rank_error("there is no optimizer state of a whole job")
+
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """Return what every chunk returned in the last step; `keep_outputs` must be on."""
         return {} if self.worker.trail is None else {self.device: self.worker.trail.kept}

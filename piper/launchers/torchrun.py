@@ -194,6 +194,7 @@ class TorchrunRun(RemoteRun):
     evaluate = published(RemoteRun.evaluate)
     state_dict = published(RemoteRun.state_dict)
     gradients = published(RemoteRun.gradients)
+    optimizer_state = published(RemoteRun.optimizer_state)
     trails = published(RemoteRun.trails)
     recordings = published(RemoteRun.recordings)
     save = published(RemoteRun.save)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Trains
+from piper.launchers.base import Resumed, Trains
 from piper.launchers.driver import RemoteRun, devices_of
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
@@ -260,6 +260,8 @@ def received(
 class TorchrunWorkerRun(Trains):
     """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
 
+    drives = False
+
     def __init__(self, program: ProgramLike, results: SimpleQueue[RankZeroResult | None]) -> None:
         self.program, self.results = program, results
         self.over = False
@@ -293,8 +295,12 @@ class TorchrunWorkerRun(Trains):
     trails = received(RemoteRun.trails)
     recordings = received(RemoteRun.recordings)
     save = received(RemoteRun.save)
-    load = received(RemoteRun.load)
+    optimizer_state = received(RemoteRun.optimizer_state)
     settle = received(RemoteRun.settle)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Continue from the checkpoint that rank 0 has loaded."""
+        return self.resumed(cast(Resumed, self._next("load")))
 
     def close(self) -> None:
         """Stop asking for results. The worker continues until rank 0 ends the run."""

@@ -119,6 +119,11 @@ class WorkerServer:
         """Return the last step's gradients of this device's part of some buckets."""
         return {name: self.worker.gradient(name) for name in buckets}
 
+    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, Tensor | None]:
+        """Return what the optimizer keeps under a key for this device's part of some buckets."""
+        key, buckets = asked
+        return {name: self.worker.env.state.kept(name, key) for name in buckets}
+
     def reached(self, _: object) -> set[str]:
         """Return the parameters that have gradients."""
         return self.worker.env.state.reached

@@ -1,6 +1,6 @@
 """The setup that a worker needs to run one device's plan."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.callbacks import Callback
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.plan.plan import Plans
@@ -54,6 +55,8 @@ class JobLike(Protocol):
     def seed(self) -> int: ...
     @property
     def evaluate(self) -> EvaluateLike | None: ...
+    @property
+    def callbacks(self) -> Sequence[Callback]: ...
 
 
 class ProgramLike(Protocol):

@@ -115,6 +115,23 @@ class State:
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
 
+    def kept(self, bucket: str, key: str) -> Tensor | None:
+        """Return what the optimizer keeps under a key for this device's part of a bucket, in one flat tensor.
+
+        Parameters without it count as zeros. None: no parameter of the bucket has it.
+        """
+        if self.optimizer is None:
+            return None
+        found = torch.zeros_like(self.holdings[bucket].trained)
+        places = dict(self.holdings[bucket].layout.segments(found))
+        some = False
+        for piece, tensor in self.segments[bucket]:
+            value = self.optimizer.state.get(tensor, {}).get(key)
+            if isinstance(value, Tensor) and value.numel() == tensor.numel():
+                places[piece].copy_(value.view(places[piece].shape))
+                some = True
+        return found if some else None
+
     def _factors(self, sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the divisor of the gradients and the factor that clips their norm. None: not needed."""
         if sums is None:
