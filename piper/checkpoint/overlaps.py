@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper.checkpoint.record import Piece
+from piper.checkpoint.metadata import Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

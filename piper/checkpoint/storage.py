@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.blocks import BlockReader, FileRecord, StorageError, write_blocks
+from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.metadata import SUFFIX, Piece, Record, Stored, covered
 from piper.checkpoint.overlaps import Overlap, overlaps
-from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import SUFFIX, Piece, Record, Stored, covered
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
@@ -166,7 +166,7 @@ def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
     return index
 
 
-class Shelf:
+class CheckpointReader:
     """The tensors of a checkpoint. A caller reads only the elements it needs."""
 
     def __init__(self, folder: Path, record: Record) -> None:

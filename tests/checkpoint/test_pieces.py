@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from piper.checkpoint.metadata import Piece, Record, Spec, Stored, check_sections, covered, record_of
 from piper.checkpoint.overlaps import Overlap, overlaps
-from piper.checkpoint.record import Piece, Record, Spec, Stored, check_sections, covered, record_of
-from piper.checkpoint.storage import Part, Shelf, index_of, write_parts
-from piper.launchers.copying import buffer_parts
+from piper.checkpoint.save import buffer_parts
+from piper.checkpoint.storage import CheckpointReader, Part, index_of, write_parts
 from piper.plan.divided import Share
 from piper.sharding import Sharding, combs, local_sizes
 
@@ -65,7 +65,7 @@ def test_any_slices_are_read_from_any_others(saved: str, loaded: str, tmp_path: 
     again = record_of(json.loads(record.to_json()))
     assert again.tensors == record.tensors
     check_sections(again)
-    shelf = Shelf(tmp_path, again)
+    shelf = CheckpointReader(tmp_path, again)
     shelf.check_headers()
     for position in range(devices(DIVISIONS[loaded])):
         wanted = held(whole, DIVISIONS[loaded], position)
@@ -87,11 +87,11 @@ def test_a_buffer_is_divided_along_its_own_dimension(tmp_path: Path) -> None:
         files={name: file for one in written for name, file in one.files.items()},
     )
     flat = torch.zeros(8)
-    Shelf(tmp_path, record).read(buffer_parts("b", Share(part=0, ways=1), whole, flat))
+    CheckpointReader(tmp_path, record).read(buffer_parts("b", Share(part=0, ways=1), whole, flat))
     assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     half = torch.zeros(4)
     share = Share(part=1, ways=2, axis=1)
-    Shelf(tmp_path, record).read(buffer_parts("b", share, half.view(2, 2), half))
+    CheckpointReader(tmp_path, record).read(buffer_parts("b", share, half.view(2, 2), half))
     assert half.tolist() == [2.0, 3.0, 6.0, 7.0]
 
 

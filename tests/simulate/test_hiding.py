@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from piper import at, order, schedules, shard, split, strategies
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import Directive
 from piper.job import Job
 from piper.models import decoder
