@@ -1,6 +1,7 @@
 """Collectives inside divided regions: values joined, cut, summed and exchanged within a group."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -93,12 +94,23 @@ def all_to_all(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
     return work
 
 
+def shift(by: int, group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
+    """Return what gives a value to the member `by` places on."""
+
+    def work(value: Tensor) -> Tensor:
+        return group.shift(value.contiguous().view(-1), by).view(value.shape)
+
+    return work
+
+
 OPERATIONS: dict[str, Callable[[Group, Collective], Callable[[Tensor], Tensor]]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,
     "max": maximum,
     "all_to_all": all_to_all,
+    "shift": partial(shift, 1),
+    "shift_back": partial(shift, -1),
 }
 
 
