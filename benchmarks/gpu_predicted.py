@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.models import decoder
-from piper.runtime.cuda.releases import predicted_peak
+from piper.runtime.cuda.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate_alone

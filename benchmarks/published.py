@@ -25,13 +25,13 @@ from published_models import Decoder, Sizes, divided_weights, loss
 from repeated import repeated
 
 import piper
-from piper.collector import no_collection
 from piper.directives import Directive, apply
-from piper.ir.chunk import Outline
+from piper.gc_pause import no_collection
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import At
 from piper.lower.lower import LOWERING, lower
-from piper.lower.work import Settings, Work
+from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Plans
 from piper.schedules.grid import Grid, orders
 from piper.schedules.names import grid_for
@@ -148,7 +148,7 @@ def row_of(found: dict[str, str]) -> Row:
     return row
 
 
-def captured(row: Row) -> Outline:
+def captured(row: Row) -> CapturedModel:
     """Capture two layers of a model for one group of devices, and repeat the second."""
     small = replace(row.sizes, layers=2)
     tokens = torch.zeros((row.samples, row.sizes.seq), dtype=torch.long)
@@ -164,7 +164,7 @@ def captured(row: Row) -> Outline:
     return skipping_masks(repeated(program.outline, row.sizes.layers), row)
 
 
-def skipping_masks(outline: Outline, row: Row) -> Outline:
+def skipping_masks(outline: CapturedModel, row: Row) -> CapturedModel:
     """Let attention over a divided sequence skip what its causal mask hides, as the kernels of Llama 3 do.
 
     Piper's own attention does not: it computes all scores of a device's queries and masks them.
@@ -253,7 +253,7 @@ def grid_of(row: Row, microbatches: int) -> Grid | None:
 
 
 def simulated(
-    row: Row, outline: Outline, cluster: Cluster, microbatches: int, *, prove: bool = False
+    row: Row, outline: CapturedModel, cluster: Cluster, microbatches: int, *, prove: bool = False
 ) -> Simulation:
     """Lower a row's strategy to plans and simulate a step."""
     samples = row.dp * row.samples * microbatches
@@ -266,7 +266,7 @@ def lowered(graph: Graph, settings: Settings, *, prove: bool) -> Plans:
     """Lower a graph to plans. A proof takes longer than all rewrites together."""
     if prove:
         return lower(graph, settings)[0]
-    work = Work(graph=graph, settings=settings)
+    work = LoweringState(graph=graph, settings=settings)
     with no_collection():
         for rewrite, _ in LOWERING:
             work = rewrite(work)
@@ -274,7 +274,7 @@ def lowered(graph: Graph, settings: Settings, *, prove: bool) -> Plans:
     return work.plans
 
 
-def step_of(row: Row, outline: Outline, cluster: Cluster, *, full: bool) -> float:
+def step_of(row: Row, outline: CapturedModel, cluster: Cluster, *, full: bool) -> float:
     """Return the seconds of a step, extrapolated where it has many microbatches."""
     few = row.pp
     more = few + (row.pp if row.stages_per_rank > 1 else max(2, row.pp // 8))

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from piper.ir.chunk import Chunk, Outline, Output, PhaseSpec, Source, Tags
+from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Source, Tags
 
 TAG = "LAYER"
 SECOND = 2  # the region that is repeated: 0 is the embedding, 1 the first layer
 
 
-def repeated(outline: Outline, layers: int) -> Outline:
+def repeated(outline: CapturedModel, layers: int) -> CapturedModel:
     """Return the outline of a model with `layers` layers, from one with two.
 
     Region 0 is the embedding, the last one the head. The second layer is repeated; each copy reads the layer
@@ -50,7 +50,9 @@ def repeated(outline: Outline, layers: int) -> Outline:
 class Copier:
     """Copies chunks of a layer to later layers."""
 
-    def __init__(self, outline: Outline, index: dict[str, int], own: set[str], collectives: int) -> None:
+    def __init__(
+        self, outline: CapturedModel, index: dict[str, int], own: set[str], collectives: int
+    ) -> None:
         self.index, self.own, self.collectives = index, own, collectives
         self.by_name = {chunk.name: chunk for chunk in outline.chunks}
 

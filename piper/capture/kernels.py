@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, fx
 
-from piper.capture.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
-from piper.capture.sizes import Sizes, dtype_name
+from piper.capture.autodiff.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
+from piper.capture.trace.sizes import Sizes, dtype_name
 from piper.ir.chunk import Kernel
 
 _aten = torch.ops.aten

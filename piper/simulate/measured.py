@@ -12,12 +12,12 @@ from pathlib import Path
 from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.files import write_output
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.ops import Op
 from piper.simulate.cluster import Cluster
 from piper.simulate.costs import Roofline, Talk
-from piper.simulate.fit import NOTHING, Line
 from piper.simulate.profile import fingerprint
+from piper.simulate.regression import NOTHING, Line
 
 FORM = 1  # of the file
 HALVES: tuple[Phase, ...] = ("BI", "BW")
@@ -107,7 +107,7 @@ def share_of(chunk: Chunk, half: Phase) -> float:
     return sum(parts) / len(parts) if parts else 0.0
 
 
-def check_model(costs: Measured, outline: Outline) -> None:
+def check_model(costs: Measured, outline: CapturedModel) -> None:
     """Refuse costs of another model."""
     mine = fingerprint(outline)
     if costs.model != mine:

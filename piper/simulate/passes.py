@@ -2,14 +2,14 @@
 
 from math import prod
 
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.simulate.costs import Costs
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ADDING = 3  # a sum reads the sum so far and the gradient, and writes the sum
 
 
-def pass_seconds(outline: Outline, chunk: Chunk, phase: Phase, costs: Costs) -> float:
+def pass_seconds(outline: CapturedModel, chunk: Chunk, phase: Phase, costs: Costs) -> float:
     """Return the seconds of a pass: of its phase, and of adding its gradients to those of other microbatches.
 
     An accumulation is an instruction of its own in a plan. It belongs to the pass whose gradients it adds: a
@@ -18,7 +18,7 @@ def pass_seconds(outline: Outline, chunk: Chunk, phase: Phase, costs: Costs) -> 
     return costs.compute(chunk, phase) + accumulation_seconds(outline, chunk, phase, costs)
 
 
-def accumulation_seconds(outline: Outline, chunk: Chunk, phase: Phase, costs: Costs) -> float:
+def accumulation_seconds(outline: CapturedModel, chunk: Chunk, phase: Phase, costs: Costs) -> float:
     """Return the seconds of adding the gradients of one pass to those of other microbatches."""
     spec = chunk.phases.get(phase)
     if spec is None or not spec.grad_params:

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.capture.cost import pairs_of_tokens
+from piper.capture.cost.estimate import pairs_of_tokens
+from piper.cli.prices import prices_of
 from piper.devices import Devices
 from piper.ids import Pass
-from piper.ir.chunk import Chunk, Kernel, Outline, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk import CapturedModel, Chunk, Kernel, Output, Parameter, Phase, PhaseSpec, TensorSpec
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.simulate.cluster import Cluster, Link, load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk
+from piper.simulate.dependencies import touched
 from piper.simulate.measured import Measured, MeasuredOn
 from piper.simulate.passes import pass_seconds
 from piper.simulate.products import attention_seconds, product_seconds
 from piper.simulate.simulate import simulate, simulate_alone
-from piper.simulate.web import touched
-from piper.verbs.prices import prices_of
 from tests.slots import slot, slots
 
 SMALL = Cluster(
@@ -238,7 +238,7 @@ def test_an_accumulation_belongs_to_the_pass_that_makes_the_gradients() -> None:
         Parameter(name="b", shape=(2,), dtype="bfloat16"),
         Parameter(name="other", shape=(100,), dtype="float32"),
     )
-    outline = Outline(chunks=(chunk,), loss=Output(chunk="PP=0", index=0), parameters=parameters)
+    outline = CapturedModel(chunks=(chunk,), loss=Output(chunk="PP=0", index=0), parameters=parameters)
     costs = Roofline(SMALL)
     assert pass_seconds(outline, chunk, "F", costs) == 1 + 0.125 + 1
     assert pass_seconds(outline, chunk, "BI", costs) == 1
@@ -337,6 +337,6 @@ def test_a_stage_as_an_h200_runs_it(samples: int, measured: float) -> None:
 
 
 def test_the_simulator_needs_no_torch() -> None:
-    modules = "piper.simulate.simulate, piper.simulate.measured, piper.simulate.passes, piper.verbs.prices"
+    modules = "piper.simulate.simulate, piper.simulate.measured, piper.simulate.passes, piper.cli.prices"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,140 @@
+"""Estimates the cost of a phase: arithmetic, memory traffic, and temporary memory."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
+from piper.capture.autodiff.partition import Section
+from piper.capture.cost.workspace import workspace_of
+from piper.capture.kernels import Traffic, counted, fused, kernel_of, operations
+from piper.capture.trace.sizes import Sizes
+from piper.ir.chunk import Kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The cost of one phase, with balanced sizes."""
+
+    flops: int
+    bytes_moved: int
+    workspace: int  # peak bytes beyond arguments and results; negative if these never coexist
+    kernels: tuple[Kernel, ...] = ()
+
+
+def cost_of(
+    section: Section, sizes: Sizes, *, joined: bool = False, lasting: Collection[fx.Node] = ()
+) -> Cost:
+    """Add up the operations of a phase.
+
+    joined: a compiler fuses cheap operations with their readers, so the values between them need no memory.
+    lasting: values that a later phase reads again.
+    """
+    fleeting = _fleeting(section) if joined else None
+    groups = [[node] for node in operations(section.body)]
+    if fleeting is not None:
+        groups = fused(section.body, fleeting)
+    traffic = Traffic(section.body, sizes, fleeting or ())
+    kernels = counted(
+        kernel_of(group, sum(flops_of(node, sizes) for node in group), traffic.of(group), sizes)
+        for group in groups
+    )
+    return Cost(
+        flops=sum(kernel.count * kernel.flops for kernel in kernels),
+        bytes_moved=sum(kernel.count * kernel.nbytes for kernel in kernels),
+        workspace=workspace_of(section, sizes, fleeting, lasting),
+        kernels=kernels,
+    )
+
+
+def _fleeting(section: Section) -> set[int]:
+    """Return the storages that a compiled phase never allocates, because their producers are fused."""
+    body = set(section.body)
+    written = {memory for write in section.writes for memory in memories(write.node)}
+    found: set[int] = set()
+    for node in section.body:
+        if cheap(node) and not read_from_memory(node, body.__contains__):
+            found |= set(memories(node)) - written
+    return found
+
+
+def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> int:
+    """Return the bytes an operation reads and writes, without the storages in `fleeting`."""
+    return sum(
+        sizes.nbytes(tensor)
+        for storage, tensor in storages([node, *node.all_input_nodes])
+        if storage not in fleeting
+    )
+
+
+def flops_of(node: fx.Node, sizes: Sizes) -> int:
+    """Return the floating-point operations of a node, by torch's own table."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if target.name().startswith("piper::grouped_mm"):
+        return _grouped_flops(node, sizes)
+    if "_scaled_dot_product_" in target.name():
+        return _attention_flops(node, sizes, backward="backward" in target.name())
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is None:
+        return 0
+
+    def shaped(argument: Any) -> Any:  # noqa: ANN401  an argument is anything
+        # The formulas need only shapes.
+        value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
+        return torch.Size(sizes.shape(value)) if isinstance(value, Tensor) else value
+
+    arguments = [fx.node.map_aggregate(argument, shaped) for argument in node.args]
+    named = {key: fx.node.map_aggregate(argument, shaped) for key, argument in node.kwargs.items()}
+    result = fx.node.map_aggregate(node.meta["val"], shaped)
+    return int(formula(*arguments, **named, out_val=result))
+
+
+def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
+    """Return the floating-point operations of a grouped matrix product.
+
+    Each row meets one expert: rows x d x f, for any number of experts.
+    """
+    first, second = (sizes.shape(source.meta["val"]) for source in node.all_input_nodes[:2])
+    made = sizes.shape(node.meta["val"])
+    rows, width = first
+    return 2 * rows * width * (second[-1] if len(made) == 3 else made[1])
+
+
+def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
+    """Return the floating-point operations of attention.
+
+    The forward has two products, scores and values. The backward has five, because it recomputes the scores.
+    Causal attention computes only the scores of earlier tokens.
+    """
+    sources = [source for source in node.args if isinstance(source, fx.Node)]
+    query, key, value = (sizes.shape(source.meta["val"]) for source in sources[backward : backward + 3])
+    batch, heads, length, width = query
+    scores = 2 * batch * heads * pairs_of_tokens(length, key[2], causal=_is_causal(node))
+    return scores * (3 * width + 2 * value[3] if backward else width + value[3])
+
+
+def pairs_of_tokens(queries: int, keys: int, *, causal: bool) -> int:
+    """Return how many pairs of a query and a key attention looks at.
+
+    >>> pairs_of_tokens(4, 4, causal=False), pairs_of_tokens(4, 4, causal=True)
+    (16, 10)
+    """
+    if not causal:
+        return queries * keys
+    short = min(queries, keys)
+    return short * (short + 1) // 2 + (queries - short) * keys
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Return whether an attention operation is given as causal. A mask counts as no saving."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    at = names.index("is_causal")
+    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("is_causal", False))
