@@ -113,6 +113,7 @@ def test_verbs_and_flags() -> None:
             "--compile",
             "--detect-nan",
             "--device",
+            "--grace",
             "--graphs",
             "--on",
             "--out",
