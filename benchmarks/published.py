@@ -161,26 +161,7 @@ def captured(row: Row) -> CapturedModel:
         precision="bf16",
     )
     program = piper.compile(job, device="cpu", compile=True)
-    return skipping_masks(repeated(program.outline, row.sizes.layers), row)
-
-
-def skipping_masks(outline: CapturedModel, row: Row) -> CapturedModel:
-    """Let attention over a divided sequence skip what its causal mask hides, as the kernels of Llama 3 do.
-
-    Piper's own attention does not: it computes all scores of a device's queries and masks them.
-    """
-    if row.cp == 1:
-        return outline
-    chunks = []
-    for chunk in outline.chunks:
-        phases = {}
-        for phase, spec in chunk.phases.items():
-            kernels = tuple(
-                replace(k, flops=k.flops // 2, nbytes=0) if k.kind == "attention" else k for k in spec.kernels
-            )
-            phases[phase] = replace(spec, kernels=kernels)
-        chunks.append(replace(chunk, phases=phases))
-    return replace(outline, chunks=tuple(chunks))
+    return repeated(program.outline, row.sizes.layers)
 
 
 def axes(row: Row, where: At, devices: Sequence[int]) -> list[Directive]:
