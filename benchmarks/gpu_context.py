@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.launchers.single_rank import PeakMemory, launch_single_rank
 from piper.models import decoder
 

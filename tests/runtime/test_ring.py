@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import Program, compile
+from piper.cli.plan_report import bytes_by_kind
+from piper.compiler import Program, compile
 from piper.directives import Directive, order, remat, replicate, shard, split
 from piper.ids import Pass
 from piper.ir.select import at
@@ -20,10 +21,9 @@ from piper.models import decoder
 from piper.models.layers import Attention
 from piper.plan.instr import Instr
 from piper.plan.text import read_plans, show_plans
-from piper.report import bytes_by_kind
 from piper.runtime import kernels
-from piper.runtime.check import check
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
+from piper.runtime.debug.check import check
 from piper.schedules import one_f_one_b, zbv
 from tests.runtime.divided import FIELDS, MODELS, Model, batches, context
 

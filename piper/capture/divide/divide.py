@@ -11,9 +11,9 @@ from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.reshapes import RESHAPES, value_of
 from piper.capture.divide.rules import rules
-from piper.capture.recording import FromParameter, Origin, Recording
-from piper.capture.regions import find_regions
-from piper.capture.rewrite import simplify
+from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.recording import FromParameter, Origin, Recording
+from piper.capture.trace.regions import find_regions
 from piper.ir.chunk import Tags
 
 
