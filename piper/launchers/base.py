@@ -52,6 +52,10 @@ class Trains(ABC):
         for batch in islice(self.batches, self.program.job.steps if steps is None else steps):
             yield self.step(batch)
 
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return False
+
 
 class Run(Protocol):
     """The interface of a running job."""
@@ -89,6 +93,9 @@ class Run(Protocol):
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -18,7 +18,8 @@ import piper.experts  # noqa: F401  captured code calls its operators
 from piper.checkpoint.background import Done, Keeper
 from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, unpack_setup
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, unpack_setup
+from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
 from piper.plan.divided import Share
@@ -141,19 +142,26 @@ class WorkerServer:
 def main(descriptors: Sequence[int]) -> int:
     """Be a worker of this machine: receive an assignment, then answer calls until the driver is gone."""
     end, marks, values = descriptors
+    termination = Termination()
+    termination.install()
     channel = Channel(socket.socket(fileno=end), codec=CODEC)
     try:
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path
         serve(
-            channel, given, lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks))
+            channel,
+            given,
+            lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
+            termination,
         )
     except ClosedError:
         pass
     return 0
 
 
-def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]) -> None:
+def serve(
+    channel: Channel, given: Assignment, build: Callable[[], WorkerServer], termination: Termination
+) -> None:
     """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
     try:
         server = build()
@@ -164,7 +172,10 @@ def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]
     try:
         while True:
             call, argument = cast("tuple[Call, object]", channel.recv())
-            channel.send(server.answer(call, argument))
+            answer = server.answer(call, argument)
+            if termination.news():
+                channel.send(Heartbeat(leaving=True))
+            channel.send(answer)
     except ClosedError:
         return
 
