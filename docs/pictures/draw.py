@@ -5,19 +5,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from piper import Directive, at, place, remat, replicate, shard, split
+import torch
+
+from piper import Directive, Job, at, compile, place, remat, replicate, shard, split
 from piper.directives import apply
 from piper.ir.chain import UNIT, chain
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
+from piper.models import decoder
 from piper.plan.plan import Plans
 from piper.schedules import dualpipe_v, one_f_one_b
-from piper.simulate.costs import Unit
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans
 from piper.view.heights import Row, heights
+from piper.view.lanes import lanes
 from piper.view.placement import placement
 from piper.view.svg_grid import grid
 
@@ -36,6 +41,7 @@ def pictures() -> Mapping[str, str]:
         "replicate.svg": holdings([replicate(at(), [0, 1])], "replicate: whole on both devices"),
         "zero.svg": holdings([replicate(at(), [0, 1], zero=3)], "replicate with zero=3: a half on each"),
         "shard.svg": holdings(experts, "shard: the experts divided", stages=1, experts=4),
+        "ring.svg": ring(),
         "split.svg": holdings(
             [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
         ),
@@ -78,6 +84,32 @@ def timetable(strategy: list[Directive], title: str, stages: int = 2, experts: i
     plans, work = lowered(strategy, stages, experts)
     tags = {chunk.name: chunk.tags for chunk in work.graph.outline.chunks}
     return grid(of_plans(plans, tags, title, work.graph.orderings))
+
+
+def ring() -> str:
+    """The forward and the backward of a layer on one of four devices, whose sequence goes round a ring."""
+    sizes = decoder.Config(
+        vocab=512, dim=512, layers=1, heads=32, kv_heads=8, head_dim=128, hidden=1024, stages=1
+    )
+    tokens = torch.zeros(1, 8192, dtype=torch.int64)
+    fields = {"tokens": 1, "labels": 1}
+    job = Job(
+        model=lambda: decoder.Decoder(sizes),
+        loss=decoder.token_loss,
+        data=lambda: [{"tokens": tokens, "labels": tokens}],
+        strategy=[shard(at(), range(4), axis="CP", batch=fields, attention="ring", balance="zigzag")],
+        precision="bf16",
+    )
+    program = compile(job, device="cpu")
+    found = simulate(program.plans, program.outline, Roofline(load_cluster("h200")))
+    plan = program.plans.plans[0]
+    layer = [
+        place
+        for place, ins in enumerate(plan.instrs)
+        if ins.op in ("compute", "collect") and ins.does != "all_reduce"
+    ][1:-1]  # without the ends of the loss
+    title = "attention on a ring of four: blocks of keys and values travel while others are attended to"
+    return lanes(plan, found.timelines[0], title=title, only=layer)
 
 
 class ByWork(Unit):
