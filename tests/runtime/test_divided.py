@@ -58,6 +58,7 @@ def test_a_divided_model_has_the_numbers_of_one_device(shared: Shared, model: st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "strategy"), FEW)
 def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
     report = checked(model, strategy, shared, launch_local)
