@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from piper import Directive, Job, at, compile, place, remat, replicate, shard, split
+from piper.devices import Devices
 from piper.directives import apply
 from piper.ir.chain import UNIT, chain
 from piper.ir.chunk import CapturedModel, Chunk, Phase
@@ -15,11 +16,13 @@ from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
 from piper.models import decoder
+from piper.plan.ops import Op
 from piper.plan.plan import Plans
 from piper.schedules import dualpipe_v, one_f_one_b
 from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline, Unit
+from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate
+from piper.strategies import tensor
 from piper.view.cells import of_plans
 from piper.view.heights import Row, heights
 from piper.view.lanes import lanes
@@ -42,6 +45,7 @@ def pictures() -> Mapping[str, str]:
         "zero.svg": holdings([replicate(at(), [0, 1], zero=3)], "replicate with zero=3: a half on each"),
         "shard.svg": holdings(experts, "shard: the experts divided", stages=1, experts=4),
         "ring.svg": ring(),
+        "tensor.svg": layer(),
         "split.svg": holdings(
             [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
         ),
@@ -110,6 +114,46 @@ def ring() -> str:
     ][1:-1]  # without the ends of the loss
     title = "attention on a ring of four: blocks of keys and values travel while others are attended to"
     return lanes(plan, found.timelines[0], title=title, only=layer)
+
+
+class OfLayer(Unit):
+    """A unit for attention and for the feed-forward, a quarter for a norm, half a unit for a collective."""
+
+    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
+        assert chunk is not None
+        return 1.0 if len(chunk.params) > 1 else 0.25
+
+    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
+        return Talk(seconds=0.5)
+
+
+def layer() -> str:
+    """The forward of one layer under tensor and sequence parallelism, for two microbatches at a time."""
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    weights = {
+        "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
+        "*attention.out|*ffn.down": 1,
+    }
+    sizes = replace(decoder.Config.tiny(layers=1, stages=1), by_layer=True)
+    made = compile(
+        Job(
+            model=lambda: decoder.Decoder(sizes),
+            loss=decoder.token_loss,
+            data=lambda: [{"tokens": tokens, "labels": tokens}],
+            strategy=tensor(layers=1, tp=2, weights=weights, overlap=True),
+        ),
+        device="cpu",
+    )
+    times = simulate(made.plans, made.outline, OfLayer())
+    plan = made.plans.plans[0]
+    drawn = [
+        place
+        for place, ins in enumerate(plan.instrs)
+        if ins.op in ("compute", "collect") and ins.run is not None
+        if ins.run.phase == "F" and "LAYER=0" in ins.run.chunk
+    ]
+    title = "A layer under tensor and sequence parallelism: two microbatches against each other"
+    return lanes(plan, times.timelines[0], title=title, only=drawn)
 
 
 class ByWork(Unit):
