@@ -24,7 +24,7 @@ from piper.explain import explain, origins
 from piper.ir.chunk import Chunk, Outline, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
-from piper.lower.buckets import make_buckets
+from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.lower import lower
 from piper.lower.settle import parts_of
 from piper.lower.work import Completed, Settings, Work
@@ -119,7 +119,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
         outline = outline_by_slice(graph, samples, codes)
         probe = probed(job, replace(graph, outline=outline), settings, probe)
-        return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
+        return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 
     with placing(job, strategy, batch):
         traced = recorded_at(likely_rows(strategy, samples))
@@ -277,8 +277,14 @@ def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = N
     sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
     policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in buckets}
     made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
-    probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
-    optimizer = empty_optimizer(job.optimizer, buckets) if job.scheduler is not None else None
+    try:
+        probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
+    except ConfigError:
+        if not any(bucket.zero for bucket in buckets):
+            raise
+        cut = trained_buckets(graph, replace(settings, whole=True), known=before is not None)
+        probe = replace(probe_optimizer(job.optimizer, sizes, cut, made_by), whole=True)
+    optimizer = empty_optimizer(job.optimizer, buckets, sizes) if job.scheduler is not None else None
     if optimizer is not None and job.scheduler is not None:
         try_scheduler(job.scheduler, optimizer, job.steps)
     return Probed(probe=probe, buckets=buckets)
@@ -298,4 +304,6 @@ def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Buck
                 pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
         if pieces:
             found.append(replace(bucket, pieces=tuple(pieces), trainable=True))
+    if settings.whole:  # those that are trained were not known before
+        return tuple(with_whole_parameters({bucket.name: bucket for bucket in found}).values())
     return tuple(found)

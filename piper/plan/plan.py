@@ -51,6 +51,7 @@ class Bucket:
     """Parameters that live, travel and are updated together.
 
     Replicas reduce within `groups`; with zero > 0 each member owns an equal shard of the flat, padded bucket.
+    With `bounds` a shard holds whole parameters, for an optimizer that needs them so.
     """
 
     name: str
@@ -67,10 +68,27 @@ class Bucket:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     origin: tuple[int, ...] = ()  # the directives that made it so
+    bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
 
     @property
     def group_size(self) -> int:
         return len(self.groups[0])
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return where the shard of a member of a group begins and ends in the flat bucket."""
+        if self.bounds:
+            return self.bounds[rank], self.bounds[rank + 1]
+        length = self.padded // self.group_size
+        return rank * length, (rank + 1) * length
+
+    def owner(self, piece: Piece) -> int:
+        """Return the member of a group whose shard a parameter begins in."""
+        return next(rank for rank in range(self.group_size) if piece.offset < self.shard(rank)[1])
+
+    @property
+    def largest_shard(self) -> int:
+        """Return the elements of the largest shard."""
+        return max(stop - start for start, stop in map(self.shard, range(self.group_size)))
 
     @property
     def ways(self) -> int:
@@ -99,6 +117,8 @@ class Bucket:
     @property
     def padded(self) -> int:
         """Return the elements of the flat bucket, padded to divide evenly among its group."""
+        if self.bounds:
+            return self.numel
         return -(-self.numel // self.group_size) * self.group_size
 
     @property
@@ -108,7 +128,7 @@ class Bucket:
 
     @property
     def shard_nbytes(self) -> int:
-        return self.padded // self.group_size * self.itemsize
+        return self.largest_shard * self.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

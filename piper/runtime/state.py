@@ -11,6 +11,7 @@ from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.flat import Flat, Layout
 from piper.runtime.setup import Initial, Setup
+from piper.runtime.trainers import build_optimizer
 
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
@@ -71,8 +72,11 @@ class State:
                     for piece, tensor in holding.layout.segments(holding.trained)
                 ]
         self.copies = self._copies()
-        trained = [tensor for segments in self.segments.values() for _, tensor in segments]
-        self.optimizer: Optimizer | None = setup.optimizer(trained) if trained else None
+        trained = [held for segments in self.segments.values() for held in segments]
+        sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
+        self.optimizer: Optimizer | None = (
+            build_optimizer(setup.optimizer, sizes, trained) if trained else None
+        )
         if self.optimizer is not None and setup.device.type == "cuda":
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
