@@ -347,8 +347,8 @@ def refused_optimizer(
             f"{name} cannot work on sharded parameters",
             by=named("optimizer", make),
             facts={"asked": f"{asked} over {show(bucket.devices)}{by}", "but": error.why},
-            hint="use zero=0, or an elementwise optimizer such as AdamW or SGD with the same options for all "
-            "parameters; original shapes on shards are not there yet",
+            hint="use an elementwise optimizer such as AdamW or SGD for these parameters, "
+            "or do not divide them",
         )
     count = sum(len(bucket.pieces) for bucket in buckets)
     return ConfigError(
