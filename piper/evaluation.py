@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from piper.api import (
+from piper.capture.autodiff.differentiate import Captured
+from piper.capture.trace.trace import Traced, divided, trace
+from piper.compiler import (
     MASTER_BYTES,
     Program,
     capture_slices,
@@ -13,21 +15,19 @@ from piper.api import (
     strategy_of,
     usable_cache,
 )
-from piper.capture.differentiate import Captured
-from piper.capture.trace import Traced, divided, trace
 from piper.devices import show
 from piper.directives import ShardAxis, apply
 from piper.divisions import requests_of
 from piper.errors import CaptureError
-from piper.ir.chunk import Outline, Parameter
+from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.graph import Graph, start
 from piper.job import Batch
 from piper.lower.lower import lower
-from piper.lower.work import Completed, Settings
+from piper.lower.state import Completed, Settings
 from piper.runtime.setup import device_of
 
 if TYPE_CHECKING:
-    from piper.capture.record import LossFn
+    from piper.capture.trace.record import LossFn
 
 
 def compile_evaluation(program: Program, batch: Batch) -> Program:
@@ -81,7 +81,7 @@ def compile_evaluation(program: Program, batch: Batch) -> Program:
     )
 
 
-def with_parameters_of(trained: Outline, outline: Outline, program: Program) -> Outline:
+def with_parameters_of(trained: CapturedModel, outline: CapturedModel, program: Program) -> CapturedModel:
     """Return an outline with the parameters of the trained program, divided as that program divides them.
 
     Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
@@ -103,7 +103,7 @@ def with_parameters_of(trained: Outline, outline: Outline, program: Program) -> 
     return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained.parameters))
 
 
-def check_buffers(program: Program, graph: Graph, outline: Outline) -> None:
+def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> None:
     """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
     homes = {node.chunk: node.devices for node in program.graph.nodes.values()}
     trained: dict[str, set[int]] = {}

@@ -24,7 +24,7 @@ from piper.callbacks import (
     WeightsAndBiases,
     named_callbacks,
 )
-from piper.checkpoint.record import read_record
+from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
 from piper.train.session import Asked, train_recipe
 from tests import plain

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError
 from piper.launchers.evaluation import pieces_of

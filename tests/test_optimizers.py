@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.plan.check import ProofError
 from piper.plan.text import read_plans, show_plans

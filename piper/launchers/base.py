@@ -12,11 +12,11 @@ from torch import Tensor
 
 from piper.callbacks import Callback, Running, named_callbacks
 from piper.errors import WorkerError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
-from piper.runtime.record import Clock, Recording
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import ProgramLike
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
 
@@ -197,7 +197,7 @@ def ended() -> WorkerError:
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
-def result_of(plans: Plans, outline: Outline, sums: Sums) -> StepResult:
+def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     """Return the result of a step from the sums over all devices."""
     norm, metrics = math.sqrt(sums.squares), metrics_of(outline, sums)
     if plans.weighted:
@@ -208,7 +208,7 @@ def result_of(plans: Plans, outline: Outline, sums: Sums) -> StepResult:
     return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics)
 
 
-def metrics_of(outline: Outline, sums: Sums) -> dict[str, float]:
+def metrics_of(outline: CapturedModel, sums: Sums) -> dict[str, float]:
     """Return the metrics of a step by name: each a sum divided by its weight."""
     pairs = zip(sums.metrics[::2], sums.metrics[1::2], strict=True)
     return {name: ratio(*pair) for name, pair in zip(outline.metric_names, pairs, strict=True)}
@@ -219,7 +219,7 @@ def ratio(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
-def state_by_name(outline: Outline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a full state under every name of the model's own state_dict, tied tensors included."""
     found: dict[str, Tensor] = {}
     for parameter in outline.parameters:

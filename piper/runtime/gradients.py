@@ -6,10 +6,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
-from piper.runtime.env import Bound, Env
-from piper.runtime.flat import Flat, Layout
+from piper.runtime.bucket_layout import Flat, Layout
+from piper.runtime.context import Bound, Env
 
 BLOCK = 1024  # elements whose squares are added up in the gradient's own type
 
@@ -157,7 +157,7 @@ def norm(env: Env, ins: Instr) -> Bound:
     return run
 
 
-def total_length(outline: Outline) -> int:
+def total_length(outline: CapturedModel) -> int:
     """Return the number of sums over all devices: the squared norm, the loss, its weight, the metrics."""
     return 3 + 2 * len(outline.metric_names)
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
-from piper.runtime.flat import Flat, Layout
+from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from piper.api import Program, strategy_of
+from piper.compiler import Program, strategy_of
 from piper.devices import show
 from piper.errors import ConfigError
 from piper.job import Job

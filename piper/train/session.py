@@ -11,8 +11,8 @@ from typing import cast
 
 from rich.console import Console
 
-from piper.api import Program, compile
-from piper.checkpoint.record import read_record
+from piper.checkpoint.metadata import read_record
+from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
