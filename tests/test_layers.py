@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # simulate: when things happen
     "capture": {
         "sharding",
+        "usercode",
         "private_files",
         "gc_pause",
         "errors",
@@ -104,6 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
         "callbacks",
+        "usercode",
         "private_files",
         "ids",
         "checkpoint",

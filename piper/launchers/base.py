@@ -123,6 +123,10 @@ class Trains(ABC):
             if self.drives or callback.everywhere:
                 yield callback
 
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return False
+
 
 class Run(Protocol):
     """The interface of a running job."""
@@ -182,6 +186,9 @@ class Run(Protocol):
 
     def after_training(self, step: int) -> None:
         """Call the callbacks at the end of the training, in a loop that is not `train`."""
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -46,6 +46,8 @@ LOOKS = 3  # snapshots that must agree
 class WorkerGroup(ABC):
     """The workers of a job, one for each device."""
 
+    leaving = False  # whether the system has asked a worker to end
+
     @abstractmethod
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         """Call workers, each with its argument, and return their answers. One error ends all workers."""
@@ -210,6 +212,8 @@ class SocketWorkerGroup(WorkerGroup):
         self.heard[device] = monotonic()
         if isinstance(answer, Failure):
             self.failures.append(answer)
+        if isinstance(answer, Heartbeat) and answer.leaving:
+            self.leaving = True
         return answer
 
     def blamed(self) -> WorkerError:
@@ -379,6 +383,10 @@ class RemoteRun(Evaluates, Trains, Saves):
 
     def _time(self, device: int) -> float:
         return cast(float, self._ask("clock", {device: None})[device])
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return self.group.leaving
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -82,6 +82,8 @@ class RankZeroResult:
 class Heartbeat:
     """A sign that a worker lives while it works on a call."""
 
+    leaving: bool = False  # the system has asked its process to end
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlice:

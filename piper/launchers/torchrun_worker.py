@@ -1,6 +1,7 @@
 """The ranks of a torchrun job other than 0: each is a worker, and gives its script the results of rank 0."""
 
 import os
+import signal
 import socket
 import stat
 import threading
@@ -19,7 +20,7 @@ from piper.launchers.base import Resumed, Trains
 from piper.launchers.driver import RemoteRun, devices_of
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
-from piper.launchers.processes import RankEnvironment, SharedFile, check_size
+from piper.launchers.processes import RankEnvironment, SharedFile, Termination, check_size
 from piper.launchers.rendezvous import (
     HOW,
     DriverAddress,
@@ -69,12 +70,18 @@ class BackgroundWorker:
     """A worker in a process that runs a script: one thread reads messages, another answers calls."""
 
     def __init__(
-        self, channel: Channel, build: Callable[[Assignment], WorkerServer], hear: Hear | None = None
+        self,
+        channel: Channel,
+        build: Callable[[Assignment], WorkerServer],
+        hear: Hear | None = None,
+        termination: Termination | None = None,
     ) -> None:
         """Start the threads.
 
         build: makes the worker from the first message. hear: is called with the results of rank 0.
+        termination: whether the system has asked this process to end. None: that is left to the script.
         """
+        self.termination = termination or Termination()
         self.channel, self.build, self.hear = channel, build, hear or (lambda result: None)
         self.calls: SimpleQueue[Assignment | tuple[Call, object] | None] = SimpleQueue()
         self.sockets = OpenSockets()
@@ -117,6 +124,8 @@ class BackgroundWorker:
                     opens = self.sockets.recording() if asked[0] == "prepare" else nullcontext()
                     with beating(self.channel), opens:
                         answer = server.answer(*asked)
+                    if self.termination.news():
+                        self.channel.send(Heartbeat(leaving=True))
                     self.channel.send(answer)
             finally:
                 server.close()
@@ -191,7 +200,12 @@ def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
     return fetched_key(address.launch, world.rank)
 
 
-def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> BackgroundWorker:
+def join(
+    world: RankEnvironment,
+    address: DriverAddress,
+    hear: Hear | None,
+    termination: Termination | None = None,
+) -> BackgroundWorker:
     """Connect to the driver of a launch as one of its workers."""
     key = key_for(world, address)
     try:
@@ -219,7 +233,7 @@ def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> B
         os.close(descriptor)  # rank 0 has opened it by now, if it can
         return WorkerServer(given, values_of(given), marks)
 
-    return BackgroundWorker(channel, build, hear)
+    return BackgroundWorker(channel, build, hear, termination)
 
 
 def values_of(given: Assignment) -> Initial:
@@ -236,12 +250,18 @@ def values_of(given: Assignment) -> Initial:
 
 
 def attend(world: RankEnvironment) -> None:
-    """Be a worker of everything that rank 0 launches, until it is done."""
+    """Be a worker of everything that rank 0 launches, until it is done.
+
+    torchrun passes SIGTERM and Ctrl-C on to every rank. Rank 0 acts on them: it saves, and needs this worker.
+    """
+    termination = Termination()
+    termination.install()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     check_key(world)
     workers: list[BackgroundWorker] = []
     for address in addresses(world):
         with suppress(OSError):  # rank 0 no longer listens
-            workers.append(join(world, address, None))
+            workers.append(join(world, address, None, termination))
     for worker in workers:
         worker.wait()
 

@@ -25,9 +25,11 @@ from piper.launchers.messages import (
     Assignment,
     Call,
     EvaluationBatch,
+    Heartbeat,
     Preparation,
     unpack_setup,
 )
+from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
 from piper.plan.divided import Share
@@ -176,19 +178,26 @@ class WorkerServer:
 def main(descriptors: Sequence[int]) -> int:
     """Be a worker of this machine: receive an assignment, then answer calls until the driver is gone."""
     end, marks, values = descriptors
+    termination = Termination()
+    termination.install()
     channel = Channel(socket.socket(fileno=end), codec=CODEC)
     try:
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path
         serve(
-            channel, given, lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks))
+            channel,
+            given,
+            lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
+            termination,
         )
     except ClosedError:
         pass
     return 0
 
 
-def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]) -> None:
+def serve(
+    channel: Channel, given: Assignment, build: Callable[[], WorkerServer], termination: Termination
+) -> None:
     """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
     try:
         server = build()
@@ -199,7 +208,10 @@ def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]
     try:
         while True:
             call, argument = cast("tuple[Call, object]", channel.recv())
-            channel.send(server.answer(call, argument))
+            answer = server.answer(call, argument)
+            if termination.news():
+                channel.send(Heartbeat(leaving=True))
+            channel.send(answer)
     except ClosedError:
         return
 

@@ -16,7 +16,7 @@ from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.base import StepResult
+from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
@@ -27,7 +27,7 @@ from piper.train.board import board
 from piper.train.display import display
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.folder import Metrics, choose, claim, prepare, record
-from piper.train.interrupt import interrupts
+from piper.train.interrupt import GRACE, Interrupts, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
@@ -50,6 +50,7 @@ class Asked:
     device: str | None = None  # cpu or cuda; none: as there is
     compile: bool = False  # chunks run as Inductor compiles them
     graphs: bool = False  # on CUDA each step is one graph, after the first few
+    grace: float = GRACE  # seconds from SIGTERM to the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class Outcome:
     seconds: float  # of steps
     first: Measure | None  # step of this run, after a resume too; none, if there was nothing left to do
     last: Measure | None
+    preempted: bool = False  # stopped by SIGTERM
 
     @property
     def stopped(self) -> bool:
@@ -87,6 +89,13 @@ class Memory:
 def train_recipe(asked: Asked, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     check_launcher(asked.on, "piper train")
+    check_seconds(asked)
+    with preemptible():
+        return train_locked(asked, console)
+
+
+def train_locked(asked: Asked, console: Console) -> Outcome:
+    """Train a recipe in its folder, which no other run uses meanwhile."""
     job = asked_job(asked)
     check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
@@ -135,7 +144,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         with (
             ExitStack() as held,
             watching(console, folder, program, done, memory) as tell,
-            interrupts(partial(stopping_now, console)) as stopping,
+            interrupts(partial(stopping_now, console, asked.grace), asked.grace) as interrupted,
         ):
             evaluations = held.enter_context(Evaluations(folder, done))
 
@@ -150,7 +159,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
                 steps=job.steps,
                 tell=tell,
                 saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
-                stopping=lambda: stopping() or run.stopping,
+                stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
                 after=after,
             )
@@ -169,14 +178,33 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         seconds=memory.seconds,
         first=memory.first,
         last=memory.last,
+        preempted=interrupted.preempted,
     )
 
 
-def stopping_now(console: Console, number: int) -> None:
+def stopping(run: Run, interrupted: Interrupts) -> bool:
+    """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
+    if run.leaving() and not interrupted.preempted:
+        interrupted.handle(signal.SIGTERM, None)
+    return interrupted()
+
+
+def stopping_now(console: Console, grace: float, number: int) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
-    console.print("Stopping after this step; once more to stop now")
+    if number == signal.SIGTERM:
+        console.print(f"Preempted: saving after this step, within {grace:g} s")
+    else:
+        console.print("Stopping after this step; once more to stop now")
+
+
+def check_seconds(asked: Asked) -> None:
+    """Refuse times that cannot be kept."""
+    if not asked.grace > 0:
+        raise ConfigError(
+            f"--grace {asked.grace:g}", by="piper train", hint="give a run some seconds to save: --grace 30"
+        )
 
 
 def asked_job(asked: Asked) -> Job:
