@@ -73,7 +73,8 @@ def by_name(named: Iterable[tuple[str, Tensor]]) -> Optimizer:
     pairs = list(named)
     first = [p for name, p in pairs if name.startswith("first.")]
     rest = [p for name, p in pairs if not name.startswith("first.")]
-    return torch.optim.SGD([{"params": rest}, {"params": first, "lr": 0.5}], lr=0.1, momentum=0.9)
+    groups: list[dict[str, object]] = [{"params": rest}, {"params": first, "lr": 0.5}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
 def by_names_of(params: Iterable[Tensor]) -> Optimizer:
@@ -139,8 +140,9 @@ def alone(name: str) -> dict[str, Tensor]:
     model = (Matrices if name == "muon" else Net)().double()
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     pairs = name in ("pairs", "names")
-    make = by_name if pairs else OPTIMIZERS[name]
-    optimizer = make(named if pairs else [p for _, p in named])
+    make: Make = by_name if pairs else OPTIMIZERS[name]
+    given: list[object] = [pair if pairs else pair[1] for pair in named]
+    optimizer = make(given)
     for seed in range(4):
         optimizer.zero_grad()
         loss(model, rows(seed)).backward()

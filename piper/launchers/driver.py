@@ -348,6 +348,15 @@ class RemoteRun(Evaluates, Trains, Saves):
         whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
         return {name: value for name, value in whole.items() if name in reached}
 
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+        found = self._ask("optimizer_options", dict.fromkeys(self.devices)).values()
+        return next((cast("list[dict[str, object]]", groups) for groups in found if groups is not None), [])
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters on all devices."""
+        self._ask("set_optimizer_option", dict.fromkeys(self.devices, (group, key, value)))
+
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
         buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]

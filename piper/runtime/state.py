@@ -119,6 +119,25 @@ class State:
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
 
+    def options(self) -> list[dict[str, object]] | None:
+        """Return the options of the optimizer's groups. None: this device trains nothing."""
+        if self.optimizer is None:
+            return None
+        return [
+            {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
+        ]
+
+    def set_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of one of the optimizer's groups, in place where it is a tensor."""
+        if self.optimizer is None:
+            return
+        held = self.optimizer.param_groups[group]
+        if isinstance(held[key], Tensor):
+            held[key].fill_(value)
+        else:
+            held[key] = value
+
     def kept(self, bucket: str, key: str) -> Tensor | None:
         """Return what the optimizer keeps under a key for this device's part of a bucket, in one flat tensor.
 
@@ -168,6 +187,11 @@ class State:
                         portion = []
         if portion or not apart:
             yield portion
+
+
+def plain(value: object) -> object:
+    """Return an option as a number where it is a tensor."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
