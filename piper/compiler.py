@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -33,6 +34,10 @@ from piper.plan.plan import Bucket, Piece, Plans
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
+
+if TYPE_CHECKING:
+    from piper.notebook import Page
+    from piper.simulate.simulate import Simulation
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
@@ -74,6 +79,28 @@ class Program:
     def origins(self, node: str) -> list[str]:
         """Return the directives that shaped a node, each with its source line."""
         return origins(self.work, node)
+
+    def __repr__(self) -> str:
+        from piper.notebook import line_of  # it draws what this module compiles
+
+        return line_of(self)
+
+    def _repr_html_(self) -> str:
+        from piper.notebook import table_of
+
+        return table_of(self)
+
+    def simulate(self, cluster: Path | str | None = None) -> "Simulation":
+        """Simulate a step on a cluster: h100, h200, a100, cpu, or a TOML file. None: h100."""
+        from piper.notebook import simulated
+
+        return simulated(self, cluster)
+
+    def view(self, cluster: Path | str | None = None) -> "Page":
+        """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
+        from piper.notebook import page_of
+
+        return page_of(self, cluster)
 
     def evaluation(self, batch: Batch) -> "Program":
         """Compile the forward of this program for batches like `batch`, to evaluate what it trains.

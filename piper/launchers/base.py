@@ -2,18 +2,19 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast, overload
+from typing import Protocol, Self, cast
 
 from torch import Tensor
 
 from piper.callbacks import Callback, Running, named_callbacks
-from piper.errors import ConfigError, WorkerError
+from piper.errors import WorkerError
 from piper.ir.chunk import CapturedModel
+from piper.launchers.optimizer_groups import OptimizerGroups
 from piper.plan.plan import Plans
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording
@@ -39,6 +40,11 @@ class EvaluationResult:
     samples: int = 0
     batches: int = 0
 
+    def _repr_html_(self) -> str:
+        numbers = {"loss": self.loss, **self.metrics, "samples": self.samples}
+        rows = "".join(f"<tr><td>{name}</td><td>{value:g}</td></tr>" for name, value in numbers.items())
+        return f"<table>{rows}</table>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
@@ -47,64 +53,6 @@ class Resumed:
     step: int
     data: object = None
     callbacks: Mapping[str, object] = field(default_factory=dict)  # the saved states of the job's callbacks
-
-
-class Groups(Protocol):
-    """A run with an optimizer."""
-
-    def optimizer_groups(self) -> list[dict[str, object]]: ...
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None: ...
-
-
-class OptimizerGroups(Sequence["OptimizerGroup"]):
-    """The groups of a run's optimizer. `run.optimizer[0]["lr"]` is the learning rate of the first."""
-
-    def __init__(self, run: Groups) -> None:
-        self.run = run
-
-    @overload
-    def __getitem__(self, index: int) -> "OptimizerGroup": ...
-    @overload
-    def __getitem__(self, index: slice) -> "list[OptimizerGroup]": ...
-    def __getitem__(self, index: int | slice) -> "OptimizerGroup | list[OptimizerGroup]":
-        found = [OptimizerGroup(self.run, number) for number in range(len(self))]
-        return found[index]
-
-    def __len__(self) -> int:
-        return len(self.run.optimizer_groups())
-
-    def __repr__(self) -> str:
-        return repr(self.run.optimizer_groups())
-
-
-class OptimizerGroup(Mapping[str, object]):
-    """The options of one group of parameters. Those that are numbers can be set, between steps."""
-
-    def __init__(self, run: Groups, number: int) -> None:
-        self.run, self.number = run, number
-
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401  an optimizer may have any options
-        return self.run.optimizer_groups()[self.number][key]
-
-    def __setitem__(self, key: str, value: float) -> None:
-        known = self.run.optimizer_groups()[self.number]
-        if key not in known or isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(
-                f"the option {key!r} of an optimizer cannot be set to {value!r}",
-                by="run.optimizer",
-                facts={"options": ", ".join(known)},
-                hint='set one of these to a number: run.optimizer[0]["lr"] = 1e-4',
-            )
-        self.run.set_optimizer_option(self.number, key, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.run.optimizer_groups()[self.number])
-
-    def __len__(self) -> int:
-        return len(self.run.optimizer_groups()[self.number])
-
-    def __repr__(self) -> str:
-        return repr(self.run.optimizer_groups()[self.number])
 
 
 class Trains(ABC):

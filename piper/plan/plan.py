@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from piper.devices import Devices
+from piper.devices import Devices, show
 from piper.ids import SlotId, Tags
 from piper.plan.instr import Instr
 from piper.sharding import WHOLE, Sharding
+
+SHOWN = 4  # plans in the text of all plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,9 @@ class Plan:
     slots: Mapping[SlotId, Slot]  # those made and freed within the step
     residents: Mapping[SlotId, Slot]  # those that outlive it: parameters, optimizer state, buffers, constants
 
+    def __repr__(self) -> str:
+        return f"Plan(devices {show(self.devices)}, {len(self.instrs)} instructions)"
+
     def around(self, position: int, reach: int = 3) -> str:
         """Return text of the instructions near a position, with an arrow at it."""
         low, high = max(0, position - reach), position + reach + 1
@@ -171,6 +176,11 @@ class Plans:
     axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
     chunks: Mapping[str, Placed] = field(default_factory=dict)
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
+
+    def __repr__(self) -> str:
+        count = sum(len(plan.devices) for plan in self.plans)
+        shown = [*map(repr, self.plans[:SHOWN]), *(["..."] if len(self) > SHOWN else [])]
+        return f"Plans({count} devices: {', '.join(shown)})"
 
     def of(self, device: int) -> Plan:
         """Return the plan of one device."""
