@@ -26,6 +26,7 @@ MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+PAIRS = ("named", "named_params", "named_parameters")  # arguments that are pairs of a name and a parameter
 TRIED = 2  # steps of a scheduler, before anything is trained
 
 
@@ -42,14 +43,14 @@ class Parameters(list[Tensor]):
 
 
 def takes_pairs(make: object) -> bool:
-    """Return whether a function takes pairs of a name and a parameter: its argument is called `named...`."""
+    """Return whether a function takes pairs of a name and a parameter: its argument has a name of `PAIRS`."""
     while hasattr(make, "make"):  # a callback of the job has wrapped it
         make = make.make
     try:
         first = next(iter(inspect.signature(make).parameters), "")  # type: ignore[arg-type]
     except (TypeError, ValueError):  # it is written in C
         return False
-    return first.startswith("named")
+    return first in PAIRS
 
 
 def build_optimizer(make: MakeOptimizer, sizes: Sizes, held: Sequence[tuple[str, Tensor]]) -> Optimizer:
