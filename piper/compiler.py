@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
-from piper.lower.buckets import make_buckets
+from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import Completed, LoweringState, Settings
@@ -33,6 +34,10 @@ from piper.plan.plan import Bucket, Piece, Plans
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
+
+if TYPE_CHECKING:
+    from piper.notebook import Page
+    from piper.simulate.simulate import Simulation
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
@@ -74,6 +79,28 @@ class Program:
     def origins(self, node: str) -> list[str]:
         """Return the directives that shaped a node, each with its source line."""
         return origins(self.work, node)
+
+    def __repr__(self) -> str:
+        from piper.notebook import line_of  # it draws what this module compiles
+
+        return line_of(self)
+
+    def _repr_html_(self) -> str:
+        from piper.notebook import table_of
+
+        return table_of(self)
+
+    def simulate(self, cluster: Path | str | None = None) -> "Simulation":
+        """Simulate a step on a cluster: h100, h200, a100, cpu, or a TOML file. None: h100."""
+        from piper.notebook import simulated
+
+        return simulated(self, cluster)
+
+    def view(self, cluster: Path | str | None = None) -> "Page":
+        """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
+        from piper.notebook import page_of
+
+        return page_of(self, cluster)
 
     def evaluation(self, batch: Batch) -> "Program":
         """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
@@ -119,7 +146,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
         outline = outline_by_slice(graph, samples, codes)
         probe = probed(job, replace(graph, outline=outline), settings, probe)
-        return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
+        return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 
     with placing(job, strategy, batch):
         traced = recorded_at(likely_rows(strategy, samples))
@@ -277,8 +304,14 @@ def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = N
     sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
     policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in buckets}
     made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
-    probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
-    optimizer = empty_optimizer(job.optimizer, buckets) if job.scheduler is not None else None
+    try:
+        probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
+    except ConfigError:
+        if not any(bucket.zero for bucket in buckets):
+            raise
+        cut = trained_buckets(graph, replace(settings, whole=True), known=before is not None)
+        probe = replace(probe_optimizer(job.optimizer, sizes, cut, made_by), whole=True)
+    optimizer = empty_optimizer(job.optimizer, buckets, sizes) if job.scheduler is not None else None
     if optimizer is not None and job.scheduler is not None:
         try_scheduler(job.scheduler, optimizer, job.steps)
     return Probed(probe=probe, buckets=buckets)
@@ -298,4 +331,6 @@ def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Buck
                 pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
         if pieces:
             found.append(replace(bucket, pieces=tuple(pieces), trainable=True))
+    if settings.whole:  # those that are trained were not known before
+        return tuple(with_whole_parameters({bucket.name: bucket for bucket in found}).values())
     return tuple(found)

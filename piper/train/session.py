@@ -163,7 +163,8 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
                 culprit=culprit if asked.detect_nan else None,
                 after=after,
             )
-            rate = Rate(job, program.plans.buckets.values(), trainer)
+            sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+            rate = Rate(job, program.plans.buckets.values(), trainer, sizes)
             batches = checked(feed, wanted_batch(setup_of(program)))
             begun, done = done, train(run, batches, rate, course)
             run.after_training(done)

@@ -35,6 +35,8 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
         with piper.launch(program, on="local", timeout=30) as run:
             seen["results"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
             seen["trained"] = [result.loss for result in run.train(1)]
+            seen["evaluated"] = run.evaluate(batches(CELL, 2)).loss
+            seen["rates"] = [group["lr"] for group in run.optimizer]
             run.save(folder / "saved")
             if rank == "0":
                 run.gradients()  # the others need not ask for all that rank 0 does

@@ -108,6 +108,8 @@ def test_a_script_runs_unchanged(scripts: Path) -> None:
         assert first["results"] == [[r.loss, r.grad_norm] for r in map(run.step, batches(CELL, 2))]
         assert first["far"] == first["results"], "as if the other rank were on another machine"
         assert first["trained"] == [result.loss for result in run.train(1)]
+        assert first["evaluated"] == run.evaluate(batches(CELL, 2)).loss
+        assert first["rates"] == [group["lr"] for group in run.optimizer]
         assert first["state"] == {name: value.tolist() for name, value in run.state_dict().items()}
         assert first["resumed"] == [run.step(batches(CELL, 1)[0]).loss]
     assert first["size"] == "ConfigError: " + cleandoc("""

@@ -66,6 +66,17 @@ class Group(ABC):
             if i != self.rank or there.data_ptr() != shard.data_ptr():
                 there.copy_(part)
 
+    def reduce_scatter_uneven(self, flat: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return this member's part of the sum, where members have parts of different lengths."""
+        return summed(self.swap(flat.split(list(lengths)), [lengths[self.rank]] * self.size))
+
+    def all_gather_uneven(self, shard: Tensor, out: Tensor, lengths: Sequence[int]) -> None:
+        """Write every member's shard into `out`, in order; `shard` may be this member's part of `out`."""
+        parts = self.swap([shard] * self.size, lengths)
+        for i, (part, there) in enumerate(zip(parts, out.split(list(lengths)), strict=True)):
+            if i != self.rank or there.data_ptr() != shard.data_ptr():
+                there.copy_(part)
+
     def all_to_all(self, rows: Tensor, gives: Sequence[int], gets: Sequence[int]) -> list[Tensor]:
         """Give the first `gives[0]` rows to the first member, and so on; what comes from each member."""
         return self.swap(rows.split(list(gives)), gets)
