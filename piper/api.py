@@ -94,9 +94,19 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     captured: an earlier program of the same model and loss, or its `recordings`. The model is then traced
     only for microbatch sizes that no compilation before has asked for.
     """
-    kind = device_kind(device)
-    strategy = strategy_of(job)
     batch = first_batch(job)
+    known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
+    kept = usable_cache(Path(cache)) if compile else None
+    return build(job, Capturing(job=job, batch=batch, recordings=known, cache=kept))
+
+
+def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -> Program:
+    """Compile a job whose model is captured as `capturing` does.
+
+    state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
+    None: it is tried.
+    """
+    strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
     settings = Settings(
         samples=samples,
@@ -105,16 +115,15 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         master_bytes=MASTER_BYTES[job.precision],
     )
     codes: dict[int, Captured] = {}
-    kept = usable_cache(Path(cache)) if compile else None
-    known = known_recordings(job, kind, batch, captured, compiled=compile)
-    capturing = Capturing(job=job, batch=batch, recordings=known, cache=kept)
     requests: list[Request] = []
 
     def completed(graph: Graph) -> Completed:
-        probe = probed(job, graph, settings)
+        before = probed(job, graph, settings) if state_bytes is None else None
         codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
-        probe = probed(job, replace(graph, outline=outline), settings, probe)
+        if before is None:
+            return Completed(outline=outline, state_bytes=state_bytes)
+        probe = probed(job, replace(graph, outline=outline), settings, before)
         return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
 
     with placing(job, strategy, batch):
@@ -134,8 +143,8 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         plans=replace(plans, why=(*plans.why, *reasons)),
         work=work,
         codes=codes,
-        recordings=known,
-        device=kind,
+        recordings=capturing.recordings,
+        device=capturing.recordings.device,
         warnings=uneven_slices(traced, work.graph, samples),
     )
 

@@ -15,7 +15,7 @@ from piper.errors import PiperError
 from piper.launchers.processes import on_rank_zero
 from piper.verbs.diff import diff
 from piper.verbs.init import init
-from piper.verbs.options import AsJson, Compile, Device, Recipe
+from piper.verbs.options import AsJson, Compile, Device, Recipe, StrategyFile
 from piper.verbs.profile import profile
 from piper.verbs.schedule import schedule
 from piper.verbs.simulate import simulate
@@ -101,13 +101,14 @@ def plan(
     text: Annotated[
         Path | None, typer.Option(help="Write the plans in their text form to this file.")
     ] = None,
+    strategy: StrategyFile = None,
     compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
     from piper.recipe import load_recipe
 
-    job = load_recipe(recipe)
+    job = load_recipe(recipe, strategy)
     from piper.api import compile  # torch is paid for only where it is used
     from piper.report import plan_report, print_plan, write_text
 
@@ -125,6 +126,7 @@ def plan(
 def check(
     recipe: Recipe,
     on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
+    strategy: StrategyFile = None,
     device: Device = None,
     compiled: Compile = False,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
@@ -140,7 +142,7 @@ def check(
     from piper.runtime.check import check as compare
 
     check_launcher(on, "piper check")
-    job = replace(load_recipe(recipe), precision="fp64")
+    job = replace(load_recipe(recipe, strategy), precision="fp64")
     program = compile(job, device=device, compile=compiled)
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
@@ -158,6 +160,7 @@ def train(
     on: Annotated[
         str, typer.Option(help="inline (threads), local (processes), ray, or rank:N for device N alone.")
     ] = "local",
+    strategy: StrategyFile = None,
     device: Device = None,
     compiled: Compile = False,
     cluster: Annotated[
@@ -187,6 +190,7 @@ def train(
         wanted = Wanted(
             recipe=recipe,
             on=on,
+            strategy=strategy,
             steps=steps,
             device=device,
             cluster=cluster,
@@ -201,6 +205,7 @@ def train(
     asked = Asked(
         recipe=recipe,
         on=on,
+        strategy=strategy,
         steps=steps,
         resume=resume,
         out=out,
@@ -216,6 +221,9 @@ def train(
     except KeyboardInterrupt:
         interrupted("stopped before the step was done; --resume goes on from the newest checkpoint, if any")
     if outcome.stopped:
-        again = f"piper train {recipe} --on {on} --steps {outcome.steps} --out {outcome.folder} --resume"
+        using = f" --strategy {strategy}" if strategy is not None else ""
+        again = (
+            f"piper train {recipe} --on {on}{using} --steps {outcome.steps} --out {outcome.folder} --resume"
+        )
         interrupted(stopping(outcome, again))
     sys.stdout.write(ending(outcome) + "\n")

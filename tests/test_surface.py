@@ -106,8 +106,8 @@ def test_verbs_and_flags() -> None:
         for name, verb in command.commands.items()  # type: ignore[attr-defined]
     }
     assert verbs == {
-        "check": ["--compile", "--device", "--json", "--on", "--steps", "--tol", "recipe"],
-        "plan": ["--compile", "--device", "--json", "--text", "--why", "recipe"],
+        "check": ["--compile", "--device", "--json", "--on", "--steps", "--strategy", "--tol", "recipe"],
+        "plan": ["--compile", "--device", "--json", "--strategy", "--text", "--why", "recipe"],
         "train": [
             "--cluster",
             "--compile",
@@ -119,9 +119,10 @@ def test_verbs_and_flags() -> None:
             "--profile",
             "--resume",
             "--steps",
+            "--strategy",
             "recipe",
         ],
-        "simulate": ["--cluster", "--costs", "--json", "recipe"],
+        "simulate": ["--cluster", "--costs", "--json", "--strategy", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
@@ -142,6 +143,7 @@ def test_verbs_and_flags() -> None:
             "--measured",
             "--out",
             "--png",
+            "--strategy",
             "--svg",
             "--text",
             "--trace",

@@ -20,3 +20,7 @@ CostsFile = Annotated[
 ClusterName = Annotated[
     str, typer.Option("--cluster", help="a100, h100, h200, cpu, or a TOML file.", metavar="NAME|FILE")
 ]
+StrategyFile = Annotated[
+    Path | None,
+    typer.Option("--strategy", help="A JSON strategy in place of the recipe's own.", metavar="FILE"),
+]

@@ -5,13 +5,14 @@ import sys
 
 from rich.console import Console
 
-from piper.verbs.options import AsJson, ClusterName, CostsFile, Recipe
+from piper.verbs.options import AsJson, ClusterName, CostsFile, Recipe, StrategyFile
 
 
 def simulate(
     recipe: Recipe,
     cluster: ClusterName = "h100",
     costs: CostsFile = None,
+    strategy: StrategyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a step of a recipe: its time, bubble, exposed communication, peak memory, and why."""
@@ -22,7 +23,7 @@ def simulate(
     from piper.verbs.simulation import SimulatedStep, print_simulation, simulation_report
 
     prices = prices_of(cluster, costs)
-    program = compile(load_recipe(recipe))
+    program = compile(load_recipe(recipe, strategy))
     prices.check(program.outline)
     found = run(program.plans, program.outline, prices.costs)
     simulated = SimulatedStep(plans=program.plans, simulation=found, where=prices.name, memory=prices.memory)

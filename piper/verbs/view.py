@@ -8,7 +8,7 @@ import typer
 
 from piper.schedules.clock import UNIT, Costs
 from piper.schedules.grid import Grid
-from piper.verbs.options import CostsFile
+from piper.verbs.options import CostsFile, StrategyFile
 
 Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
@@ -30,6 +30,7 @@ def view(
     ] = False,
     cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
     costs: CostsFile = None,
+    strategy: StrategyFile = None,
 ) -> None:
     """Show a strategy: its pipeline, streams, memory, dependencies and what made them, planned and measured.
 
@@ -45,7 +46,7 @@ def view(
     from piper.view.text import timeline_text
     from piper.view.trace import chrome_trace
 
-    subject = subject_of(target, cluster=cluster, costs=costs, measured=measured)
+    subject = subject_of(target, cluster=cluster, costs=costs, measured=measured, strategy=strategy)
     drawn = ""
     if svg or png:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
