@@ -19,6 +19,7 @@ from piper.verbs.options import AsJson, Compile, Device, Recipe, StrategyFile
 from piper.verbs.profile import profile
 from piper.verbs.schedule import schedule
 from piper.verbs.simulate import simulate
+from piper.verbs.tune import tune
 from piper.verbs.view import view
 from piper.version import VERSION
 
@@ -39,6 +40,7 @@ app.command()(diff)
 app.command()(schedule)
 app.command()(view)
 app.command()(init)
+app.command()(tune)
 
 
 def main() -> None:

@@ -120,9 +120,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": ROOMS | {"torch"},
     "report": ROOMS | {"api"},
     "train": ROOMS | {"api", "checkpoint", "report", "torch"},  # the loop around everything else
-    "verbs": ROOMS | {"api", "report", "train", "torch", "__init__"},  # of the command line
+    "verbs": ROOMS | {"api", "report", "train", "tuning", "torch", "__init__"},  # of the command line
+    "tuning": ROOMS | {"api", "torch"},  # compiles candidates
     "cli": ROOMS | {"api", "report", "train", "verbs"},
-    "__init__": ROOMS | {"api"},
+    "__init__": ROOMS | {"api", "tuning"},
     "__main__": {"cli"},
 }
 PURE = (

@@ -52,6 +52,7 @@ ALLOWED = {
     "runtime/cuda/intake.py": "the first line of an error",
     "runtime/mixing.py": "an operation of torch's, by its name",
     "verbs/schedule.py": "numbers that the user wrote",
+    "verbs/tuned.py": "an amount of memory that the user wrote",
     "runtime/replay.py": "an operation of torch's, by its name",
     "simulate/cluster.py": "names of files, and keys of a TOML table",
     "train/background.py": "a recipe, as it is given: file.py:function",

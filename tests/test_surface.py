@@ -41,6 +41,7 @@ def test_public_names() -> None:
         "split",
         "strategies",
         "tensor_plan",
+        "tune",
         "unroute",
     ]
     assert all(getattr(piper, name) is not None for name in piper.__all__)
@@ -136,6 +137,18 @@ def test_verbs_and_flags() -> None:
             "--stages-per-rank",
             "--svg",
             "name",
+        ],
+        "tune": [
+            "--cluster",
+            "--costs",
+            "--devices",
+            "--json",
+            "--memory",
+            "--out",
+            "--page",
+            "--python",
+            "--trials",
+            "recipe",
         ],
         "view": [
             "--cluster",

@@ -56,14 +56,14 @@ class Recordings:
             if mine != theirs:
                 raise unlike(by, "model", *first_difference(mine, theirs))
 
+    def built(self) -> nn.Module:
+        """Build the model with fake tensors."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return build_fake(self.model, mode, DTYPES[self.precision], torch.device(self.device))
+
     def described(self) -> list[str]:
         """Return lines that describe the model: its modules, annotations, parameters and buffers."""
-        model = build_fake(
-            self.model,
-            FakeTensorMode(allow_non_fake_inputs=True),
-            DTYPES[self.precision],
-            torch.device(self.device),
-        )
+        model = self.built()
         regions = [f"region {region.tag} of {region.where}" for region in listed_regions(model)]
         parameters = [
             f"parameter {p.name} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}{p.aliases or ''}"
