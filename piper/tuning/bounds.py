@@ -11,6 +11,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
@@ -20,7 +21,7 @@ from piper.schedules.grid import Grid
 from piper.schedules.stages import Memory, StageCosts
 from piper.schedules.synthesis.bound import bound as least_makespan
 from piper.simulate.costs import Costs
-from piper.tuning.choice import Choice
+from piper.tuning.choice import Choice, Divide
 from piper.tuning.layers import Layers, Parameters, Stage, union
 
 
@@ -156,6 +157,23 @@ def link_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
             levels[talk.level] = levels.get(talk.level, 0.0) + talk.seconds
         worst = max(worst, *levels.values(), 0.0)
     return worst
+
+
+def collective_time(choice: Choice, layers: Layers, costs: Costs, divide: Divide) -> float:
+    """Return the time of the all-reduces that tensor parallelism puts behind weights divided by their inputs.
+
+    Each of their products is a sum over the group, in the forward as in the backward. Other microbatches
+    could hide some of that time, so this is the one part of a bound that is an estimate.
+    """
+    group = choice.devices_of(0)[: choice.tensor]
+    patterns = [pattern for one, dim in divide.weights if dim == 1 for pattern in one.split("|")]
+    spent = 0.0
+    for layer in layers.layers:
+        sums = sum(any(fnmatchcase(name, f"{one}.weight") for one in patterns) for name in layer.parameters)
+        nbytes = 2 * layer.sends * choice.tensor * (choice.tensor - 1) // choice.tensor
+        talk = costs.talk("all_reduce", nbytes, group)
+        spent += 2 * sums * (talk.latency + talk.seconds)
+    return spent * choice.microbatches / choice.ranks
 
 
 def replicas_of(choice: Choice, rank: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Every number is a lower bound of what a plan will show: seconds of compute alone
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -26,11 +27,12 @@ class Parameters:
     trained: int = 0  # elements that are trained
     trained_bytes: int = 0  # of one gradient
 
-    def __add__(self, other: "Parameters") -> "Parameters":
+    def divided(self, degree: int) -> "Parameters":
+        """Return the share of one of `degree` devices."""
         return Parameters(
-            nbytes=self.nbytes + other.nbytes,
-            trained=self.trained + other.trained,
-            trained_bytes=self.trained_bytes + other.trained_bytes,
+            nbytes=self.nbytes // degree,
+            trained=self.trained // degree,
+            trained_bytes=self.trained_bytes // degree,
         )
 
 
@@ -46,6 +48,18 @@ class Layer:
     extra: Mapping[Phase, int]  # more bytes that are live at some time in a phase
     sends: int  # bytes of the largest value that the next layer reads
 
+    def divided(self, degree: int) -> "Layer":
+        """Return the layer with its costs and bytes divided."""
+        return Layer(
+            work={phase: spent / degree for phase, spent in self.work.items()},
+            path={phase: spent / degree for phase, spent in self.path.items()},
+            parameters={name: held.divided(degree) for name, held in self.parameters.items()},
+            held={storage: nbytes // degree for storage, nbytes in self.held.items()},
+            late={storage: nbytes // degree for storage, nbytes in self.late.items()},
+            extra={phase: nbytes // degree for phase, nbytes in self.extra.items()},
+            sends=self.sends // degree,
+        )
+
 
 class Layers:
     """The layers of one captured model at one microbatch size, with sums over ranges of them."""
@@ -58,14 +72,12 @@ class Layers:
         *,
         across: bool = False,
         shares: Mapping[str, int] | None = None,
-        group: int = 1,
     ) -> None:
         """Read an outline whose chunks are differentiated.
 
         across: layers save only their inputs. shares: the devices that divide a chunk's experts, by its name.
-        group: devices that divide every layer between them; each has at least this share of all there is.
         """
-        self.tag, self.costs, self.across, self.group = tag, costs, across, group
+        self.tag, self.costs, self.across = tag, costs, across
         self.outline, self.shares = outline, shares or {}
         self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
         self.by_name = {chunk.name: chunk for chunk in outline.chunks}
@@ -76,8 +88,14 @@ class Layers:
         self.layers = [self._layer(number) for number in range(len(self.chunks))]
         self._stages: dict[range, Stage] = {}
 
-    def __len__(self) -> int:
-        return len(self.layers)
+    def divided(self, degree: int) -> "Layers":
+        """Return the layers as one of `degree` devices that divide them has them: at least so much of all."""
+        if degree == 1:
+            return self
+        made = copy(self)
+        made.layers = [layer.divided(degree) for layer in self.layers]
+        made._stages = {}
+        return made
 
     def stage(self, layers: range) -> "Stage":
         """Return the sums over a range of layers."""
@@ -114,7 +132,7 @@ class Layers:
     def _seconds(self, chunk: Chunk, phase: Phase) -> float:
         if phase not in chunk.phases or chunk.kind not in COMPUTES:
             return 0.0
-        return self.costs.compute(chunk, phase) / self.group
+        return self.costs.compute(chunk, phase)
 
     def _path(self, number: int, phase: Phase) -> float:
         """Return the longest chain of chunks from the layer before to the next one; 0 where there is none."""
@@ -149,7 +167,7 @@ class Layers:
     def _sends(self, number: int) -> int:
         read = self._read_next(number, "F")
         sizes = (self.by_name[name].outputs[index].nbytes for name, index in read)
-        return max(sizes, default=0) // self.group
+        return max(sizes, default=0)
 
     def _held(self, chunk: Chunk, number: int) -> dict[Storage, int]:
         """Return what a chunk's forward leaves for its backward: saved values, and inputs that it reads."""
@@ -188,24 +206,24 @@ class Layers:
         """Return bytes that are live at some time in a phase, beyond what is held for backwards."""
         spec = chunk.phases[phase]
         gradients = sum(chunk.input_specs[place].nbytes for place in spec.grad_inputs)
-        return max(0, spec.workspace + gradients) // self.group
+        return max(0, spec.workspace + gradients)
 
     def _storages(self, chunk: Chunk, kind: str, specs: Sequence[TensorSpec]) -> dict[Storage, int]:
         """Return the bytes of values by the storage that holds them; one that is shared counts once."""
         found: dict[Storage, int] = {}
         own = sum(spec.nbytes for spec in specs if spec.storage < 0)
         if own:
-            found[chunk.name, kind, -1] = own // self.group
+            found[chunk.name, kind, -1] = own
         for spec in specs:
             if spec.storage >= 0:
-                found[chunk.name, "storage", spec.storage] = chunk.storages[spec.storage] // self.group
+                found[chunk.name, "storage", spec.storage] = chunk.storages[spec.storage]
         return found
 
     def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, Parameters]:
         found: dict[str, Parameters] = {}
         for chunk in chunks:
             reached = set(chunk.phases["B"].grad_params) if "B" in chunk.phases else set()
-            share = self.shares.get(chunk.name, 1) * self.group
+            share = self.shares.get(chunk.name, 1)
             for name in chunk.params:
                 elements = prod(self.known[name].local_shape) // share
                 nbytes = elements * itemsize(self.known[name].dtype)

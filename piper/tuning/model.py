@@ -52,12 +52,12 @@ class Model:
         experts: devices that divide the experts. group: devices that divide every layer.
         """
         key = (rows, recompute, experts, group)
-        if key not in self.tables:
+        if key not in self.tables and group > 1:
+            self.tables[key] = self.layers(rows, recompute, experts).divided(group)
+        elif key not in self.tables:
             outline = self.outline(rows, recompute, experts)
             shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
-            self.tables[key] = Layers(
-                outline, self.costs, self.tag, across=recompute.across, shares=shares, group=group
-            )
+            self.tables[key] = Layers(outline, self.costs, self.tag, across=recompute.across, shares=shares)
         return self.tables[key]
 
     def outline(self, rows: int, recompute: Recompute, experts: int) -> Outline:

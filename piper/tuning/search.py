@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import floor, log
 
 from piper.errors import PiperError
 from piper.schedules.grid import Grid
@@ -11,6 +12,7 @@ from piper.schedules.synthesis.synthesise import synthesis
 from piper.tuning.bounds import (
     Held,
     any_order_bound,
+    collective_time,
     least_backward,
     link_bound,
     memory_bound,
@@ -61,20 +63,31 @@ class Discard:
 
 @dataclass(slots=True)
 class Queue:
-    """Candidates in the order of their bounds; of equal ones the plainest first."""
+    """Candidates in the order of their bounds.
 
-    entries: list[tuple[float, bool, tuple[object, ...], int, Group | Leaf]] = field(default_factory=list)
+    Of those whose bounds differ by less than `gap`, microbatch sizes that are recorded already come first, then
+    the plainest.
+    """
+
+    gap: float
+    recorded: Callable[[int], bool]
+    entries: list[tuple[float, bool, bool, tuple[object, ...], int, Group | Leaf]] = field(
+        default_factory=list
+    )
     pushed: int = 0
 
     def extend(self, entries: Iterable[Group | Leaf]) -> None:
         """Add candidates."""
         for entry in entries:
             self.pushed += 1
-            item = (entry.bound, isinstance(entry, Leaf), entry.choice.key, self.pushed, entry)
+            choice = entry.choice
+            level = floor(log(entry.bound) / self.gap) if self.gap and entry.bound else entry.bound
+            fresh = not self.recorded(choice.rows)
+            item = (level, isinstance(entry, Leaf) and fresh, fresh, choice.key, self.pushed, entry)
             heapq.heappush(self.entries, item)
 
     def pop(self) -> Group | Leaf:
-        """Take out the candidate with the lowest bound."""
+        """Take out the next candidate."""
         return heapq.heappop(self.entries)[-1]
 
     def rest(self) -> list[Group | Leaf]:
@@ -99,32 +112,37 @@ class Search:
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
     best: Evaluation | None = None  # of the last or present run
 
-    def run(self, limit: int, trials: int) -> Evaluation | None:
-        """Return the shortest step that fits; at most `trials` candidates are evaluated. None: none fits."""
-        self.discarded, self.lowest, self.best = [], float("inf"), None
-        queue = Queue()
-        queue.extend(self.groups())
+    def run(
+        self, limit: int, trials: int, *, divided: bool = False, best: Evaluation | None = None
+    ) -> Evaluation | None:
+        """Return the shortest step that fits; at most `trials` candidates are evaluated. None: none fits.
+
+        divided: only candidates with tensor or context parallelism, else only those without.
+        best: the best so far.
+        """
+        self.discarded, self.lowest, self.best = [], float("inf"), best
+        queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
+        queue.extend(self.groups(divided=divided))
         while queue.entries:
             entry = queue.pop()
             if self.best is not None and entry.bound >= self.best.step * (1 - self.gap):
-                self.discarded += map(discarded, [entry, *queue.rest()])
-                break
-            if isinstance(entry, Group):
+                self.discarded.append(discarded(entry))
+            elif isinstance(entry, Group):
                 queue.extend(self.leaves(entry, limit))
-                continue
-            if entry.choice.schedule == SYNTHESISED and entry.grid is None:
+            elif entry.choice.schedule == SYNTHESISED and entry.grid is None:
                 queue.extend(self.synthesised(entry, limit))
-                continue
-            found = self.evaluated.get((entry.choice, entry.grid))
-            if found is None:
-                if trials <= 0:
-                    self.lowest = entry.bound
-                    self.discarded += map(discarded, [entry, *queue.rest()])
+            else:
+                found = self.evaluated.get((entry.choice, entry.grid))
+                if found is None and trials <= 0:
+                    left = [entry, *queue.rest()]
+                    self.lowest = min(one.bound for one in left)
+                    self.discarded += map(discarded, left)
                     break
-                trials -= 1
-                found = self.evaluate(entry)
-            if found is not None:
-                queue.extend(self.take(entry, found, limit))
+                if found is None:
+                    trials -= 1
+                    found = self.evaluate(entry)
+                if found is not None:
+                    queue.extend(self.take(entry, found, limit))
         return self.best
 
     def take(self, leaf: Leaf, found: Evaluation, limit: int) -> Iterator[Leaf]:
@@ -148,10 +166,12 @@ class Search:
         self.report(self, made)
         return made
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self, *, divided: bool = False) -> Iterator[Group]:
         """Yield every group of candidates, with the time of its busiest rank."""
         seen: set[tuple[Choice, int, str]] = set()
         for mesh in meshes(self.space, self.shapes):
+            if (mesh.tensor * mesh.context > 1) != divided:
+                continue
             for _, count, shape in schedules_of(self.space, mesh.ranks):
                 if mesh.ranks * count > self.shapes.layers or (mesh, count, shape) in seen:
                     continue
@@ -161,6 +181,14 @@ class Search:
                     for sizes in self.boundaries(choice, mesh.ranks * count):
                         made = replace(choice, sizes=sizes)
                         yield Group(choice=made, bound=work_bound(made, self.layers(made), self.model.costs))
+
+    def least(self, choice: Choice) -> float:
+        """Return the time of a candidate's busiest rank."""
+        layers = self.layers(choice)
+        found = work_bound(choice, layers, self.model.costs)
+        if choice.tensor > 1:
+            found += collective_time(choice, layers, self.model.costs, self.model.divide)
+        return found
 
     def layers(self, choice: Choice) -> Layers:
         """Return the costs of the layers under a candidate."""

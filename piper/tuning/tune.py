@@ -32,6 +32,8 @@ GAP = 0.005
 SYNTHESIS_TRIALS = 60
 FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
 FRONT_TRIALS = 4
+WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
+DIVIDED_TRIALS = 6
 Progress = Callable[[Search, Evaluation], None]
 
 
@@ -74,14 +76,14 @@ def tune(
         )
         interrupted = False
         try:
-            best = search.run(limit, trials)
+            run_all(search, limit, trials)
         except KeyboardInterrupt:
-            best, interrupted = search.best, True
-            if best is None:
+            interrupted = True
+            if search.best is None:
                 raise
-        if best is None:
+        if search.best is None:
             raise none_fits(search, limit, machine.name)
-        best = verified(search, best, limit)
+        best = verified(search, search.best, limit)
         discarded, lowest = tuple(search.discarded), search.lowest
         if front and not interrupted:
             interrupted = widen_front(search, best)
@@ -98,6 +100,23 @@ def tune(
         interrupted=interrupted,
         seconds=time.perf_counter() - started,
     )
+
+
+def run_all(search: Search, limit: int, trials: int) -> None:
+    """Search without tensor and context parallelism, then with them where they are asked for or may be worth it.
+
+    To divide a model takes seconds for each degree, so that is done where nothing else fits, or where it might
+    shorten the best step by `WORTH`.
+    """
+    best = search.run(limit, trials)
+    asked = search.space.tensor is not None or search.space.context is not None
+    bounds = [group.bound for group in search.groups(divided=True)]
+    if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
+        return
+    before, lowest = search.discarded, search.lowest
+    search.run(limit, trials if asked else min(trials, DIVIDED_TRIALS), divided=True, best=best)
+    search.discarded = [*before, *search.discarded]
+    search.lowest = min(lowest, search.lowest)
 
 
 def check_counts(devices: int, trials: int, memory: int | None) -> None:
