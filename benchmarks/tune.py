@@ -3,9 +3,9 @@
     python benchmarks/tune.py                 every case
     python benchmarks/tune.py llama8b-fixed   one of them
 
-Each case prints the best strategy, what was traced and compiled, and the seconds of wall and CPU time. The case
-`llama8b-fixed` holds PP8 x DP8 x 16 microbatches, zero=1 and 42 GiB fixed, and compares the tuned schedule and
-boundaries with the best named schedule over even stages.
+Each case prints the best strategy, what was traced and compiled, and the seconds of wall and CPU time. The
+case `llama8b-fixed` holds PP8 x DP8 x 16 microbatches, zero=1 and 42 GiB fixed, and compares the tuned
+schedule and boundaries with the best named schedule over even stages.
 """
 
 import sys
@@ -69,9 +69,33 @@ def token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def mixture() -> piper.Job:
+    """A mixture of experts of 24 layers: 64 experts, 8 for each token."""
+    config = moe.Config(
+        vocab=50304,
+        dim=2048,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        stages=24,
+        experts=64,
+        top_k=8,
+        hidden=1024,
+    )
+    tokens = torch.zeros(256, 4096, dtype=torch.long)
+    return piper.Job(
+        model=lambda: moe.MoEDecoder(config),
+        loss=moe.token_loss,
+        data=lambda: [{"tokens": tokens, "labels": tokens}],
+        precision="bf16",
+    )
+
+
 CASES = {
     "llama8b": Case(job=lambda: llama(32, 4096, 14336, 32, 128, 4096), devices=64, memory=74 * GIB),
     "llama8b-fixed": Case(job=lambda: llama(32, 4096, 14336, 32, 128, 4096), devices=64, memory=42 * GIB),
+    "moe": Case(job=mixture, devices=64, memory=74 * GIB),
     "llama70b": Case(job=lambda: llama(80, 8192, 28672, 64, 512, 4096), devices=512, memory=74 * GIB),
 }
 

@@ -65,8 +65,8 @@ class Discard:
 class Queue:
     """Candidates in the order of their bounds.
 
-    Of those whose bounds differ by less than `gap`, microbatch sizes that are recorded already come first, then
-    the plainest.
+    Of those whose bounds differ by less than `gap`, microbatch sizes that are recorded already come first,
+    then the plainest.
     """
 
     gap: float

@@ -103,10 +103,10 @@ def tune(
 
 
 def run_all(search: Search, limit: int, trials: int) -> None:
-    """Search without tensor and context parallelism, then with them where they are asked for or may be worth it.
+    """Search without tensor and context parallelism, then with them where that may be worth it.
 
-    To divide a model takes seconds for each degree, so that is done where nothing else fits, or where it might
-    shorten the best step by `WORTH`.
+    To divide a model takes seconds for each degree, so that is done where the space asks for it, where
+    nothing else fits, or where it might shorten the best step by `WORTH`.
     """
     best = search.run(limit, trials)
     asked = search.space.tensor is not None or search.space.context is not None
