@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import piper
+from piper.format import seconds, size
 from piper.models import moe
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation
@@ -24,7 +25,6 @@ from piper.tuning.result import Tuned
 from piper.tuning.search import Search
 from piper.tuning.space import NAMED, Space
 from piper.tuning.tune import tune
-from piper.words import seconds, size
 
 GIB = 2**30
 LIMITS = {"seconds": 60.0, "each": 0.3, "shorter": 0.15}

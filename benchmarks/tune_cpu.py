@@ -24,7 +24,7 @@ import torch
 
 import piper
 from piper import strategies
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import Directive
 from piper.models import decoder
 from piper.schedules.grid import orders

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import piper
-from piper import api, at, remat, replicate, shard, split, strategies
-from piper.api import Program, compile
+from piper import at, compiler, remat, replicate, shard, split, strategies
+from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.plan.text import show_plans
 from tests import zoo
@@ -89,8 +89,8 @@ def test_a_microbatch_size_is_traced_once() -> None:
         traced.append(given[3])  # type: ignore[arg-type]
         return trace(*given, **more)  # type: ignore[arg-type]
 
-    trace = api.trace
-    with patch.object(api, "trace", counted):
+    trace = compiler.trace
+    with patch.object(compiler, "trace", counted):
         known = compile(replace(JOB, strategy=strategies.ddp(4))).recordings
         for name in ("two stages", "other boundaries", "four stages", "tensor over four"):
             compile(replace(JOB, strategy=STRATEGIES[name]), captured=known)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.capture.annotate import listed_regions
-from piper.capture.differentiate import Captured
+from piper.capture.autodiff.differentiate import Captured
 from piper.capture.divide.request import Request
-from piper.capture.record import LossFn
-from piper.capture.sizes import dtype_name
-from piper.capture.trace import DTYPES, Precision, Traced, buffers_of, build_fake, parameters_of
+from piper.capture.trace.annotate import listed_regions
+from piper.capture.trace.record import LossFn
+from piper.capture.trace.sizes import dtype_name
+from piper.capture.trace.trace import DTYPES, Precision, Traced, buffers_of, build_fake, parameters_of
 from piper.errors import ConfigError
 
 Division = tuple[object, ...]  # what requests ask, as a key

@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
 from piper.schedules.action import Action
-from piper.schedules.clock import makespan
 from piper.schedules.grid import Grid
+from piper.schedules.simulate import makespan
 from piper.schedules.stages import Memory, StageCosts
 from piper.schedules.synthesis.bound import bound as least_makespan
 from piper.simulate.costs import Costs

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from piper.collector import no_collection
 from piper.directives import Directive
+from piper.gc_pause import no_collection
 from piper.plan.memory import timeline
 from piper.schedules.grid import Grid
 from piper.simulate.simulate import Simulation, simulate

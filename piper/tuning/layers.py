@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import TypeVar
 
-from piper.ir.chunk import PHASES, Chunk, Outline, Output, Phase, TensorSpec, bundles
+from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSpec, bundles
 from piper.simulate.costs import Costs
 
 COMPUTES = ("compute", "expert")  # the kinds of chunks that have code
@@ -66,7 +66,7 @@ class Layers:
 
     def __init__(
         self,
-        outline: Outline,
+        outline: CapturedModel,
         costs: Costs,
         tag: str,
         *,

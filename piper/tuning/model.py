@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from piper.api import MASTER_BYTES, Capturing, Program, build
-from piper.capture.layers import TAG
+from piper.capture.trace.repeated_layers import TAG
+from piper.compiler import MASTER_BYTES, Capturing, Program, build
 from piper.directives import Directive
 from piper.errors import ConfigError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.simulate.costs import Costs
 from piper.tuning.bounds import State
@@ -60,7 +60,7 @@ class Model:
             self.tables[key] = Layers(outline, self.costs, self.tag, across=recompute.across, shares=shares)
         return self.tables[key]
 
-    def outline(self, rows: int, recompute: Recompute, experts: int) -> Outline:
+    def outline(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:
         """Return the differentiated model: as recorded, or from two sizes that were."""
         if rows not in self.recorded and len(self.recorded) > 1:
             one, other = (self._differentiated(size, recompute, experts) for size in self.recorded[:2])
@@ -70,7 +70,7 @@ class Model:
         self.record(rows)
         return self._differentiated(rows, recompute, experts)
 
-    def _differentiated(self, rows: int, recompute: Recompute, experts: int) -> Outline:
+    def _differentiated(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:
         chunks = self.capturing.traced(rows).outline.chunks
         ways = {chunk.name: experts for chunk in chunks if chunk.kind == "expert"}
         budgets: Mapping[str, float] = {}
@@ -86,7 +86,7 @@ class Model:
         )
 
 
-def layers_of(outline: Outline) -> tuple[str, int]:
+def layers_of(outline: CapturedModel) -> tuple[str, int]:
     """Return the tag that numbers a model's layers, and how many there are.
 
     That is LAYER, or else the tag that every chunk has with the most indices.

@@ -2,9 +2,9 @@
 
 from html import escape
 
+from piper.format import percent, seconds, size
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
-from piper.words import percent, seconds, size
 
 MARK = "<!-- piper tune -->"
 WIDTH, HEIGHT, LEFT, BELOW = 760, 380, 90, 40

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
+from piper.format import percent, seconds, size
 from piper.tuning.bounds import Held
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.search import Discard, Search
-from piper.words import percent, seconds, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 
 T = TypeVar("T")
 SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
@@ -18,7 +18,7 @@ class UnlikeError(Exception):
     """Two recordings that differ in more than amounts."""
 
 
-def scaled(one: Outline, other: Outline, rows: int) -> Outline | None:
+def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel | None:
     """Return the outline for slices of `rows` samples. None: the two outlines differ in their structure."""
     share = (rows - one.rows) / (other.rows - one.rows)
     try:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.api import MASTER_BYTES, Capturing, Program, first_batch, known_recordings
 from piper.capture.recordings import Recordings
-from piper.collector import no_collection
+from piper.compiler import MASTER_BYTES, Capturing, Program, first_batch, known_recordings
 from piper.directives import Directive, place
 from piper.errors import ConfigError, PiperError
+from piper.gc_pause import no_collection
 from piper.ir.select import at
 from piper.job import Batch, Job
 from piper.models.tensor_plan import tensor_plan

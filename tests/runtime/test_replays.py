@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from piper.api import Program, compile
+from piper.checkpoint.load import read_state
+from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.launchers.restoring import read_state
 from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
-from piper.runtime.cuda.intake import Intake, Kernel
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options, Worker

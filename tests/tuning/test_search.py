@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import piper
-from piper.api import compile
+from piper.compiler import compile
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
