@@ -21,7 +21,7 @@ from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
-from piper.errors import CaptureError, ConfigError, ScheduleError
+from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
@@ -51,6 +51,7 @@ class Program:
     recordings: Recordings  # of the model; other strategies use them again: compile(job, captured=program)
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
+    cache: Path | None = None  # of compiled code. None: chunks run operation by operation
 
     @property
     def outline(self) -> CapturedModel:
@@ -77,6 +78,16 @@ class Program:
         """Return the directives that shaped a node, each with its source line."""
         return origins(self.work, node)
 
+    def evaluation(self, batch: Batch) -> "Program":
+        """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
+
+        The model is in eval mode, nothing is saved for a backward, and the parameters are read where this
+        program holds them.
+        """
+        from piper.evaluation import compile_evaluation  # it uses this module
+
+        return compile_evaluation(self, batch)
+
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
     job: Job,
@@ -97,7 +108,8 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     batch = first_batch(job)
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
     kept = usable_cache(Path(cache)) if compile else None
-    return build(job, Capturing(job=job, batch=batch, recordings=known, cache=kept))
+    folder = Path(cache) if compile else None
+    return build(job, Capturing(job=job, batch=batch, recordings=known, cache=kept, folder=folder))
 
 
 def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -> Program:
@@ -146,6 +158,7 @@ def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -
         recordings=capturing.recordings,
         device=capturing.recordings.device,
         warnings=uneven_slices(traced, work.graph, samples),
+        cache=capturing.folder,
     )
 
 
@@ -157,6 +170,7 @@ class Capturing:
     batch: Batch
     recordings: Recordings
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
+    folder: Path | None = None  # of the cache that was asked for
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""
@@ -254,7 +268,7 @@ def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[N
         blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
         where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
         fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
-        facts = {"batch": fields} if "cannot be captured" in error.what else {}
+        facts = {"batch": fields} if isinstance(error, LossError) else {}
         raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
     except ScheduleError as error:
         if error.by != "strategy" or not strategy:

@@ -36,18 +36,28 @@ SlotKind = Literal[
     "buffer",
     "constant",
     "place",  # of a device in its groups along an axis
+    "host_place",  # the same, in memory of the host
     "loss",
     "weight",
+    "metrics",  # sums and weights of what a loss returns beside the loss
     "norm",
-    "total",  # the norm, the loss and the weight over all devices
+    "total",  # the norm, the loss, the weight and the metrics over all devices
     "seed",  # the gradient that each microbatch's loss starts from
 ]
-OF_STEP: Final[Collection[SlotKind]] = ("loss", "weight", "norm", "total", "seed")  # these have no owner
+OF_STEP: Final[Collection[SlotKind]] = (
+    "loss",
+    "weight",
+    "metrics",
+    "norm",
+    "total",
+    "seed",
+)  # these have no owner
 NAMED: Final[Collection[SlotKind]] = (
     "batch",
     "buffer",
     "constant",
     "place",
+    "host_place",
 )  # these are named after their kind
 INDEXED: Final[Mapping[SlotKind, str]] = {
     "output": "out",
@@ -69,7 +79,7 @@ OWNED = re.compile(
 )
 LISTED = re.compile(rf"(?P<word>{'|'.join(NAMED)})\.(?P<owner>{NAME}?){AT}{PART}")
 PASS = re.compile(rf"(?P<phase>BI|BW|F|B|R)\[(?P<chunk>{NAME}?)(?P<part>(?: \w+=\d+)*)\]")
-PLAIN = re.compile(r"(?!(?:batch|buffer|constant|place)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
+PLAIN = re.compile(r"(?!(?:batch|buffer|constant|place|host_place)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
 
 
 def show_part(part: Tags) -> str:

@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "Checkpoint",
         "ConfigError",
         "Directive",
+        "Evaluate",
         "Job",
         "LaunchError",
         "PiperError",
@@ -26,6 +27,7 @@ def test_public_names() -> None:
         "annotate_layers",
         "annotate_modules",
         "at",
+        "callbacks",
         "compile",
         "grouped_mm",
         "launch",
@@ -70,7 +72,10 @@ def test_job_fields() -> None:
         "steps",
         "seed",
         "checkpoint",
+        "evaluate",
+        "callbacks",
     ]
+    assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]
 
 
@@ -87,6 +92,7 @@ def test_schedules() -> None:
         "interleaved_1f1b",
         "interleaved_zero_bubble",
         "one_f_one_b",
+        "pairs",
         "synthesise",
         "v_half",
         "v_min",
@@ -114,6 +120,7 @@ def test_verbs_and_flags() -> None:
             "--compile",
             "--detect-nan",
             "--device",
+            "--grace",
             "--graphs",
             "--on",
             "--out",
@@ -123,7 +130,7 @@ def test_verbs_and_flags() -> None:
             "--strategy",
             "recipe",
         ],
-        "simulate": ["--cluster", "--costs", "--json", "--strategy", "recipe"],
+        "simulate": ["--cluster", "--compile", "--costs", "--json", "--strategy", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],

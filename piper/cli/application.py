@@ -23,7 +23,7 @@ from piper.errors import PiperError
 from piper.launchers.processes import on_rank_zero
 from piper.version import VERSION
 
-SUCCESS, NO, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+SUCCESS, NO, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: EX_TEMPFAIL, try again
 
 app = typer.Typer(
     name="piper",
@@ -50,7 +50,7 @@ def main() -> None:
         try:
             app()
         except PiperError as error:
-            fail(str(error))
+            fail("\n".join([str(error), *getattr(error, "__notes__", ())]))  # notes: a worker's traceback
 
 
 def show_warning(
@@ -71,10 +71,10 @@ def fail(message: str) -> NoReturn:
     sys.exit(USER_ERROR)
 
 
-def interrupted(message: str) -> NoReturn:
-    """End because the user pressed Ctrl-C, with one message."""
+def interrupted(message: str, code: int = INTERRUPTED) -> NoReturn:
+    """End because of Ctrl-C or another signal, with one message."""
     sys.stderr.write(message + "\n")
-    sys.exit(INTERRUPTED)
+    sys.exit(code)
 
 
 def show_version(asked: bool) -> None:
@@ -184,6 +184,9 @@ def train(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
     ] = False,
+    grace: Annotated[
+        float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
+    ] = 30.0,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
@@ -202,6 +205,7 @@ def train(
         sys.stdout.write(train_alone(wanted))
         return
     from piper.train.ending import ending, stopping
+    from piper.train.interrupt import PreemptedError
     from piper.train.session import Asked, train_recipe
 
     asked = Asked(
@@ -216,16 +220,17 @@ def train(
         device=device,
         compile=compiled,
         graphs=graphs,
+        grace=grace,
     )
     console = Console(soft_wrap=True, markup=False, highlight=False)
     try:
         outcome = train_recipe(asked, console)
+    except PreemptedError:
+        interrupted("preempted; --resume goes on from the newest checkpoint, if any", PREEMPTED)
     except KeyboardInterrupt:
         interrupted("stopped before the step was done; --resume goes on from the newest checkpoint, if any")
     if outcome.stopped:
-        using = f" --strategy {strategy}" if strategy is not None else ""
-        again = (
-            f"piper train {recipe} --on {on}{using} --steps {outcome.steps} --out {outcome.folder} --resume"
-        )
-        interrupted(stopping(outcome, again))
+        same = f"{recipe} --on {on}" + (f" --strategy {strategy}" if strategy is not None else "")
+        again = f"piper train {same} --steps {outcome.steps} --out {outcome.folder} --resume"
+        interrupted(stopping(outcome, again), PREEMPTED if outcome.preempted else INTERRUPTED)
     sys.stdout.write(ending(outcome) + "\n")

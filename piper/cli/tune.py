@@ -35,7 +35,7 @@ def tune(
 
     Ctrl-C ends the search and gives the best strategy so far.
     """
-    from piper.cli.tuned import print_tuned, progress_on, read_size, tuned_report
+    from piper.cli.tune_report import print_tuned, progress_on, read_size, tuned_report
     from piper.files import refuse_existing, write_output
     from piper.format import wide_console
     from piper.recipe import load_recipe  # torch is paid for only where it is used

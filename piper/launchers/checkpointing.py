@@ -1,6 +1,7 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from piper.callbacks import named_callbacks
 from piper.checkpoint.background import Done
 from piper.checkpoint.blocks import FileRecord, StorageError
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
@@ -28,6 +30,7 @@ from piper.runtime.trainers import empty_optimizer
 
 T = TypeVar("T")
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
+CALLBACKS, DATA = "piper callbacks", "data"  # keys of the data of a checkpoint that has both
 WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
 
@@ -241,7 +244,7 @@ def trainer_names(program: ProgramLike) -> Trainer:
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
 
 
-class Saves:
+class Saves(ABC):
     """A run that saves and loads with `Checkpoints`."""
 
     checkpoints: Checkpoints
@@ -249,12 +252,24 @@ class Saves:
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
-        """Write a checkpoint."""
-        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
+        """Write a checkpoint, with the states of the job's callbacks."""
+        callbacks = self.checkpoints.program.job.callbacks
+        states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
+        states = {name: state for name, state in states.items() if state}
+        given = {CALLBACKS: states, DATA: data} if states else data
+        self.checkpoints.save(path, data=given, wait=wait, keep=keep)
 
     def load(self, path: Path | str) -> Resumed:
         """Go on from a checkpoint."""
-        return self.checkpoints.load(path)
+        found = self.checkpoints.load(path)
+        if isinstance(found.data, Mapping) and CALLBACKS in found.data:
+            states = cast("Mapping[str, object]", found.data[CALLBACKS])
+            found = Resumed(step=found.step, data=found.data[DATA], callbacks=states)
+        return self.resumed(found)
+
+    @abstractmethod
+    def resumed(self, found: Resumed) -> Resumed:
+        """Continue from a checkpoint that workers have loaded."""
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""

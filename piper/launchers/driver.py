@@ -1,8 +1,8 @@
 """The driver of a job: starts its workers, asks them for results, and notices when one is lost."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import Protocol, cast
@@ -12,14 +12,24 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
 from piper.launchers.checkpointing import Checkpoints, Saves
+from piper.launchers.evaluation import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, blame
-from piper.launchers.messages import PATIENCE, Assignment, BatchSlicer, Call, Heartbeat, pack_setup
+from piper.launchers.messages import (
+    PATIENCE,
+    Assignment,
+    BatchSlicer,
+    Call,
+    EvaluationBatch,
+    Heartbeat,
+    Preparation,
+    pack_setup,
+)
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_buffers, whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording, compare
@@ -36,9 +46,15 @@ LOOKS = 3  # snapshots that must agree
 class WorkerGroup(ABC):
     """The workers of a job, one for each device."""
 
+    leaving = False  # whether the system has asked a worker to end
+
     @abstractmethod
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         """Call workers, each with its argument, and return their answers. One error ends all workers."""
+
+    def running(self, program: ProgramLike) -> AbstractContextManager[None]:
+        """Take note inside the block that workers run another program than the one they train with."""
+        return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
@@ -58,6 +74,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
+        self.current = program  # what workers run now: an evaluation has a program of its own
         self.devices = devices_of(program.plans)
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
@@ -133,6 +150,14 @@ class SocketWorkerGroup(WorkerGroup):
         """Return objects that become readable when a process ends."""
         return ()
 
+    @contextmanager
+    def running(self, program: ProgramLike) -> Iterator[None]:
+        self.current = program
+        try:
+            yield
+        finally:
+            self.current = self.program
+
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         self.asked = monotonic()
         for device, argument in arguments.items():
@@ -187,6 +212,8 @@ class SocketWorkerGroup(WorkerGroup):
         self.heard[device] = monotonic()
         if isinstance(answer, Failure):
             self.failures.append(answer)
+        if isinstance(answer, Heartbeat) and answer.leaving:
+            self.leaving = True
         return answer
 
     def blamed(self) -> WorkerError:
@@ -222,8 +249,8 @@ class SocketWorkerGroup(WorkerGroup):
         statuses = self.statuses()
         self._listen(0)
         return JobSnapshot(
-            plans=self.program.plans,
-            origins=self.program.origins,
+            plans=self.current.plans,
+            origins=self.current.origins,
             timeout=self.options.timeout,
             statuses=statuses,
             failures=self.failures,
@@ -253,7 +280,7 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in held}
 
 
-class RemoteRun(Saves, Trains):
+class RemoteRun(Evaluates, Trains, Saves):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
@@ -262,6 +289,7 @@ class RemoteRun(Saves, Trains):
         self.devices = devices_of(program.plans)
         self.wanted = wanted_batch(setup_of(program))
         self.slicer = BatchSlicer(program.plans)
+        self.slicers: dict[int, BatchSlicer] = {}  # of evaluation programs, by their numbers
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 
@@ -282,7 +310,19 @@ class RemoteRun(Saves, Trains):
         cut = {device: self.slicer.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
         self.checkpoints.poll()
-        return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+        return result_of(self.plans, self.program.outline, cast(Sums, answers[self.devices[0]]))
+
+    def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
+        given = Preparation(number=number, setup=pack_setup(setup_of(program)), buffers=buffers)
+        self.slicers[number] = BatchSlicer(program.plans)
+        self._ask("prepare", dict.fromkeys(self.devices, given))
+
+    def _forward(self, number: int, program: ProgramLike, batch: Mapping[str, Tensor]) -> Sums:
+        slicer = self.slicers[number]
+        given = {d: EvaluationBatch(number=number, fields=slicer.cut(batch, d)) for d in self.devices}
+        with self.group.running(program):
+            answers = self._ask("evaluate", given)
+        return cast(Sums, answers[self.devices[0]])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
@@ -308,6 +348,18 @@ class RemoteRun(Saves, Trains):
         whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
         return {name: value for name, value in whole.items() if name in reached}
 
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
+        asked = {device: (key, names) for device, names in holders(buckets).items()}
+        answers = self._ask("optimizer_state", asked)
+        owned = {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, Tensor | None]", found).items()
+        }
+        return whole_state(buckets, owned)
+
     def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
         answers = self._ask(call, holders(buckets))
         return {
@@ -331,6 +383,10 @@ class RemoteRun(Saves, Trains):
 
     def _time(self, device: int) -> float:
         return cast(float, self._ask("clock", {device: None})[device])
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return self.group.leaving
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import ParamSpec
 
 from piper.errors import ConfigError
@@ -66,6 +67,25 @@ def stat_field(process: int, place: int) -> str:
 def running(marks: Sequence[int]) -> tuple[int, ...]:
     """Return the instructions that run, by the marks of a device."""
     return tuple(number - 1 for number in marks if number)
+
+
+class Termination:
+    """Notes SIGTERM instead of ending the process: a worker ends with its driver, which saves first."""
+
+    def __init__(self) -> None:
+        self.asked = self.reported = False
+
+    def install(self) -> None:
+        """Handle the signal from now on. Needs the main thread."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def news(self) -> bool:
+        """Return whether the signal has come since the last call."""
+        new, self.reported = self.asked and not self.reported, self.asked
+        return new
 
 
 class StopWatch:

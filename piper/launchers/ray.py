@@ -24,7 +24,7 @@ from piper.errors import LaunchError
 from piper.launchers.base import streams_of
 from piper.launchers.driver import RemoteRun, SocketWorkerGroup, devices_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
-from piper.launchers.processes import NodeMonitor, ProcessStatus, SharedFile, StopWatch
+from piper.launchers.processes import NodeMonitor, ProcessStatus, SharedFile, StopWatch, Termination
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import die_with
@@ -83,6 +83,8 @@ class Actor:
 
     def __init__(self, width: int) -> None:
         die_with(os.getppid())  # a stopped actor would outlive its raylet
+        self.termination = Termination()
+        self.termination.install()
         self.descriptor = new_marks(width)
         self.marks = map_marks(self.descriptor)
 
@@ -107,7 +109,12 @@ class Actor:
         """
         channel = connect(driver, key, device, PATIENCE, CODEC)
         given = cast(Assignment, channel.recv())
-        serve(channel, given, lambda: WorkerServer(given, HeldValues(memory, given.values), self.marks))
+        serve(
+            channel,
+            given,
+            lambda: WorkerServer(given, HeldValues(memory, given.values), self.marks),
+            self.termination,
+        )
 
 
 class RayWorkerGroup(SocketWorkerGroup):

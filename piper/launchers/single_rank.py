@@ -1,6 +1,6 @@
 """`rank:N`: one device of a job by itself, with real kernels and memory, on a network that is only timed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.base import Resumed, StepResult, Trains, result_of
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains, result_of
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.comm.alone import AloneComms, arriving
+from piper.runtime.comm.alone import AloneComms, arriving, totalled
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
 from piper.runtime.debug.output_recorder import Mark
@@ -51,7 +51,7 @@ class SingleRankRun(Trains):
         torch.set_num_threads(options.threads)
         self.network = load_cluster(cluster or CLUSTERS[program.device])
         self.engine = CopyEngine(setup.device) if setup.device.type == "cuda" else None
-        kernels = {**KERNELS, "recv": arriving}
+        kernels = {**KERNELS, "recv": arriving, "total": totalled}
         for op in COMMUNICATION:
             kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or Sleeper())
         self.worker = Worker(
@@ -72,7 +72,7 @@ class SingleRankRun(Trains):
         begin = perf_counter()
         sums = self.worker.step(batch)
         self.seconds.append(perf_counter() - begin)
-        return result_of(self.plans, sums)
+        return result_of(self.plans, self.program.outline, sums)
 
     def peak(self) -> PeakMemory:
         """Return the peak memory so far, predicted and measured."""
@@ -92,6 +92,12 @@ class SingleRankRun(Trains):
 
     def gradients(self) -> dict[str, Tensor]:
         raise single_rank_error("there are no gradients of a whole job")
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        raise single_rank_error("there is nothing to evaluate")
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        raise single_rank_error("there is no optimizer state of a whole job")
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """Return what every chunk returned in the last step; `keep_outputs` must be on."""

@@ -1,11 +1,12 @@
 """The ranks of a torchrun job other than 0: each is a worker, and gives its script the results of rank 0."""
 
 import os
+import signal
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar, cast
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Trains
+from piper.launchers.base import Resumed, Trains
 from piper.launchers.driver import RemoteRun, devices_of
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
-from piper.launchers.processes import RankEnvironment, SharedFile, check_size
+from piper.launchers.processes import RankEnvironment, SharedFile, Termination, check_size
 from piper.launchers.rendezvous import (
     HOW,
     DriverAddress,
@@ -40,7 +41,7 @@ from piper.runtime.setup import Initial, ProgramLike
 P = ParamSpec("P")
 T = TypeVar("T")
 DESCRIPTORS = Path("/proc/self/fd")
-CHANGES = ("step", "load")  # methods that every rank has to call when rank 0 does
+CHANGES = ("step", "evaluate", "load")  # methods that every rank has to call when rank 0 does
 BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
 LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
 Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
@@ -69,12 +70,18 @@ class BackgroundWorker:
     """A worker in a process that runs a script: one thread reads messages, another answers calls."""
 
     def __init__(
-        self, channel: Channel, build: Callable[[Assignment], WorkerServer], hear: Hear | None = None
+        self,
+        channel: Channel,
+        build: Callable[[Assignment], WorkerServer],
+        hear: Hear | None = None,
+        termination: Termination | None = None,
     ) -> None:
         """Start the threads.
 
         build: makes the worker from the first message. hear: is called with the results of rank 0.
+        termination: whether the system has asked this process to end. None: that is left to the script.
         """
+        self.termination = termination or Termination()
         self.channel, self.build, self.hear = channel, build, hear or (lambda result: None)
         self.calls: SimpleQueue[Assignment | tuple[Call, object] | None] = SimpleQueue()
         self.sockets = OpenSockets()
@@ -114,8 +121,11 @@ class BackgroundWorker:
             try:
                 self.channel.send(None)
                 while (asked := cast("tuple[Call, object] | None", self.calls.get())) is not None:
-                    with beating(self.channel):
+                    opens = self.sockets.recording() if asked[0] == "prepare" else nullcontext()
+                    with beating(self.channel), opens:
                         answer = server.answer(*asked)
+                    if self.termination.news():
+                        self.channel.send(Heartbeat(leaving=True))
                     self.channel.send(answer)
             finally:
                 server.close()
@@ -145,7 +155,7 @@ class OpenSockets:
         """Record the sockets that are opened inside the block."""
         before = sockets()
         yield
-        self.opened = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+        self.opened |= {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
 
     def shut(self) -> None:
         """Shut the recorded sockets. Every wait on them, on either side, then ends with an error."""
@@ -190,7 +200,12 @@ def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
     return fetched_key(address.launch, world.rank)
 
 
-def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> BackgroundWorker:
+def join(
+    world: RankEnvironment,
+    address: DriverAddress,
+    hear: Hear | None,
+    termination: Termination | None = None,
+) -> BackgroundWorker:
     """Connect to the driver of a launch as one of its workers."""
     key = key_for(world, address)
     try:
@@ -218,7 +233,7 @@ def join(world: RankEnvironment, address: DriverAddress, hear: Hear | None) -> B
         os.close(descriptor)  # rank 0 has opened it by now, if it can
         return WorkerServer(given, values_of(given), marks)
 
-    return BackgroundWorker(channel, build, hear)
+    return BackgroundWorker(channel, build, hear, termination)
 
 
 def values_of(given: Assignment) -> Initial:
@@ -235,12 +250,18 @@ def values_of(given: Assignment) -> Initial:
 
 
 def attend(world: RankEnvironment) -> None:
-    """Be a worker of everything that rank 0 launches, until it is done."""
+    """Be a worker of everything that rank 0 launches, until it is done.
+
+    torchrun passes SIGTERM and Ctrl-C on to every rank. Rank 0 acts on them: it saves, and needs this worker.
+    """
+    termination = Termination()
+    termination.install()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     check_key(world)
     workers: list[BackgroundWorker] = []
     for address in addresses(world):
         with suppress(OSError):  # rank 0 no longer listens
-            workers.append(join(world, address, None))
+            workers.append(join(world, address, None, termination))
     for worker in workers:
         worker.wait()
 
@@ -258,6 +279,8 @@ def received(
 
 class TorchrunWorkerRun(Trains):
     """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
+
+    drives = False
 
     def __init__(self, program: ProgramLike, results: SimpleQueue[RankZeroResult | None]) -> None:
         self.program, self.results = program, results
@@ -286,13 +309,18 @@ class TorchrunWorkerRun(Trains):
         )
 
     step = received(RemoteRun.step)
+    evaluate = received(RemoteRun.evaluate)
     state_dict = received(RemoteRun.state_dict)
     gradients = received(RemoteRun.gradients)
     trails = received(RemoteRun.trails)
     recordings = received(RemoteRun.recordings)
     save = received(RemoteRun.save)
-    load = received(RemoteRun.load)
+    optimizer_state = received(RemoteRun.optimizer_state)
     settle = received(RemoteRun.settle)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Continue from the checkpoint that rank 0 has loaded."""
+        return self.resumed(cast(Resumed, self._next("load")))
 
     def close(self) -> None:
         """Stop asking for results. The worker continues until rank 0 ends the run."""

@@ -13,12 +13,23 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.checkpoint.background import Done, Keeper
 from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, unpack_setup
+from piper.launchers.messages import (
+    CODEC,
+    PATIENCE,
+    Assignment,
+    Call,
+    EvaluationBatch,
+    Heartbeat,
+    Preparation,
+    unpack_setup,
+)
+from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
 from piper.plan.divided import Share
@@ -40,14 +51,14 @@ class WorkerServer:
 
     def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
         """Build the worker of a device; `marks`: the progress of each stream, for the driver to read."""
-        self.device = given.device
+        self.device, self.given = given.device, given
         torch.set_num_threads(given.options.threads)
         setup = unpack_setup(given.setup)
         if setup.device.type == "cuda":
             take_one(given.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         self.watcher = Watcher(self.device, marks, self.answers.put)
-        comms = self._comms(given, setup)
+        comms = self._comms(setup, "")
         self.worker = Worker(
             setup,
             self.device,
@@ -60,10 +71,15 @@ class WorkerServer:
         self.keeper = Keeper(self.worker)
         self.thread = ThreadPoolExecutor(1, "step")
 
-    def _comms(self, given: Assignment, setup: Setup) -> Comms:
-        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared."""
+    def _comms(self, setup: Setup, prefix: str) -> Comms:
+        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared.
+
+        prefix: of the keys by which the workers of one program meet in the store that all programs share.
+        """
+        given = self.given
         at, patience = given.store, timedelta(seconds=max(given.options.timeout, PATIENCE))
-        store = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout
         if setup.device.type == "cuda" and not given.shares:
             return NcclComms(setup.plans, self.device, store, setup.device, timeout)
@@ -72,14 +88,30 @@ class WorkerServer:
 
     def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
         """Train on this device's rows of a batch."""
-        self.thread.submit(self._step, batch)
-        return self.answers.get()
+        return self._watched(lambda: self.worker.step(batch))
 
-    def _step(self, batch: Mapping[str, Rows]) -> None:
-        try:
-            self.answers.put(self.worker.step(batch))
-        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-            self.watcher.fail(error)
+    def prepare(self, given: Preparation) -> None:
+        """Take an evaluation program, and meet the other workers for it."""
+        setup = unpack_setup(given.setup)
+        comms = self._comms(setup, f"evaluation-{given.number}")
+        on_failure = comms.abort if isinstance(comms, NcclComms) else lambda: None
+        self.worker.prepare(given.number, setup, comms, given.buffers.__getitem__, on_failure)
+
+    def evaluate(self, given: EvaluationBatch) -> Sums | Failure:
+        """Evaluate on this device's rows of a batch."""
+        return self._watched(lambda: self.worker.evaluate(given.number, given.fields))
+
+    def _watched(self, act: Callable[[], Sums]) -> Sums | Failure:
+        """Run a plan in the thread of steps. A failure of any stream is the answer, while others wait."""
+
+        def run() -> None:
+            try:
+                self.answers.put(act())
+            except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+                self.watcher.fail(error)
+
+        self.thread.submit(run)
+        return self.answers.get()
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
         """Return this device's part of some buckets."""
@@ -88,6 +120,11 @@ class WorkerServer:
     def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
         """Return the last step's gradients of this device's part of some buckets."""
         return {name: self.worker.gradient(name) for name in buckets}
+
+    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, Tensor | None]:
+        """Return what the optimizer keeps under a key for this device's part of some buckets."""
+        key, buckets = asked
+        return {name: self.worker.env.state.kept(name, key) for name in buckets}
 
     def reached(self, _: object) -> set[str]:
         """Return the parameters that have gradients."""
@@ -141,19 +178,26 @@ class WorkerServer:
 def main(descriptors: Sequence[int]) -> int:
     """Be a worker of this machine: receive an assignment, then answer calls until the driver is gone."""
     end, marks, values = descriptors
+    termination = Termination()
+    termination.install()
     channel = Channel(socket.socket(fileno=end), codec=CODEC)
     try:
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path
         serve(
-            channel, given, lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks))
+            channel,
+            given,
+            lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
+            termination,
         )
     except ClosedError:
         pass
     return 0
 
 
-def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]) -> None:
+def serve(
+    channel: Channel, given: Assignment, build: Callable[[], WorkerServer], termination: Termination
+) -> None:
     """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
     try:
         server = build()
@@ -164,7 +208,10 @@ def serve(channel: Channel, given: Assignment, build: Callable[[], WorkerServer]
     try:
         while True:
             call, argument = cast("tuple[Call, object]", channel.recv())
-            channel.send(server.answer(call, argument))
+            answer = server.answer(call, argument)
+            if termination.news():
+                channel.send(Heartbeat(leaving=True))
+            channel.send(answer)
     except ClosedError:
         return
 

@@ -24,7 +24,7 @@ def ending(outcome: Outcome) -> str:
 
 def stopping(outcome: Outcome, again: str) -> str:
     """Return the message of a run that was stopped; `again`: the command that goes on."""
-    where = f"stopped after step {outcome.done} of {outcome.steps}"
+    where = f"{'preempted' if outcome.preempted else 'stopped'} after step {outcome.done} of {outcome.steps}"
     if outcome.saved:
         return f"{where}; go on with: {again}"
     return f"{where}; nothing was saved, because the job has no checkpoint"

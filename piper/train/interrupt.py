@@ -1,33 +1,101 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an end after the step, the second ends now."""
+"""Signals that ask a run to stop. All finish the step and save.
+
+A second Ctrl-C or SIGHUP ends the run now. SIGTERM is preemption. It often comes twice, because a launcher
+passes on what its group of processes got too, so a second one changes nothing. But the run has to end within
+`grace` seconds of the first.
+"""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE = 30.0  # seconds: what torchrun and Kubernetes wait before they kill
+
+
+class PreemptedError(KeyboardInterrupt):
+    """Preempted, with no step under way or no time left to finish one. Nothing more is saved."""
+
+
+class Interrupts:
+    """What signals have asked of a run."""
+
+    def __init__(self, asked: Callable[[int], None], grace: float) -> None:
+        self.asked, self.grace = asked, grace
+        self.seen = self.preempted = self.over = False
+        self.timer: threading.Timer | None = None
+
+    def __call__(self) -> bool:
+        """Return whether an end was asked for."""
+        return self.seen
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal. Raise if the run has to end now."""
+        if self.over:
+            raise PreemptedError
+        if number == signal.SIGTERM and self.preempted:
+            return
+        if self.seen and number != signal.SIGTERM:
+            raise KeyboardInterrupt
+        self.seen = True
+        if number == signal.SIGTERM:
+            self.preempt()
+        with suppress(OSError):  # a terminal that is gone takes no message, and the run is still to be saved
+            self.asked(number)
+
+    def preempt(self) -> None:
+        """Note a preemption, by a signal to this process or to one of its workers; the time runs from now."""
+        if self.preempted:
+            return
+        self.seen = self.preempted = True
+        main = threading.get_ident()
+
+        def end() -> None:
+            self.over = True
+            signal.pthread_kill(main, signal.SIGTERM)  # ends what the main thread waits for
+
+        self.timer = threading.Timer(self.grace, end)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def close(self) -> None:
+        """Stop the time."""
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 @contextmanager
-def interrupts(asked: Callable[[int], None]) -> Iterator[Callable[[], bool]]:
-    """Yield whether an end was asked for; `asked` is called with the signal when it comes.
+def interrupts(asked: Callable[[int], None], grace: float = GRACE) -> Iterator[Interrupts]:
+    """Yield whether an end was asked for; `asked` is called with the first signal when it comes.
 
     SIGHUP stays ignored where it is ignored already: that is what `nohup` does.
     """
-    seen = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-        with suppress(OSError):  # a terminal that is gone takes no message, and the run is still to be saved
-            asked(number)
-
+    made = Interrupts(asked, grace)
     caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in caught}
+    before = {number: signal.signal(number, made.handle) for number in caught}
     try:
-        yield lambda: seen
+        yield made
     finally:
+        made.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def preemptible() -> Iterator[None]:
+    """Raise PreemptedError inside the block on SIGTERM, once: for the time in which no step is under way."""
+    seen = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        if not seen:
+            seen = True
+            raise PreemptedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
+from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
@@ -23,10 +25,11 @@ from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
+from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.folder import Metrics, choose, claim, prepare, record
-from piper.train.interrupt import interrupts
+from piper.train.interrupt import GRACE, Interrupts, interrupts, preemptible
 from piper.train.lock import locked
-from piper.train.loop import Course, Reporter, checked, train
+from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
@@ -48,6 +51,7 @@ class Asked:
     device: str | None = None  # cpu or cuda; none: as there is
     compile: bool = False  # chunks run as Inductor compiles them
     graphs: bool = False  # on CUDA each step is one graph, after the first few
+    grace: float = GRACE  # seconds from SIGTERM to the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class Outcome:
     seconds: float  # of steps
     first: Measure | None  # step of this run, after a resume too; none, if there was nothing left to do
     last: Measure | None
+    preempted: bool = False  # stopped by SIGTERM
 
     @property
     def stopped(self) -> bool:
@@ -85,6 +90,13 @@ class Memory:
 def train_recipe(asked: Asked, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     check_launcher(asked.on, "piper train")
+    check_seconds(asked)
+    with preemptible():
+        return train_locked(asked, console)
+
+
+def train_locked(asked: Asked, console: Console) -> Outcome:
+    """Train a recipe in its folder, which no other run uses meanwhile."""
     job = asked_job(asked)
     check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
@@ -131,20 +143,31 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             return first_bad(program.outline, run.trails(), run.state_dict())
 
         with (
+            ExitStack() as held,
             watching(console, folder, program, done, memory) as tell,
-            interrupts(partial(stopping_now, console)) as stopping,
+            interrupts(partial(stopping_now, console, asked.grace), asked.grace) as interrupted,
         ):
+            evaluations = held.enter_context(Evaluations(folder, done))
+
+            def after(step: int, result: Result) -> None:
+                evaluated = run.after_step(step, cast(StepResult, result), job.steps)
+                if evaluated is not None:
+                    evaluations.write(step, evaluated)
+                    console.print(evaluation_line(step, evaluated))
+
             course = Course(
                 done=done,
                 steps=job.steps,
                 tell=tell,
-                saves=saves_of(run, folder, job, feed, console.print),
-                stopping=stopping,
+                saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
+                stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
+                after=after,
             )
             rate = Rate(job, program.plans.buckets.values(), trainer)
             batches = checked(feed, wanted_batch(setup_of(program)))
             begun, done = done, train(run, batches, rate, course)
+            run.after_training(done)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
@@ -155,14 +178,33 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         seconds=memory.seconds,
         first=memory.first,
         last=memory.last,
+        preempted=interrupted.preempted,
     )
 
 
-def stopping_now(console: Console, number: int) -> None:
+def stopping(run: Run, interrupted: Interrupts) -> bool:
+    """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
+    if run.leaving() and not interrupted.preempted:
+        interrupted.handle(signal.SIGTERM, None)
+    return interrupted()
+
+
+def stopping_now(console: Console, grace: float, number: int) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
-    console.print("Stopping after this step; once more to stop now")
+    if number == signal.SIGTERM:
+        console.print(f"Preempted: saving after this step, within {grace:g} s")
+    else:
+        console.print("Stopping after this step; once more to stop now")
+
+
+def check_seconds(asked: Asked) -> None:
+    """Refuse times that cannot be kept."""
+    if not asked.grace > 0:
+        raise ConfigError(
+            f"--grace {asked.grace:g}", by="piper train", hint="give a run some seconds to save: --grace 30"
+        )
 
 
 def asked_job(asked: Asked) -> Job:

@@ -64,8 +64,11 @@ def stages_of(choice: Choice, layers: Layers) -> list[Stage]:
     return [layers.stage(stage) for stage in choice.stages]
 
 
-def work_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
-    """Return the time of the busiest rank: the way of the first microbatch to it, and its own passes."""
+def work_bound(choice: Choice, layers: Layers, costs: Costs, *, sums: bool = False) -> float:
+    """Return the time of the busiest rank: the way of the first microbatch to it, and its own passes.
+
+    sums: also count how long gradients of microbatches are added up, which the ZeRO level decides.
+    """
     stages, placement = stages_of(choice, layers), choice.placement
     arrivals = [0.0]
     for stage in stages[:-1]:
@@ -75,6 +78,8 @@ def work_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
     for number, stage in enumerate(stages):
         rank = placement.ranks[number]
         busy[rank] += choice.microbatches * (stage.work["F"] + least_backward(stage))
+        if sums and choice.zeros[rank] < 2:
+            busy[rank] += (choice.microbatches - 1) * stage.adds
         first[rank] = min(first[rank], arrivals[number])
     alone = max(begin + spent for begin, spent in zip(first, busy, strict=True))
     if not costs.cores:
@@ -89,10 +94,13 @@ def least_backward(stage: Stage) -> float:
     return min(stage.work["B"], stage.work["BI"] + stage.work["BW"])
 
 
-def stage_costs(choice: Choice, layers: Layers, costs: Costs, *, whole: bool) -> StageCosts | None:
+def stage_costs(
+    choice: Choice, layers: Layers, costs: Costs, *, whole: bool, sums: bool = False
+) -> StageCosts | None:
     """Return the least that each pass takes from what it receives to what it passes on, and each transfer.
 
-    whole: no backward of the schedule is split. None: nothing takes time.
+    whole: no backward of the schedule is split. sums: weight gradients include adding them up, so that a
+    schedule is made for the times it will have. None: nothing takes time.
     """
     stages = stages_of(choice, layers)
     forward = [stage.path["F"] for stage in stages]
@@ -104,6 +112,12 @@ def stage_costs(choice: Choice, layers: Layers, costs: Costs, *, whole: bool) ->
         weights = [
             max(0.0, min(stage.work["BW"], stage.work["B"] - inward))
             for stage, inward in zip(stages, inputs, strict=True)
+        ]
+    if sums:
+        ranks = choice.placement.ranks
+        weights = [
+            weight + (stage.adds if choice.zeros[ranks[number]] < 2 else 0.0)
+            for number, (weight, stage) in enumerate(zip(weights, stages, strict=True))
         ]
     if not any(map(sum, (forward, inputs, weights))):
         return None

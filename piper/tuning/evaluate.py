@@ -6,6 +6,7 @@ from piper.directives import Directive
 from piper.gc_pause import no_collection
 from piper.plan.memory import timeline
 from piper.schedules.grid import Grid
+from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.tuning.choice import Choice, directives_of
 from piper.tuning.model import Model
@@ -19,6 +20,7 @@ class Evaluation:
     strategy: tuple[Directive, ...]
     step: float  # seconds
     peak: int  # bytes of the fullest device
+    needs: int  # bytes of it with its communicators
     busy: float  # seconds a device computes, on average
     exposed: float  # seconds a device waits for communication that nothing hides, on average
     bound: float  # the step was known to be at least this long
@@ -41,13 +43,20 @@ def evaluate(model: Model, choice: Choice, grid: Grid | None, bound: float) -> E
         program = model.compile(strategy)
         found = simulate(program.plans, program.outline, model.costs)
     busy, exposed = averages(found)
-    peaks = [memory.peak for memory in found.memories]
-    peaks += [timeline(plan).peak for plan in program.plans]  # as issued, whatever the times are
+    peaks = [
+        max(memory.peak, timeline(plan).peak)  # as simulated, and as issued, whatever the times are
+        for memory, plan in zip(found.memories, program.plans, strict=True)
+    ]
+    needs = [
+        peak + int(model.communicator * communicators_of(plan))
+        for peak, plan in zip(peaks, program.plans, strict=True)
+    ]
     return Evaluation(
         choice=choice,
         strategy=tuple(strategy),
         step=found.step,
         peak=max(peaks),
+        needs=max(needs),
         busy=busy,
         exposed=exposed,
         bound=bound,

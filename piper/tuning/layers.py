@@ -47,6 +47,7 @@ class Layer:
     late: Mapping[Storage, int]  # bytes from its BI to its BW
     extra: Mapping[Phase, int]  # more bytes that are live at some time in a phase
     sends: int  # bytes of the largest value that the next layer reads
+    adds: float  # seconds to add its gradients to those of other microbatches
 
     def divided(self, degree: int) -> "Layer":
         """Return the layer with its costs and bytes divided."""
@@ -58,6 +59,7 @@ class Layer:
             late={storage: nbytes // degree for storage, nbytes in self.late.items()},
             extra={phase: nbytes // degree for phase, nbytes in self.extra.items()},
             sends=self.sends // degree,
+            adds=self.adds / degree,
         )
 
 
@@ -127,6 +129,7 @@ class Layers:
             late=late,
             extra=extra,
             sends=self._sends(number),
+            adds=self._adds(chunks),
         )
 
     def _seconds(self, chunk: Chunk, phase: Phase) -> float:
@@ -219,6 +222,10 @@ class Layers:
                 found[chunk.name, "storage", spec.storage] = chunk.storages[spec.storage]
         return found
 
+    def _adds(self, chunks: Sequence[Chunk]) -> float:
+        found = self._parameters(chunks).values()
+        return self.costs.touch("accumulate", 3 * sum(one.trained_bytes for one in found))
+
     def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, Parameters]:
         found: dict[str, Parameters] = {}
         for chunk in chunks:
@@ -251,6 +258,11 @@ class Stage:
     def path(self) -> Mapping[Phase, float]:
         """Return the seconds of each phase from what it receives to what it passes on."""
         return {phase: sum(layer.path[phase] for layer in self.layers) for phase in PHASES}
+
+    @cached_property
+    def adds(self) -> float:
+        """Return the seconds to add its gradients to those of other microbatches."""
+        return sum(layer.adds for layer in self.layers)
 
     @cached_property
     def held(self) -> int:

@@ -32,6 +32,7 @@ class Model:
     divide: Divide
     state: State
     samples: int  # in a global batch
+    communicator: float = 0.0  # bytes that each communicator of a device takes
     tables: dict[Key, Layers] = field(default_factory=dict, repr=False)
 
     @property

@@ -58,7 +58,7 @@ class Tuned:
     @property
     def ranked(self) -> list[Evaluation]:
         """Return what was evaluated: those that fit first, the shortest step first."""
-        return sorted(self.evaluated, key=lambda one: (one.peak > self.limit, one.step, one.choice.label))
+        return sorted(self.evaluated, key=lambda one: (one.needs > self.limit, one.step, one.choice.label))
 
     @property
     def front(self) -> list[Evaluation]:
@@ -73,8 +73,8 @@ class Tuned:
         """Return why a candidate that was evaluated lost."""
         if loser is self.best:
             return "best"
-        if loser.peak > self.limit:
-            return f"does not fit: {size(loser.peak)} of {size(self.limit)}"
+        if loser.needs > self.limit:
+            return f"does not fit: {size(loser.needs)} of {size(self.limit)}"
         more = {
             "bubble": loser.idle - self.best.idle,
             "exposed communication": loser.exposed - self.best.exposed,
@@ -113,7 +113,7 @@ def none_fits(search: Search, limit: int, machine: str) -> ConfigError:
     held: list[tuple[int, str, Held | None]] = [
         (one.held.total, one.choice.label, one.held) for one in search.discarded if one.held is not None
     ]
-    held += [(one.peak, one.choice.label, None) for one in search.evaluated.values()]
+    held += [(one.needs, one.choice.label, None) for one in search.evaluated.values()]
     if not held:
         return ConfigError(
             "no candidate can be compiled",

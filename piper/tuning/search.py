@@ -147,11 +147,11 @@ class Search:
 
     def take(self, leaf: Leaf, found: Evaluation, limit: int) -> Iterator[Leaf]:
         """Keep an evaluation if it is the best. Yield a schedule that holds less if it does not fit."""
-        if found.peak <= limit:
+        if found.needs <= limit:
             if self.best is None or found.step < self.best.step:
                 self.best = found
         elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
-            yield from self.synthesised(leaf, limit - (found.peak - limit) * leaf.tries)
+            yield from self.synthesised(leaf, limit - (found.needs - limit) * leaf.tries)
 
     def evaluate(self, leaf: Leaf) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
@@ -224,6 +224,8 @@ class Search:
             layers, grid = self.layers(choice), self.grid(choice)
             held = memory_bound(choice, layers, self.model.state, grid)
             time = max(group.bound, link_bound(choice, layers, self.model.costs))
+            if choice.tensor * choice.context == 1:
+                time = max(time, work_bound(choice, layers, self.model.costs, sums=True))
             if held.total > limit:
                 self.discarded.append(Discard(choice=choice, bound=time, held=held))
                 continue
@@ -283,7 +285,7 @@ class Search:
         """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
         choice, layers = leaf.choice, self.layers(leaf.choice)
         memory = synthesis_memory(choice, layers, self.model.state, limit)
-        costs = stage_costs(choice, layers, self.model.costs, whole=False)
+        costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
         if memory is None or costs is None:
             self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
             return

@@ -8,17 +8,19 @@ from pathlib import Path
 from torch import Tensor
 
 from piper.capture.recordings import Recordings
-from piper.compiler import MASTER_BYTES, Capturing, Program, first_batch, known_recordings
-from piper.directives import Directive, place
+from piper.compiler import MASTER_BYTES, Capturing, Program, first_batch, known_recordings, probed
+from piper.directives import apply, place
 from piper.errors import ConfigError, PiperError
 from piper.gc_pause import no_collection
+from piper.ir.graph import start
 from piper.ir.select import at
 from piper.job import Batch, Job
+from piper.lower.state import Settings
 from piper.models.tensor_plan import tensor_plan
 from piper.runtime.setup import device_kind
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline
-from piper.simulate.measured import Measured, check_model, read_costs
+from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
 from piper.tuning.bounds import State
 from piper.tuning.choice import Divide
 from piper.tuning.evaluate import Evaluation
@@ -53,19 +55,25 @@ def tune(
 ) -> Tuned:
     """Search for the strategy of a job with the shortest simulated step whose peak memory fits.
 
-    cluster: a name that `piper simulate` knows, or a TOML file. memory: bytes of a device; None: all it has.
-    costs: measured costs of this model, from `piper profile --calibrate`, in place of the cluster's.
+    cluster: a name that `piper simulate` knows, or a TOML file.
+    memory: bytes that a plan may hold on a device. None: what the cluster's devices have, less their reserve
+    for context, communicators and fragmentation.
+    costs: measured times of this model's chunks, from `piper profile --calibrate`, with the cluster's links.
     trials: how many candidates are compiled at most. gap: stop when no candidate can be shorter than the best
     by this fraction. space: what to choose from. front: also look for strategies that need less memory.
     """
     started = time.perf_counter()
     machine = load_cluster(cluster)
     check_counts(devices, trials, memory)
-    limit = int(machine.memory if memory is None else memory)
-    priced: Costs = Roofline(machine) if costs is None else read_costs(Path(costs))
+    limit = int(machine.usable(0) if memory is None else memory)
+    measured = None if costs is None else read_costs(Path(costs))
+    priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
     wanted = space or Space()
     with no_collection():
-        model = captured_model(job, priced, wanted, devices, captured)
+        model = captured_model(job, priced, wanted, devices, captured, measured)
+        if memory is None:
+            reserve = machine.communicator * (1 - machine.fragmentation)
+            model = replace(model, communicator=reserve)
         search = Search(
             model=model,
             space=wanted,
@@ -127,7 +135,12 @@ def check_counts(devices: int, trials: int, memory: int | None) -> None:
 
 
 def captured_model(
-    job: Job, costs: Costs, space: Space, devices: int, captured: Program | Recordings | None
+    job: Job,
+    costs: Costs,
+    space: Space,
+    devices: int,
+    captured: Program | Recordings | None = None,
+    measured: Measured | None = None,
 ) -> Model:
     """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
     batch = first_batch(job)
@@ -136,14 +149,13 @@ def captured_model(
     samples = len(next(iter(batch.values())))
     sizes = possible_rows(space, samples, devices)
     outline = capturing.traced(sizes[0]).outline
-    if isinstance(costs, Measured):
-        check_model(costs, outline)
+    if measured is not None:
+        check_model(measured, outline)
     tag, count = layers_of(outline)
     for rows in sizes[1:2]:
         capturing.traced(rows)
-    one_device: list[Directive] = [place(at(), [0])]
     first = Model(
-        job=replace(job, strategy=one_device),
+        job=replace(job, strategy=[]),
         capturing=capturing,
         costs=costs,
         tag=tag,
@@ -153,13 +165,15 @@ def captured_model(
         state=State(optimizer=0),
         samples=samples,
     )
-    return replace(first, state=State(optimizer=optimizer_bytes(first)))
+    return replace(first, state=State(optimizer=optimizer_bytes(first, sizes[0])))
 
 
-def optimizer_bytes(model: Model) -> int:
+def optimizer_bytes(model: Model, rows: int) -> int:
     """Try the job's optimizer on one device, and return its bytes for each element, with the master copy."""
-    program = model.compile([place(at(), [0])], tried=False)
-    return program.work.settings.state_bytes + MASTER_BYTES[model.job.precision]
+    master = MASTER_BYTES[model.job.precision]
+    graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
+    settings = Settings(samples=model.samples, state_bytes=0, master_bytes=master)
+    return probed(model.job, graph, settings).probe.state_bytes + master
 
 
 def possible_rows(space: Space, samples: int, devices: int) -> list[int]:
@@ -211,7 +225,7 @@ def shapes_of(model: Model, devices: int) -> Shapes:
 def verified(search: Search, best: Evaluation, limit: int) -> Evaluation:
     """Return the best strategy that the job's optimizer can train, and whose plans are proven once more."""
     fitting = sorted(
-        (found for found in search.evaluated.values() if found.peak <= limit),
+        (found for found in search.evaluated.values() if found.needs <= limit),
         key=lambda found: (found is not best, found.step),
     )
     refused: PiperError | None = None

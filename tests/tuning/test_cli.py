@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import piper
 from piper.cli import app
-from piper.cli.tuned import read_size
+from piper.cli.tune_report import read_size
 
 RECIPE = """
 import torch

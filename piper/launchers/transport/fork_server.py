@@ -202,6 +202,7 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the driver, which saves first
     children: set[int] = set()
     notify(end, READY, os.getpid(), 0)
     try:
