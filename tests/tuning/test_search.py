@@ -16,7 +16,7 @@ from piper.tuning.tune import tune
 from tests.tuning.models import JOB, SMALL, Everything, everything, search_of
 
 ALL = 10**12
-CLUSTERS = ("h100", "cpu")
+CLUSTERS = ("h100", pytest.param("cpu", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=CLUSTERS)
