@@ -250,12 +250,11 @@ def memory_bound(
 
 def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:
     """Return the passes of a rank in the order that holds the least: one microbatch after another."""
-    return [
-        Action(stage=stage, phase=phase, microbatch=microbatch)
-        for microbatch in range(min(2, microbatches))
-        for phase, order in (("F", stages), ("B", tuple(reversed(stages))))
-        for stage in order
-    ]  # type: ignore[misc]
+    row: list[Action] = []
+    for microbatch in range(min(2, microbatches)):
+        row += [Action(stage=stage, phase="F", microbatch=microbatch) for stage in stages]
+        row += [Action(stage=stage, phase="B", microbatch=microbatch) for stage in reversed(stages)]
+    return row
 
 
 def resident(choice: Choice, stages: Sequence[Stage], zero: int, state: State, rank: int) -> Held:

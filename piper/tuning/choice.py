@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from piper.directives import Directive, place, remat, replicate, shard, split
-from piper.ir.select import At, at
+from piper.ir.select import Asked, At, at
 from piper.schedules.grid import Grid, orders
 from piper.schedules.stages import Placement
 
@@ -151,7 +151,7 @@ def directives_of(
     single = len(choice.sizes) == 1
     placement = choice.placement
     for number, stage in enumerate(choice.stages):
-        here = at() if single else at(**{tag: stage})
+        here = at() if single else layers_at(tag, stage)
         rank = placement.ranks[number]
         made += placed(choice, here, rank, divide)
         if routed and choice.experts > 1:
@@ -159,11 +159,17 @@ def directives_of(
     if choice.microbatches > 1 or grid is not None:
         made.append(split(at(), axis="MB", parts=choice.microbatches))
     if grid is not None:
-        made += orders(grid, stage=[at(**{tag: stage}) for stage in choice.stages])
+        made += orders(grid, stage=[layers_at(tag, stage) for stage in choice.stages])
     if choice.recompute != Recompute():
         across = tag if choice.recompute.across else None
         made.append(remat(at(), choice.recompute.budget, across=across))
     return made
+
+
+def layers_at(tag: str, layers: range) -> At:
+    """Return the filter of a range of layers."""
+    asked: dict[str, Asked] = {tag: layers}
+    return at(None, **asked)
 
 
 def placed(choice: Choice, here: At, rank: int, divide: Divide) -> list[Directive]:

@@ -15,8 +15,10 @@ from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSp
 from piper.simulate.costs import Costs
 
 COMPUTES = ("compute", "expert")  # the kinds of chunks that have code
+CHAINED: tuple[Phase, ...] = ("F", "B", "BI")  # phases that pass on what the next stage waits for
 Storage = tuple[str, str, int]  # chunk, kind, number
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,9 @@ class Layers:
     def _layer(self, number: int) -> Layer:
         chunks = self.chunks[number]
         work = {phase: sum(self._seconds(chunk, phase) for chunk in chunks) for phase in PHASES}
-        path = {phase: self._path(number, phase) for phase in ("F", "B", "BI")}
+        path: dict[Phase, float] = {"BW": 0.0}
+        for phase in CHAINED:
+            path[phase] = self._path(number, phase)
         if self.across:
             again = sum(self._seconds(chunk, "F") for chunk in chunks if chunk.saved and "B" in chunk.phases)
             work = {**work, "B": work["B"] + again, "BI": work["BI"] + again}
@@ -123,7 +127,7 @@ class Layers:
                     extra[phase] = max(extra[phase], self._extra(chunk, phase))
         return Layer(
             work=work,
-            path={**path, "BW": 0.0},
+            path=path,
             parameters=self._parameters(chunks),
             held=held,
             late=late,
@@ -283,7 +287,7 @@ class Stage:
         for layer in self.layers:  # a forward grows towards `held`, a backward shrinks from it
             live += sum(nbytes for storage, nbytes in layer.held.items() if storage not in before)
             before |= layer.held
-            for phase in ("F", "B", "BI"):
+            for phase in CHAINED:
                 worst = live - self.held + layer.extra[phase]
                 found[phase] = max(found.get(phase, worst), worst)
         return found
