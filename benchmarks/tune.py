@@ -10,7 +10,7 @@ schedule and boundaries with the best named schedule over even stages.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,7 @@ def llama(layers: int, dim: int, hidden: int, heads: int, samples: int, length: 
     )
 
 
-def token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["tokens"], use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 

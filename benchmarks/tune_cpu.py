@@ -24,7 +24,7 @@ import torch
 
 import piper
 from piper import strategies
-from piper.compiler import compile
+from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.models import decoder
 from piper.schedules.grid import orders
@@ -122,7 +122,8 @@ def main() -> None:
         found = piper.tune(job(), "cpu", 2, costs=costs, space=Space(recompute=Space().recompute[:1]))
         priced = read_costs(costs)
     candidates = {"tuned": list(found.best.strategy), **WRITTEN}
-    base, programs = job(), {}
+    base = job()
+    programs: dict[str, Program] = {}
     for label, strategy in candidates.items():
         first = next(iter(programs.values()), None)
         programs[label] = compile(replace(base, strategy=strategy), captured=first)

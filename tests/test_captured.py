@@ -1,6 +1,6 @@
 """One recording of a model serves every strategy: the plans equal those of a compilation of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import piper
 from piper import at, compiler, remat, replicate, shard, split, strategies
+from piper.capture.trace.trace import trace
 from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.plan.text import show_plans
@@ -22,7 +23,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
+        made: torch.Tensor = self.down(self.up(x).relu())
+        return x + made
 
 
 class Tower(nn.Module):
@@ -36,11 +38,11 @@ class Tower(nn.Module):
         return x
 
 
-def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
-def other_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def other_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.l1_loss(model(batch["x"]), batch["y"])
 
 
@@ -89,7 +91,6 @@ def test_a_microbatch_size_is_traced_once() -> None:
         traced.append(given[3])  # type: ignore[arg-type]
         return trace(*given, **more)  # type: ignore[arg-type]
 
-    trace = compiler.trace
     with patch.object(compiler, "trace", counted):
         known = compile(replace(JOB, strategy=strategies.ddp(4))).recordings
         for name in ("two stages", "other boundaries", "four stages", "tensor over four"):

@@ -52,9 +52,9 @@ class Recordings:
         if not same_function(self.loss, other.loss):
             raise unlike(by, "loss", name_of(self.loss), name_of(other.loss))
         if self.model is not other.model:
-            mine, theirs = self.described(), other.described()
-            if mine != theirs:
-                raise unlike(by, "model", *first_difference(mine, theirs))
+            here, there = self.described(), other.described()
+            if here != there:
+                raise unlike(by, "model", *first_difference(here, there))
 
     def built(self) -> nn.Module:
         """Build the model with fake tensors."""

@@ -28,6 +28,7 @@ from piper.tuning.model import Model
 from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
+REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 2  # syntheses of a candidate whose plan does not fit, each with less memory
 
 
@@ -145,13 +146,31 @@ class Search:
                     queue.extend(self.take(entry, found, limit))
         return self.best
 
-    def take(self, leaf: Leaf, found: Evaluation, limit: int) -> Iterator[Leaf]:
+    def refine(self, limit: int, trials: int) -> None:
+        """Search longer for the orders of the shortest synthesised candidates, and keep what is shorter."""
+        made = [one for one in self.evaluated.values() if one.choice.schedule == SYNTHESISED]
+        made.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
+        for choice in list(dict.fromkeys(one.choice for one in made))[:REFINED]:
+            layers = self.layers(choice)
+            bound = max(self.least(choice), any_order_bound(choice, layers, self.model.costs))
+            held = memory_bound(choice, layers, self.model.state, None)
+            queue = list(self.synthesised(Leaf(choice=choice, bound=bound, held=held), limit, trials))
+            while queue:
+                leaf = queue.pop()
+                if self.best is not None and leaf.bound >= self.best.step:
+                    continue
+                known = (choice, leaf.grid) in self.evaluated
+                found = None if known else self.evaluate(leaf)
+                if found is not None:
+                    queue += self.take(leaf, found, limit, trials)
+
+    def take(self, leaf: Leaf, found: Evaluation, limit: int, trials: int | None = None) -> Iterator[Leaf]:
         """Keep an evaluation if it is the best. Yield a schedule that holds less if it does not fit."""
         if found.needs <= limit:
             if self.best is None or found.step < self.best.step:
                 self.best = found
         elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
-            yield from self.synthesised(leaf, limit - (found.needs - limit) * leaf.tries)
+            yield from self.synthesised(leaf, limit - (found.needs - limit) * leaf.tries, trials)
 
     def evaluate(self, leaf: Leaf) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
@@ -281,15 +300,16 @@ class Search:
             self.grids[key] = grid_of(choice)
         return self.grids[key]
 
-    def synthesised(self, leaf: Leaf, limit: int) -> Iterator[Leaf]:
+    def synthesised(self, leaf: Leaf, limit: int, trials: int | None = None) -> Iterator[Leaf]:
         """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
+        trials = self.synthesis_trials if trials is None else trials
         choice, layers = leaf.choice, self.layers(leaf.choice)
         memory = synthesis_memory(choice, layers, self.model.state, limit)
         costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
         if memory is None or costs is None:
             self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
             return
-        made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=self.synthesis_trials)
+        made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=trials)
         bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, made.grid))
         yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
 

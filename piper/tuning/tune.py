@@ -32,6 +32,7 @@ from piper.tuning.space import Shapes, Space, rows_of
 TRIALS = 100
 GAP = 0.005
 SYNTHESIS_TRIALS = 60
+REFINING_TRIALS = 400
 FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
 FRONT_TRIALS = 4
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
@@ -91,10 +92,10 @@ def tune(
                 raise
         if search.best is None:
             raise none_fits(search, limit, machine.name)
-        best = verified(search, search.best, limit)
         discarded, lowest = tuple(search.discarded), search.lowest
         if front and not interrupted:
-            interrupted = widen_front(search, best)
+            interrupted = widen_front(search, search.best)
+        best = verified(search, limit)
     return Tuned(
         best=best,
         evaluated=tuple(search.evaluated.values()),
@@ -117,6 +118,9 @@ def run_all(search: Search, limit: int, trials: int) -> None:
     nothing else fits, or where it might shorten the best step by `WORTH`.
     """
     best = search.run(limit, trials)
+    if best is not None and best.choice.ranks > 1:
+        search.refine(limit, REFINING_TRIALS)
+        best = search.best
     asked = search.space.tensor is not None or search.space.context is not None
     bounds = [group.bound for group in search.groups(divided=True)]
     if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
@@ -222,12 +226,10 @@ def shapes_of(model: Model, devices: int) -> Shapes:
     )
 
 
-def verified(search: Search, best: Evaluation, limit: int) -> Evaluation:
+def verified(search: Search, limit: int) -> Evaluation:
     """Return the best strategy that the job's optimizer can train, and whose plans are proven once more."""
-    fitting = sorted(
-        (found for found in search.evaluated.values() if found.needs <= limit),
-        key=lambda found: (found is not best, found.step),
-    )
+    fitting = [found for found in search.evaluated.values() if found.needs <= limit]
+    fitting.sort(key=lambda found: found.step)  # of equal ones the first that was evaluated
     refused: PiperError | None = None
     for found in fitting:
         try:

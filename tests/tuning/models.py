@@ -1,5 +1,6 @@
 """Small models to tune, and a space small enough to try all of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +25,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
+        made: torch.Tensor = self.down(self.up(x).relu())
+        return x + made
 
 
 class Tower(nn.Module):
@@ -36,11 +38,13 @@ class Tower(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        made: torch.Tensor = self.head(x)
+        return made
 
 
-def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return model(batch["x"]).square().mean()
+def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    made: torch.Tensor = model(batch["x"])
+    return made.square().mean()
 
 
 def data() -> list[dict[str, torch.Tensor]]:

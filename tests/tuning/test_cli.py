@@ -47,7 +47,7 @@ def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
     assert "<svg" in Path("front.html").read_text(encoding="utf-8")
     space: dict[str, object] = {}
     exec(Path("best.py").read_text(encoding="utf-8"), space)
-    assert space["STRATEGY"] == piper.directives.json.load_strategy(Path("best.json"))  # type: ignore[attr-defined]
+    assert space["STRATEGY"] == piper.directives.json.load_strategy(Path("best.json"))
     for verb in (["check", recipe], ["plan", recipe], ["simulate", recipe]):
         done = CliRunner().invoke(app, [*verb, "--strategy", "best.json"], catch_exceptions=False)
         assert done.exit_code == 0, done.output
