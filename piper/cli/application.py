@@ -127,7 +127,9 @@ def plan(
 @on_rank_zero
 def check(
     recipe: Recipe,
-    on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
+    on: Annotated[
+        str, typer.Option(help="The launcher: inline (threads), local (processes), ...")
+    ] = "inline",
     strategy: StrategyFile = None,
     device: Device = None,
     compiled: Compile = False,
@@ -160,7 +162,10 @@ def check(
 def train(
     recipe: Recipe,
     on: Annotated[
-        str, typer.Option(help="inline (threads), local (processes), ray, or rank:N for device N alone.")
+        str,
+        typer.Option(
+            help="The launcher: inline (threads), local (processes), ... or rank:N, device N alone."
+        ),
     ] = "local",
     strategy: StrategyFile = None,
     device: Device = None,

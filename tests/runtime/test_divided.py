@@ -3,6 +3,7 @@
 import pytest
 
 from tests.runtime.divided import MODELS, STRATEGIES, checked
+from tests.runtime.sharing import Shared
 
 FEW = [
     ("decoder", "tp2dp2z3"),
@@ -27,23 +28,35 @@ def fits(model: str, strategy: str) -> bool:
     return model != "decoder4"
 
 
+def group(model: str, strategy: str) -> str:
+    """Return the tests that share captures: those of a model in some number of stages."""
+    stages, _ = STRATEGIES[strategy]
+    return f"divided-{model}-{stages}"
+
+
 ALL = [
-    (model, strategy)
+    pytest.param(model, strategy, marks=pytest.mark.xdist_group(group(model, strategy)))
     for model in MODELS
-    for strategy in STRATEGIES
+    for strategy in sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0])
     if fits(model, strategy) and (model, strategy) not in FEW
 ]
 
 
+@pytest.fixture(scope="module")
+def shared() -> Shared:
+    """Share captures between tests, those of one model at a time."""
+    return Shared()
+
+
 @pytest.mark.parametrize(("model", "strategy"), FEW)
-def test_a_divided_model_has_the_numbers_of_one_device(model: str, strategy: str) -> None:
-    report = checked(model, strategy)
+def test_a_divided_model_has_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
+    report = checked(model, strategy, shared)
     assert report.ok, report
     assert report.notes == ()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "strategy"), ALL)
-def test_every_model_under_every_strategy(model: str, strategy: str) -> None:
-    report = checked(model, strategy)
+def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
+    report = checked(model, strategy, shared)
     assert report.ok, report
