@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from piper.launchers.base import Run as Run
     from piper.launchers.launch import launch as launch
     from piper.models.tensor_plan import tensor_plan as tensor_plan
+    from piper.tuning.tune import tune as tune
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.trace.annotate",
@@ -54,6 +55,7 @@ NEEDS_TORCH = {
     "route": "piper.experts",
     "sharding_rule": "piper.capture.divide.rules",
     "tensor_plan": "piper.models.tensor_plan",
+    "tune": "piper.tuning.tune",
     "unroute": "piper.experts",
 }
 

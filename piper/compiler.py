@@ -15,6 +15,8 @@ from torch import Tensor
 
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import CACHE, KEY, Cache
+from piper.capture.divide.request import Request
+from piper.capture.recordings import Recordings, division_of, fields_of
 from piper.capture.trace.trace import Traced, divided, trace
 from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
@@ -51,6 +53,7 @@ class Program:
     plans: Plans
     work: LoweringState
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
+    recordings: Recordings  # of the model; other strategies use them again: compile(job, captured=program)
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
     cache: Path | None = None  # of compiled code. None: chunks run operation by operation
@@ -114,17 +117,35 @@ class Program:
 
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
-    job: Job, *, device: str | None = None, compile: bool = False, cache: Path | str = CACHE
+    job: Job,
+    *,
+    device: str | None = None,
+    compile: bool = False,
+    cache: Path | str = CACHE,
+    captured: "Program | Recordings | None" = None,
 ) -> Program:
     """Capture a job's model, apply its strategy, lower it to plans and prove them.
 
     device: the kind of device the job is captured for and runs on, `cpu` or `cuda`. None: CUDA if available.
     compile: compile the chunks with Inductor, each on first use, unless `cache` already has it. False: chunks
     run operation by operation.
+    captured: an earlier program of the same model and loss, or its `recordings`. The model is then traced
+    only for microbatch sizes that no compilation before has asked for.
     """
-    kind = device_kind(device)
-    strategy = strategy_of(job)
     batch = first_batch(job)
+    known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
+    kept = usable_cache(Path(cache)) if compile else None
+    folder = Path(cache) if compile else None
+    return build(job, Capturing(job=job, batch=batch, recordings=known, cache=kept, folder=folder))
+
+
+def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -> Program:
+    """Compile a job whose model is captured as `capturing` does.
+
+    state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
+    None: it is tried.
+    """
+    strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
     settings = Settings(
         samples=samples,
@@ -133,31 +154,27 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         master_bytes=MASTER_BYTES[job.precision],
     )
     codes: dict[int, Captured] = {}
-    kept = usable_cache(Path(cache)) if compile else None
+    requests: list[Request] = []
 
-    def recorded_at(rows: int) -> Traced:
-        return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
-
-    def traced_at(rows: int) -> Traced:
-        return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
-
-    def captured(graph: Graph) -> Completed:
-        probe = probed(job, graph, settings)
-        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+    def completed(graph: Graph) -> Completed:
+        before = probed(job, graph, settings) if state_bytes is None else None
+        codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
-        probe = probed(job, replace(graph, outline=outline), settings, probe)
+        if before is None:
+            return Completed(outline=outline, state_bytes=state_bytes)
+        probe = probed(job, replace(graph, outline=outline), settings, before)
         return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 
     with placing(job, strategy, batch):
-        traced = recorded_at(likely_rows(strategy, samples))
+        traced = capturing.traced(likely_rows(strategy, samples))
         divides = any(isinstance(directive, ShardAxis) for directive in strategy)
         graph = apply(start(traced.outline), strategy, orders=not divides)
-        requests = requests_of(graph, strategy)
+        requests += requests_of(graph, strategy)
         if requests:  # collectives are nodes that directives see
-            traced = divided(traced, requests)
+            traced = capturing.traced(traced.rows, requests)
         if divides:
             graph = apply(start(traced.outline), strategy)
-        plans, work = lower(graph, settings, captured)
+        plans, work = lower(graph, settings, completed)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
@@ -165,10 +182,77 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         plans=replace(plans, why=(*plans.why, *reasons)),
         work=work,
         codes=codes,
-        device=kind,
+        recordings=capturing.recordings,
+        device=capturing.recordings.device,
         warnings=uneven_slices(traced, work.graph, samples),
-        cache=Path(cache) if compile else None,
+        cache=capturing.folder,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capturing:
+    """Captures a job's model for the microbatch sizes that are asked for, each once."""
+
+    job: Job
+    batch: Batch
+    recordings: Recordings
+    cache: Cache | None = None  # stores compiled code; None: code is not compiled
+    folder: Path | None = None  # of the cache that was asked for
+
+    def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
+        """Return the model for slices of `rows` samples, divided as `requests` ask."""
+        known, job = self.recordings, self.job
+        if rows not in known.recorded:
+            known.recorded[rows] = trace(
+                job.model,
+                job.loss,
+                self.batch,
+                rows,
+                job.precision,
+                device_of(known.device),
+                compiled=known.compiled,
+            )
+        if not requests:
+            return known.recorded[rows]
+        key = (rows, division_of(requests))
+        if key not in known.divided:
+            known.divided[key] = divided(known.recorded[rows], requests)
+        return known.divided[key]
+
+    def differentiated(
+        self, rows: int, requests: Sequence[Request], ways: Mapping[str, int], budgets: Mapping[str, float]
+    ) -> Captured:
+        """Return the model's code for slices of `rows` samples."""
+        key = (rows, division_of(requests), tuple(ways.items()), tuple(budgets.items()))
+        if key not in self.recordings.differentiated:
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache)
+            self.recordings.differentiated[key] = found
+        return self.recordings.differentiated[key]
+
+
+def known_recordings(
+    job: Job, kind: str, batch: Batch, captured: Program | Recordings | None, *, compiled: bool
+) -> Recordings:
+    """Return the recordings that a compilation may use and extend: those given, or new ones."""
+    fresh = Recordings(
+        model=job.model,
+        loss=job.loss,
+        precision=job.precision,
+        device=kind,
+        compiled=compiled,
+        fields=fields_of(batch),
+    )
+    if captured is None:
+        return fresh
+    if not isinstance(captured, Program | Recordings):
+        raise ConfigError(
+            f"captured is a {type(captured).__name__}",
+            by="compile",
+            hint="give an earlier program of the same job: compile(job, captured=program)",
+        )
+    earlier = captured.recordings if isinstance(captured, Program) else captured
+    earlier.check(fresh, "compile")
+    return earlier
 
 
 def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
@@ -256,21 +340,14 @@ def rows_of(graph: Graph, samples: int) -> dict[str, int]:
 
 
 def capture_slices(
-    graph: Graph,
-    samples: int,
-    traces: dict[int, Traced],
-    traced_at: Callable[[int], Traced],
-    cache: Cache | None = None,
+    graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
 ) -> dict[int, Captured]:
     """Differentiate the model for every slice size that its chunks get, and return the code by size."""
     ways = {
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    return {
-        rows: differentiate(traces.get(rows) or traced_at(rows), ways, graph.budgets, cache)
-        for rows in needed
-    }
+    return {rows: capturing.differentiated(rows, requests, ways, graph.budgets) for rows in needed}
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:

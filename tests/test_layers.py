@@ -125,8 +125,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": PACKAGES | {"compiler", "torch"},
     "notebook": PACKAGES | {"compiler", "train"},
     "train": PACKAGES | {"compiler", "checkpoint", "torch"},  # the loop around everything else
-    "cli": PACKAGES | {"compiler", "train", "torch", "__init__"},
-    "__init__": PACKAGES | {"compiler"},
+    "tuning": PACKAGES | {"compiler", "torch"},  # compiles candidates
+    "cli": PACKAGES | {"compiler", "train", "tuning", "torch", "__init__"},
+    "__init__": PACKAGES | {"compiler", "tuning"},
     "__main__": {"cli"},
 }
 PURE = (

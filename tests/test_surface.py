@@ -47,6 +47,7 @@ def test_public_names() -> None:
         "split",
         "strategies",
         "tensor_plan",
+        "tune",
         "unroute",
     ]
     assert all(getattr(piper, name) is not None for name in piper.__all__)
@@ -116,8 +117,8 @@ def test_verbs_and_flags() -> None:
         for name, verb in command.commands.items()  # type: ignore[attr-defined]
     }
     assert verbs == {
-        "check": ["--compile", "--device", "--json", "--on", "--steps", "--tol", "recipe"],
-        "plan": ["--compile", "--device", "--json", "--text", "--why", "recipe"],
+        "check": ["--compile", "--device", "--json", "--on", "--steps", "--strategy", "--tol", "recipe"],
+        "plan": ["--compile", "--device", "--json", "--strategy", "--text", "--why", "recipe"],
         "train": [
             "--cluster",
             "--compile",
@@ -130,9 +131,10 @@ def test_verbs_and_flags() -> None:
             "--profile",
             "--resume",
             "--steps",
+            "--strategy",
             "recipe",
         ],
-        "simulate": ["--cluster", "--compile", "--costs", "--json", "recipe"],
+        "simulate": ["--cluster", "--compile", "--costs", "--json", "--strategy", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
@@ -147,12 +149,25 @@ def test_verbs_and_flags() -> None:
             "--svg",
             "name",
         ],
+        "tune": [
+            "--cluster",
+            "--costs",
+            "--devices",
+            "--json",
+            "--memory",
+            "--out",
+            "--page",
+            "--python",
+            "--trials",
+            "recipe",
+        ],
         "view": [
             "--cluster",
             "--costs",
             "--measured",
             "--out",
             "--png",
+            "--strategy",
             "--svg",
             "--text",
             "--trace",

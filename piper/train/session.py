@@ -42,6 +42,7 @@ class Asked:
 
     recipe: str
     on: str = "local"
+    strategy: Path | None = None  # a JSON file that takes the place of the job's own
     steps: int | None = None  # None: as the job says
     resume: bool = False
     out: Path | None = None
@@ -211,7 +212,7 @@ def asked_job(asked: Asked) -> Job:
     """Return the recipe's job, for as many steps as asked for."""
     if asked.steps is not None and asked.steps < 1:
         raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
-    job = load_recipe(asked.recipe)
+    job = load_recipe(asked.recipe, asked.strategy)
     return job if asked.steps is None else replace(job, steps=asked.steps)
 
 
