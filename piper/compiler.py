@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.autodiff.differentiate import Captured
 from piper.capture.compile.cache import CACHE, KEY, Cache
 from piper.capture.divide.request import Request
-from piper.capture.recordings import Recordings, division_of, fields_of
-from piper.capture.trace.trace import Traced, divided, trace
+from piper.capture.recordings import Capturing, Recordings, fields_of
+from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
@@ -33,7 +33,7 @@ from piper.lower.state import Completed, LoweringState, Settings
 from piper.lower.validate import parts_of
 from piper.optimizer_probe import Probe, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.runtime.setup import device_kind, device_of
+from piper.runtime.setup import device_kind
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
 
@@ -136,10 +136,10 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
     kept = usable_cache(Path(cache)) if compile else None
     folder = Path(cache) if compile else None
-    return build(job, Capturing(job=job, batch=batch, recordings=known, cache=kept, folder=folder))
+    return build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
 
 
-def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -> Program:
+def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> Program:
     """Compile a job whose model is captured as `capturing` does.
 
     state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
@@ -166,15 +166,8 @@ def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -
         return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 
     with placing(job, strategy, batch):
-        traced = capturing.traced(likely_rows(strategy, samples))
-        divides = any(isinstance(directive, ShardAxis) for directive in strategy)
-        graph = apply(start(traced.outline), strategy, orders=not divides)
-        requests += requests_of(graph, strategy)
-        if requests:  # collectives are nodes that directives see
-            traced = capturing.traced(traced.rows, requests)
-        if divides:
-            graph = apply(start(traced.outline), strategy)
-        plans, work = lower(graph, settings, completed)
+        applied = directed(capturing, strategy, samples, requests)
+        plans, work = lower(applied.graph, settings, completed)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
@@ -184,50 +177,32 @@ def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -
         codes=codes,
         recordings=capturing.recordings,
         device=capturing.recordings.device,
-        warnings=uneven_slices(traced, work.graph, samples),
+        warnings=uneven_slices(applied.traced, work.graph, samples),
         cache=capturing.folder,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capturing:
-    """Captures a job's model for the microbatch sizes that are asked for, each once."""
+class Applied:
+    """A captured model with a strategy applied to its graph."""
 
-    job: Job
-    batch: Batch
-    recordings: Recordings
-    cache: Cache | None = None  # stores compiled code; None: code is not compiled
-    folder: Path | None = None  # of the cache that was asked for
+    traced: Traced
+    graph: Graph
 
-    def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
-        """Return the model for slices of `rows` samples, divided as `requests` ask."""
-        known, job = self.recordings, self.job
-        if rows not in known.recorded:
-            known.recorded[rows] = trace(
-                job.model,
-                job.loss,
-                self.batch,
-                rows,
-                job.precision,
-                device_of(known.device),
-                compiled=known.compiled,
-            )
-        if not requests:
-            return known.recorded[rows]
-        key = (rows, division_of(requests))
-        if key not in known.divided:
-            known.divided[key] = divided(known.recorded[rows], requests)
-        return known.divided[key]
 
-    def differentiated(
-        self, rows: int, requests: Sequence[Request], ways: Mapping[str, int], budgets: Mapping[str, float]
-    ) -> Captured:
-        """Return the model's code for slices of `rows` samples."""
-        key = (rows, division_of(requests), tuple(ways.items()), tuple(budgets.items()))
-        if key not in self.recordings.differentiated:
-            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache)
-            self.recordings.differentiated[key] = found
-        return self.recordings.differentiated[key]
+def directed(
+    capturing: Capturing, strategy: list[Directive], samples: int, requests: list[Request]
+) -> Applied:
+    """Capture a model and apply a strategy to its graph. Add the divisions that it asks for to `requests`."""
+    traced = capturing.traced(likely_rows(strategy, samples))
+    divides = any(isinstance(directive, ShardAxis) for directive in strategy)
+    graph = apply(start(traced.outline), strategy, orders=not divides)
+    requests += requests_of(graph, strategy)
+    if requests:  # collectives are nodes that directives see
+        traced = capturing.traced(traced.rows, requests)
+    if divides:
+        graph = apply(start(traced.outline), strategy)
+    return Applied(traced=traced, graph=graph)
 
 
 def known_recordings(

@@ -4,27 +4,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.trace.trace import Traced, divided, trace
+from piper.capture.divide.request import Request
+from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler import (
     MASTER_BYTES,
     Program,
     capture_slices,
-    likely_rows,
+    directed,
     outline_by_slice,
     placing,
     strategy_of,
     usable_cache,
 )
 from piper.devices import show
-from piper.directives import ShardAxis, apply
-from piper.divisions import requests_of
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Parameter
-from piper.ir.graph import Graph, start
+from piper.ir.graph import Graph
 from piper.job import Batch
 from piper.lower.lower import lower
 from piper.lower.state import Completed, Settings
-from piper.runtime.setup import device_of
 
 if TYPE_CHECKING:
     from piper.capture.trace.record import LossFn
@@ -40,42 +38,36 @@ def compile_evaluation(program: Program, batch: Batch) -> Program:
     loss: LossFn = job.loss if job.evaluate is None or job.evaluate.metrics is None else job.evaluate.metrics
     strategy = strategy_of(job)
     samples = len(next(iter(batch.values())))
-    compiled = program.cache is not None
     settings = Settings(
         samples=samples,
         state_bytes=program.work.settings.state_bytes,
         master_bytes=MASTER_BYTES[job.precision],
         buckets=program.plans.buckets,
     )
+    recordings = Recordings(
+        model=job.model,
+        loss=loss,
+        precision=job.precision,
+        device=program.device,
+        compiled=program.cache is not None,
+        fields=fields_of(batch),
+        forward_only=True,
+    )
+    cache = None if program.cache is None else usable_cache(program.cache)
+    capturing = Capturing(batch=batch, recordings=recordings, cache=cache, folder=program.cache)
     codes: dict[int, Captured] = {}
-    kept = None if program.cache is None else usable_cache(program.cache)
+    requests: list[Request] = []
 
-    def recorded_at(rows: int) -> Traced:
-        device = device_of(program.device)
-        return trace(
-            job.model, loss, batch, rows, job.precision, device, compiled=compiled, forward_only=True
-        )
-
-    def traced_at(rows: int) -> Traced:
-        return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
-
-    def captured(graph: Graph) -> Completed:
+    def completed(graph: Graph) -> Completed:
         graph = replace(graph, budgets={})  # there is no backward to recompute for
-        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+        codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
         check_buffers(program, graph, outline)
         return Completed(outline=with_parameters_of(program.outline, outline, program))
 
     with placing(job, strategy, batch):
-        traced = recorded_at(likely_rows(strategy, samples))
-        divides = any(isinstance(directive, ShardAxis) for directive in strategy)
-        graph = apply(start(traced.outline), strategy, orders=not divides)
-        requests = requests_of(graph, strategy)
-        if requests:
-            traced = divided(traced, requests)
-        if divides:
-            graph = apply(start(traced.outline), strategy)
-        plans, work = lower(replace(graph, reruns={}), settings, captured)
+        graph = directed(capturing, strategy, samples, requests).graph
+        plans, work = lower(replace(graph, reruns={}), settings, completed)
     return replace(
         program, graph=work.graph, plans=plans, work=work, codes=codes, warnings=(), cache=program.cache
     )

@@ -6,18 +6,29 @@ and on nothing else of a strategy, so other strategies of the same job use it ag
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.capture.autodiff.differentiate import Captured
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile.cache import Cache
 from piper.capture.divide.request import Request
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.sizes import dtype_name
-from piper.capture.trace.trace import DTYPES, Precision, Traced, buffers_of, build_fake, parameters_of
+from piper.capture.trace.trace import (
+    DTYPES,
+    Precision,
+    Traced,
+    buffers_of,
+    build_fake,
+    divided,
+    parameters_of,
+    trace,
+)
 from piper.errors import ConfigError
 
 Division = tuple[object, ...]  # what requests ask, as a key
@@ -35,6 +46,7 @@ class Recordings:
     device: str  # the kind of device that it is recorded for
     compiled: bool  # traced into operations for the compiler
     fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of the batch: shape of one sample, and type
+    forward_only: bool = False  # in eval mode, with nothing to train
     recorded: dict[int, Traced] = field(default_factory=dict, repr=False)  # by samples in a slice
     divided: dict[tuple[int, Division], Traced] = field(default_factory=dict, repr=False)
     differentiated: dict[Differentiation, Captured] = field(default_factory=dict, repr=False)
@@ -145,3 +157,44 @@ def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
         facts={"captured": mine, "job": theirs},
         hint=HINT,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capturing:
+    """Captures a model for the microbatch sizes that are asked for, each once."""
+
+    batch: Mapping[str, Tensor]
+    recordings: Recordings
+    cache: Cache | None = None  # stores compiled code; None: code is not compiled
+    folder: Path | None = None  # of the cache that was asked for
+
+    def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
+        """Return the model for slices of `rows` samples, divided as `requests` ask."""
+        known = self.recordings
+        if rows not in known.recorded:
+            known.recorded[rows] = trace(
+                known.model,
+                known.loss,
+                self.batch,
+                rows,
+                known.precision,
+                torch.device(known.device),
+                compiled=known.compiled,
+                forward_only=known.forward_only,
+            )
+        if not requests:
+            return known.recorded[rows]
+        key = (rows, division_of(requests))
+        if key not in known.divided:
+            known.divided[key] = divided(known.recorded[rows], requests)
+        return known.divided[key]
+
+    def differentiated(
+        self, rows: int, requests: Sequence[Request], ways: Mapping[str, int], budgets: Mapping[str, float]
+    ) -> Captured:
+        """Return the model's code for slices of `rows` samples."""
+        key = (rows, division_of(requests), tuple(ways.items()), tuple(budgets.items()))
+        if key not in self.recordings.differentiated:
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache)
+            self.recordings.differentiated[key] = found
+        return self.recordings.differentiated[key]

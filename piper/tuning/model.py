@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from piper.capture.recordings import Capturing
 from piper.capture.trace.repeated_layers import TAG
-from piper.compiler import MASTER_BYTES, Capturing, Program, build
+from piper.compiler import MASTER_BYTES, Program, build
 from piper.directives import Directive
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.capture.recordings import Recordings
-from piper.compiler import MASTER_BYTES, Capturing, Program, first_batch, known_recordings, probed
+from piper.capture.recordings import Capturing, Recordings
+from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
 from piper.directives import apply, place
 from piper.errors import ConfigError, PiperError
 from piper.gc_pause import no_collection
@@ -149,7 +149,7 @@ def captured_model(
     """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
     batch = first_batch(job)
     recordings = known_recordings(job, device_kind(None), batch, captured, compiled=False)
-    capturing = Capturing(job=job, batch=batch, recordings=recordings)
+    capturing = Capturing(batch=batch, recordings=recordings)
     samples = len(next(iter(batch.values())))
     sizes = possible_rows(space, samples, devices)
     outline = capturing.traced(sizes[0]).outline
