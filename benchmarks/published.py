@@ -4,7 +4,8 @@ python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--out FILE]
 
 A row names a model, its shape, its devices and how it was divided. Its model is captured with two layers,
 which are then repeated: equal layers share code and cost the same. The strategy is a list of directives, the
-machines are the cluster files that Piper ships, and no figure of either was chosen by looking at these rows.
+machines are the cluster files that Piper ships. What was changed after a first look at the rows is said in
+benchmarks/results/published.md.
 Microbatch sizes and interleaving are those of the scripts that the authors published.
 
 A pipeline repeats itself once it is full, so a step with many microbatches is extrapolated from two shorter

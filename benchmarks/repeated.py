@@ -41,7 +41,8 @@ def repeated(outline: CapturedModel, layers: int) -> CapturedModel:
         outline,
         chunks=tuple(chunks),
         loss=copier.output(outline.loss, layers - 2),
-        weight=None if outline.weight is None else copier.output(outline.weight, layers - 2),
+        weight=copier.maybe(outline.weight, layers - 2),
+        metrics=copier.maybe(outline.metrics, layers - 2),
         parameters=tuple(parameters),
         degrees={**degrees, **moved},
     )
@@ -78,6 +79,10 @@ class Copier:
         if self.index[source.chunk] == 0:
             return source
         return replace(source, chunk=self.name(source.chunk, shift))
+
+    def maybe(self, source: Output | None, shift: int) -> Output | None:
+        """Return a result of the step in the copy, if there is such a result."""
+        return None if source is None else self.output(source, shift)
 
     def source(self, source: Source, shift: int) -> Source:
         return self.output(source, shift) if isinstance(source, Output) else source

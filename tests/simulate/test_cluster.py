@@ -121,3 +121,9 @@ def test_a_file_that_describes_no_cluster(tmp_path: Path, change: tuple[str, str
             "  hint: `piper profile --cluster-out FILE` writes one to start from; memory in bytes, times in seconds",
         ]
     )
+
+
+def test_a_part_that_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    assert "why:  fragmentation is 1, which leaves nothing" in refusal(path, "fragmentation = 1.0\n" + SMALL)
+    assert "why:  link[1].slows is 1.5, which leaves nothing" in refusal(path, SMALL + "slows = 1.5\n")
