@@ -112,6 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",
         "torch",
         "ray",
+        "words",
     },  # experts: code calls its operators; simulate: how long a network takes
     "data": {"usercode", "files", "errors", "torch"},
     "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},

@@ -119,6 +119,8 @@ def test_verbs_and_flags() -> None:
             "--out",
             "--profile",
             "--resume",
+            "--retries",
+            "--stall",
             "--steps",
             "recipe",
         ],

@@ -201,10 +201,10 @@ class Shelf:
         for file, wanted in by_file(self.metadata, parts).items():
             for part, item in wanted:
                 (first,), (length,), (at,) = item.storage_offsets, item.lengths, item.dest_offsets
-                values = self._values(file, part.key, item.storage_index, first, length)
+                values = self.values(file, part.key, item.storage_index, first, length)
                 part.tensor.detach()[at : at + length].copy_(values)
 
-    def _values(self, file: str, key: str, piece: MetadataIndex, first: int, length: int) -> Tensor:
+    def values(self, file: str, key: str, piece: MetadataIndex, first: int, length: int) -> Tensor:
         """Read elements of a stored piece: `length` of them from its element `first` on."""
         stored = self.record.tensors[key]
         dtype = dtype_named(stored.dtype)

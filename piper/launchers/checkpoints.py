@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,12 @@ from piper.checkpoint.storage import Part, Shelf, Written, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
-from piper.launchers.copying import Copied, name_of
+from piper.launchers.copying import Copied, merged, name_of
 from piper.launchers.messages import Call
 from piper.launchers.persist import Done
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
-T = TypeVar("T")
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
 WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
@@ -196,15 +195,6 @@ class Checkpoints:
         if record.sealed:
             self.retention.trust(folder)
         return Resumed(step=record.step, data=data)
-
-
-def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
-    """Merge the tables of all workers into one, by parameter."""
-    found: dict[str, dict[str, T]] = {}
-    for table in tables:
-        for name, keys in table.items():
-            found.setdefault(name, {}).update(keys)
-    return found
 
 
 def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:

@@ -37,6 +37,7 @@ class WorkerGroup(ABC):
     """The workers of a job, one for each device."""
 
     leaving = False  # whether the system has asked a worker to end
+    stall = 0.0  # seconds without any progress after which the job has stalled
 
     @abstractmethod
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
@@ -61,6 +62,8 @@ class SocketWorkerGroup(WorkerGroup):
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
         self.devices = devices_of(program.plans)
+        self.stall = options.timeout
+        self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
         self.marks: dict[int, memoryview] = {}  # progress of the devices on this machine
@@ -92,7 +95,8 @@ class SocketWorkerGroup(WorkerGroup):
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
         weights = {} if self.options.blank else initial_tensors(program.job)
-        index, setup = layout(weights), pack_setup(setup_of(program))
+        self.packed = setup = self.packed or pack_setup(setup_of(program))
+        index = layout(weights)
         with ExitStack() as held:
             self.connect(weights, index, streams_of(program.plans), held)
             for device in self.devices:
@@ -142,7 +146,7 @@ class SocketWorkerGroup(WorkerGroup):
             self.heard[device] = monotonic()
         self.waiting = set(arguments)
         try:
-            return self.gather(self.waiting, self.options.timeout)
+            return self.gather(self.waiting, self.stall)
         finally:
             self.waiting = set()
 
@@ -195,7 +199,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def blamed(self) -> WorkerError:
         """Return the error that names the cause, after a moment in which the cause may show."""
-        early = monotonic() - self.asked < self.options.timeout  # then no worker was late, but one is gone
+        early = monotonic() - self.asked < self.stall  # then no worker was late, but one is gone
         until = monotonic() + (max(self.grace, LOSS) if early else self.grace)
         while monotonic() < until and not self.ended() and not self.stopped():
             if any(failure.kind == "error" for failure in self.failures):
@@ -228,7 +232,7 @@ class SocketWorkerGroup(WorkerGroup):
         return JobSnapshot(
             plans=self.program.plans,
             origins=self.program.origins,
-            timeout=self.options.timeout,
+            timeout=self.stall,
             statuses=statuses,
             failures=self.failures,
         )
@@ -287,6 +291,15 @@ class RemoteRun(Saves, Trains):
         answers = self._ask("step", cut)
         self.checkpoints.poll()
         return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+
+    def protect(self) -> None:
+        """Copy the state into memory that outlives workers. After each step they do so by themselves."""
+        self._ask("protect", dict.fromkeys(self.devices))
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        """Take the state after a step from memory; `unread`: the values that no device holds."""
+        self._ask("restore", dict.fromkeys(self.devices, step))
+        self.unread.update(unread)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""

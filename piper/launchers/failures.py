@@ -87,11 +87,11 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
     explained = {failure.device for failure in snapshot.failures if failure.kind == "error"}
     for device, seen in snapshot.statuses.items():
         if seen.ended is not None and device not in explained:
-            return worker_error(snapshot, device, seen.ended, snapshot.place(device), HINTS["dead"])
+            return worker_error(snapshot, device, seen.ended, snapshot.place(device), "dead")
     for failure in snapshot.failures:
         if failure.kind == "error":
             place = failure.place if failure.place is not None else snapshot.place(failure.device)
-            return worker_error(snapshot, failure.device, failure.what, place, HINTS["error"], failure.trace)
+            return worker_error(snapshot, failure.device, failure.what, place, "error", failure.trace)
     for device, seen in snapshot.statuses.items():
         if seen.stopped:
             return worker_error(
@@ -99,7 +99,7 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
                 device,
                 "the process is stopped by a signal",
                 snapshot.place(device),
-                HINTS["stopped"],
+                "stopped",
             )
     return late(snapshot)
 
@@ -118,7 +118,7 @@ def late(snapshot: JobSnapshot) -> WorkerError:
         what = f"waited {snapshot.timeout:g} s in {ins.node}, which never ended"
     else:
         what = f"{ins.node} has not ended, and others waited {snapshot.timeout:g} s for it"
-    return worker_error(snapshot, device, what, place, HINTS["late"], trace)
+    return worker_error(snapshot, device, what, place, "late", trace)
 
 
 def slowest(snapshot: JobSnapshot) -> int:
@@ -171,7 +171,8 @@ def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
     return [other for group in comm.groups if device in group for other in group if other != device]
 
 
-HINTS = {
+Kind = Literal["dead", "error", "stopped", "late"]
+HINTS: Mapping[Kind, str] = {
     "dead": "look for what ended it: the system's log names a process killed for want of memory",
     "error": "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
     "stopped": "let it continue with SIGCONT within seconds, or start again",
@@ -180,7 +181,7 @@ HINTS = {
 
 
 def worker_error(
-    snapshot: JobSnapshot, device: int, what: str, place: int | None, hint: str, trace: str | None = None
+    snapshot: JobSnapshot, device: int, what: str, place: int | None, kind: Kind, trace: str | None = None
 ) -> WorkerError:
     """Return the error that names a device and the instruction it was at."""
     facts: dict[str, str] = {}
@@ -197,8 +198,12 @@ def worker_error(
         more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
         facts["waiting"] = ", ".join(waiting[:MOST]) + more
     error = WorkerError(
-        what, by=f"device {device} (process {snapshot.statuses[device].process})", facts=facts, hint=hint
+        what,
+        by=f"device {device} (process {snapshot.statuses[device].process})",
+        facts=facts,
+        hint=HINTS[kind],
     )
+    error.kind, error.device, error.place = kind, device, place
     if trace:
         error.add_note(trace)
     return error

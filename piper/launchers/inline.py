@@ -15,8 +15,9 @@ from piper.launchers.checkpoints import Checkpoints, Saves
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.persist import Keeper
-from piper.launchers.processes import ProcessStatus, running
+from piper.launchers.processes import ProcessStatus, SharedFile, running
 from piper.launchers.restoring import blank_values
+from piper.launchers.versions import WorkerVersions
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
@@ -30,7 +31,12 @@ from piper.runtime.worker import Options, Worker
 class InlineRun(Saves, Trains):
     """A job whose devices are threads."""
 
-    def __init__(self, program: ProgramLike, options: Options) -> None:
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
+    ) -> None:
         self.program, self.plans, self.options = program, program.plans, options
         self.world = World(program.plans, options.timeout)
         self.threads_before = torch.get_num_threads()
@@ -65,6 +71,11 @@ class InlineRun(Saves, Trains):
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
         self.keepers = {device: Keeper(worker) for device, worker in self.workers.items()}
+        self.versions = {
+            device: WorkerVersions(worker, versions)
+            for device, worker in self.workers.items()
+            if versions is not None
+        }
         self.checkpoints = Checkpoints(program, self.workers, self._ask, self.unread, self.close)
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
@@ -89,7 +100,19 @@ class InlineRun(Saves, Trains):
             self.close()
             raise self._blame() from next(w.first for w in self.watchers.values() if w.first is not None)
         self.checkpoints.poll()
+        self.protect()
         return result_of(self.plans, next(iter(futures.values())).result())
+
+    def protect(self) -> None:
+        """Copy the state into memory that outlives workers, where it is kept."""
+        for versions in self.versions.values():
+            versions.write()
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        """Take the state after a step from memory; `unread`: the values that no device holds."""
+        for versions in self.versions.values():
+            versions.restore(step)
+        self.unread.update(unread)
 
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:

@@ -28,7 +28,7 @@ from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
 Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
-Call = Literal["step", "save", "load", "adopt", "poll"] | Asked
+Call = Literal["step", "save", "load", "adopt", "poll", "protect", "restore"] | Asked
 Span = tuple[int, int]
 
 
@@ -54,6 +54,7 @@ class Assignment:
     values: Mapping[str, TensorEntry]  # where each initial value lies in shared memory
     memory: SharedFile | Tensor | None = None  # that memory, or its contents. None: the worker has it already
     path: tuple[str, ...] = ()  # where modules are imported from. Empty: as the process has it
+    versions: Mapping[int, tuple[SharedFile, ...]] | None = None  # of each device. None: it keeps none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from piper.checkpoint.blocks import StorageError
-from piper.checkpoint.storage import Written, write_parts
+from piper.checkpoint.record import read_record
+from piper.checkpoint.storage import Shelf, Written, write_parts
 from piper.errors import ConfigError
 from piper.launchers.copying import Copied, RefusedError, copy_state
 from piper.launchers.restoring import read_state
@@ -61,7 +62,8 @@ class Keeper:
         def work() -> None:
             try:
                 if copied is None:
-                    self.adoptions = read_state(self.worker, Path(folder))
+                    shelf = Shelf(Path(folder), read_record(Path(folder)))
+                    self.adoptions = read_state(self.worker, shelf)
                     self.done = Done()
                 else:
                     written = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)

@@ -18,9 +18,7 @@ from typing import ParamSpec
 from piper.errors import ConfigError
 
 P = ParamSpec("P")
-STOPPED = (
-    5.0  # seconds for which a process must be stopped to count as lost: a debugger stops one for a moment
-)
+STOPPED = 2.0  # seconds for which a process must be stopped to count as lost: a debugger may stop it briefly
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NEARBY = "LOCAL_WORLD_SIZE"
 
@@ -73,7 +71,7 @@ class Termination:
     """Notes SIGTERM instead of ending the process: a worker ends with its driver, which saves first."""
 
     def __init__(self) -> None:
-        self.asked = self.told = False
+        self.asked = self.reported = False
 
     def install(self) -> None:
         """Handle the signal from now on. Needs the main thread."""
@@ -84,7 +82,7 @@ class Termination:
 
     def news(self) -> bool:
         """Return whether the signal has come since the last call."""
-        new, self.told = self.asked and not self.told, self.asked
+        new, self.reported = self.asked and not self.reported, self.asked
         return new
 
 

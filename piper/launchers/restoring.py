@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -20,7 +19,7 @@ from piper.checkpoint.layout import (
     spans,
 )
 from piper.checkpoint.plain import Plain, decode, dtype_named
-from piper.checkpoint.record import FILE, Record, read_record
+from piper.checkpoint.record import FILE, Record
 from piper.checkpoint.storage import Part, Shelf
 from piper.ir.chunk import Outline
 from piper.launchers.copying import RefusedError, copied, model_part
@@ -43,13 +42,12 @@ def blank_values(outline: Outline) -> Initial:
     return blank
 
 
-def read_state(worker: Worker, folder: Path) -> list[Callable[[], None]]:
-    """Read a worker's part of a checkpoint into memory of its own, and return what gives it to the worker.
+def read_state(worker: Worker, shelf: Shelf) -> list[Callable[[], None]]:
+    """Read a worker's part of a checkpoint or version, and return what gives it to the worker.
 
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
-    record = read_record(folder)
-    shelf = Shelf(folder, record)
+    record = shelf.record
     found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
     for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
         length = value.numel()

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run
-from piper.launchers.launch import check_launcher, launcher
+from piper.launchers.launch import check_launcher, launcher, recovers
+from piper.launchers.recovery import recovering
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
 from piper.runtime.batch import wanted_batch
@@ -24,6 +25,7 @@ from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
+from piper.train.events import Events
 from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import GRACE, Interrupts, interrupts, preemptible
 from piper.train.lock import locked
@@ -49,6 +51,8 @@ class Asked:
     compile: bool = False  # chunks run as Inductor compiles them
     graphs: bool = False  # on CUDA each step is one graph, after the first few
     grace: float = GRACE  # seconds from SIGTERM to the end
+    retries: int = 3  # failures in a row that a run may have
+    stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         graphs=asked.graphs,
         blank=bool(past),
     )
-    with launcher(program, asked.on, options) as run:
+    with started(program, asked, options, Events(folder, console.print)) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
         if past:
@@ -168,6 +172,20 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
     )
 
 
+def started(program: Program, asked: Asked, options: Options, notify: Events) -> AbstractContextManager[Run]:
+    """Return the launcher of a run: one that recovers, where it can and is to."""
+    if asked.retries and not asked.profile and recovers(asked.on):
+        return recovering(
+            program,
+            "inline" if asked.on == "inline" else "local",
+            options,
+            retries=asked.retries,
+            stall=asked.stall,
+            notify=notify,
+        )
+    return launcher(program, asked.on, options)
+
+
 def stopping(run: Run, interrupted: Interrupts) -> bool:
     """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
     if run.leaving() and not interrupted.preempted:
@@ -190,6 +208,14 @@ def check_seconds(asked: Asked) -> None:
     if not asked.grace > 0:
         raise ConfigError(
             f"--grace {asked.grace:g}", by="piper train", hint="give a run some seconds to save: --grace 30"
+        )
+    if asked.stall is not None and not asked.stall > 0:
+        raise ConfigError(
+            f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
+        )
+    if asked.retries < 0:
+        raise ConfigError(
+            f"--retries {asked.retries}", by="piper train", hint="0 ends the run with the first failure"
         )
 
 

@@ -1,0 +1,300 @@
+"""Versions of a job's state in memory that outlives its workers.
+
+[Note: versions] Every device has two files without a name, which the driver holds open. After step k a device
+copies what it is the one to save, each element once, into file k mod 2. It first writes 0 into the head of
+the file, and the number of the step only when all is copied, so a version of a device is complete or absent.
+A version of the job is complete when all devices have it. The loss is summed over all devices, so a device
+ends step k + 1 only after all others have begun it, and a device begins it only after its copy of step k. So
+while any device overwrites step k - 1, step k is complete. Versions are read only when no worker lives that
+could write.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from piper.checkpoint.layout import owned_range, saved_buckets
+from piper.checkpoint.plain import dtype_named
+from piper.checkpoint.record import Record, Trainer, kept_by
+from piper.checkpoint.storage import Part, Placed, Shelf, index_of
+from piper.errors import ConfigError
+from piper.launchers.copying import Copied, RefusedError, copy_state, merged
+from piper.launchers.processes import SharedFile
+from piper.launchers.restoring import read_state
+from piper.launchers.transport.serialize import Codec
+from piper.launchers.transport.shared_memory import ALIGNMENT, MEMORY, nameless_file
+from piper.plan.plan import Plans
+from piper.runtime.worker import Worker
+from piper.words import size
+
+GENERATIONS = 2
+HEAD = struct.Struct("=qq")  # the step plus one, or 0 while it is written; the bytes of the index
+INDEX = 2**20  # bytes that indices take at most, for the estimate
+Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What a version of one device holds, and where."""
+
+    copied: Copied  # without tensors
+    placed: tuple[Placed, ...]
+    offsets: tuple[int, ...]  # of each placed part, in bytes
+
+
+CODEC = Codec((Index,))
+
+
+def same(value: Tensor) -> Tensor:
+    """Return a tensor's elements, copied only if they do not lie one after another."""
+    return value.detach().contiguous()
+
+
+def rounded(nbytes: int) -> int:
+    """Return bytes rounded up, so that any type can begin there."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class VersionWriter:
+    """Writes the versions of one device, see [Note: versions]."""
+
+    def __init__(self, worker: Worker, descriptors: Sequence[int]) -> None:
+        self.worker, self.descriptors = worker, descriptors
+        self.memories: dict[int, mmap.mmap] = {}
+
+    def write(self) -> None:
+        """Copy the state as it is between two steps."""
+        copied = copy_state(self.worker, same)
+        index = index_bytes(copied, f"device-{self.worker.device:05}")
+        begin = rounded(HEAD.size + len(index))
+        ends = [begin]
+        for part in copied.parts:
+            ends.append(rounded(ends[-1] + part.tensor.nbytes))
+        memory = self._memory(copied.step % GENERATIONS, ends[-1])
+        HEAD.pack_into(memory, 0, 0, len(index))
+        memory[HEAD.size : HEAD.size + len(index)] = index
+        for part, at in zip(copied.parts, ends, strict=False):
+            if count := part.tensor.numel():
+                place = torch.frombuffer(memory, dtype=part.tensor.dtype, count=count, offset=at)
+                place.copy_(part.tensor.view(-1))
+                del place  # before the memory closes under it
+        HEAD.pack_into(memory, 0, copied.step + 1, len(index))
+
+    def _memory(self, generation: int, nbytes: int) -> mmap.mmap:
+        """Return the memory of a generation, at least this large."""
+        found = self.memories.get(generation)
+        if found is None or len(found) < nbytes:
+            if found is not None:
+                found.close()
+            descriptor = self.descriptors[generation]
+            # Memory that is missing is an error here. Where it is written to, it would be a killed process.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            found = self.memories[generation] = mmap.mmap(descriptor, 0)
+        return found
+
+
+def index_bytes(copied: Copied, file: str) -> bytes:
+    """Return the index of a version. Offsets count from the first tensor."""
+    offsets, at = [], 0
+    for part in copied.parts:
+        offsets.append(at)
+        at = rounded(at + part.tensor.nbytes)
+    placed = tuple(
+        Placed(
+            key=part.key,
+            dtype=str(part.tensor.dtype).removeprefix("torch."),
+            size=part.size,
+            start=part.start,
+            length=part.tensor.numel(),
+            file=file,
+        )
+        for part in copied.parts
+    )
+    return CODEC.encode(Index(copied=replace(copied, parts=[]), placed=placed, offsets=tuple(offsets)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A version of one device in memory."""
+
+    index: Index
+    memory: mmap.mmap
+    begin: int  # where its tensors begin
+
+    def part(self, number: int) -> Tensor:
+        """Return the elements of a part."""
+        placed, at = self.index.placed[number], self.begin + self.index.offsets[number]
+        return torch.frombuffer(self.memory, dtype=dtype_named(placed.dtype), count=placed.length, offset=at)
+
+
+def step_in(descriptor: int) -> int | None:
+    """Return the step of the version in a file. None: there is none, or it was not completed."""
+    head = os.pread(descriptor, HEAD.size, 0)
+    if len(head) < HEAD.size:
+        return None
+    number = int(HEAD.unpack(head)[0])
+    return number - 1 if number else None
+
+
+def held_in(descriptor: int) -> Held:
+    """Return the version in a file."""
+    memory = mmap.mmap(descriptor, 0)
+    _, length = HEAD.unpack_from(memory)
+    index = CODEC.decode(memory[HEAD.size : HEAD.size + length])
+    assert isinstance(index, Index)
+    return Held(index=index, memory=memory, begin=rounded(HEAD.size + length))
+
+
+class VersionShelf(Shelf):
+    """The tensors of a version. A worker reads what it needs, from the memory of any device."""
+
+    def __init__(self, held: Iterable[Held], seed: int) -> None:
+        found = [*held]
+        self.located = {
+            (placed.file, placed.key, placed.start): (one, number)
+            for one in found
+            for number, placed in enumerate(one.index.placed)
+        }
+        copies = [one.index.copied for one in found]
+        moments, numbers = merged([c.moments for c in copies]), merged([c.numbers for c in copies])
+        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
+        self.record = Record(
+            step=copies[0].step,
+            seed=seed,
+            trainer=replace(trainer, kept=kept_by(moments, numbers)),
+            moments=moments,
+            numbers=numbers,
+            tensors=index_of(one.index.placed for one in found),
+        )
+        self.metadata = self.record.metadata()
+
+    def values(self, file: str, key: str, piece: MetadataIndex, first: int, length: int) -> Tensor:
+        """Return elements of a stored piece: `length` of them from its element `first` on."""
+        assert piece.offset is not None
+        held, number = self.located[file, key, piece.offset[0]]
+        return held.part(number)[first : first + length]
+
+
+class WorkerVersions:
+    """A worker's side of versions: it writes its own, and reads those of all devices."""
+
+    def __init__(self, worker: Worker, files: Files) -> None:
+        self.worker, self.files = worker, files
+        self.writer = VersionWriter(worker, [opened(file) for file in files[worker.device]])
+        self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
+
+    def write(self) -> None:
+        """Copy the state as it is between two steps, if it can be."""
+        if not self.refused:
+            try:
+                self.writer.write()
+            except (RefusedError, ConfigError):
+                self.refused = True
+
+    def restore(self, step: int) -> None:
+        """Take the state after a step, which every device has."""
+        held: list[Held] = []
+        for files in self.files.values():
+            descriptor = opened(files[step % GENERATIONS])
+            assert step_in(descriptor) == step, "the driver has looked"
+            held.append(held_in(descriptor))
+            os.close(descriptor)
+        for act in read_state(self.worker, VersionShelf(held, self.worker.setup.seed)):
+            act()
+
+
+def opened(file: SharedFile) -> int:
+    """Return a descriptor of a shared file."""
+    descriptor = file.open()
+    assert descriptor is not None, "versions are held on this machine"
+    return descriptor
+
+
+class Versions:
+    """The driver's side of versions: it holds the memory open, and knows which version is complete."""
+
+    def __init__(self, plans: Plans) -> None:
+        """Open the memory. Refuse a machine that has too little of it."""
+        self.devices = [device for plan in plans for device in plan.devices]
+        check_memory(sum(version_bytes(plans, device) for device in self.devices))
+        self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
+
+    @property
+    def files(self) -> dict[int, tuple[SharedFile, ...]]:
+        """Return where workers find the memory."""
+        return {d: tuple(map(SharedFile.of, found)) for d, found in self.descriptors.items()}
+
+    def newest(self) -> int | None:
+        """Return the newest step that is complete on all devices. None: there is none."""
+        found = [
+            steps.pop()
+            for steps in (
+                {step_in(pair[generation]) for pair in self.descriptors.values()}
+                for generation in range(GENERATIONS)
+            )
+            if len(steps) == 1
+        ]
+        return max((step for step in found if step is not None), default=None)
+
+    def forget(self, chosen: Callable[[int], bool]) -> None:
+        """Drop the versions of chosen steps. No worker may live."""
+        for pair in self.descriptors.values():
+            for descriptor in pair:
+                step = step_in(descriptor)
+                if step is not None and chosen(step):
+                    os.pwrite(descriptor, HEAD.pack(0, 0), 0)
+
+    def shelf(self, step: int, seed: int) -> VersionShelf:
+        """Return the tensors of a complete version."""
+        pairs = self.descriptors.values()
+        return VersionShelf((held_in(pair[step % GENERATIONS]) for pair in pairs), seed)
+
+    def parts(self, step: int) -> dict[int, list[Part]]:
+        """Return all tensors of a complete version by device, to write them to a disk."""
+        found: dict[int, list[Part]] = {}
+        for device, pair in self.descriptors.items():
+            held = held_in(pair[step % GENERATIONS])
+            found[device] = [
+                Part(key=placed.key, size=placed.size, start=placed.start, tensor=held.part(number))
+                for number, placed in enumerate(held.index.placed)
+            ]
+        return found
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for pair in self.descriptors.values():
+            for descriptor in pair:
+                os.close(descriptor)
+        self.descriptors = {}
+
+
+def version_bytes(plans: Plans, device: int) -> int:
+    """Return how much memory the versions of a device take at most, in bytes."""
+    residents = plans.of(device).residents
+    states = {slot.owner: found.nbytes for slot, found in residents.items() if slot.kind == "state"}
+    total = sum(found.nbytes for slot, found in residents.items() if slot.kind == "buffer")
+    for bucket in saved_buckets(plans, device):
+        low, high = owned_range(bucket, device)
+        total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
+    return GENERATIONS * (total + INDEX)
+
+
+def check_memory(wanted: int) -> None:
+    """Refuse to train if the versions do not fit into shared memory."""
+    if not MEMORY.is_dir():
+        return
+    found = os.statvfs(MEMORY)
+    free = found.f_bavail * found.f_frsize
+    if wanted > free:
+        raise ConfigError(
+            "there is too little shared memory to keep versions of the state in",
+            by=f"--retries, on {MEMORY}",
+            facts={"needs": f"{size(wanted)}: two versions of what each device owns", "has": size(free)},
+            hint=f"enlarge it (mount -o remount,size=... {MEMORY}), or train without: --retries 0",
+        )
