@@ -113,6 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
         "ray",
         "words",
+        "devices",
     },  # experts: code calls its operators; simulate: how long a network takes
     "data": {"usercode", "files", "errors", "torch"},
     "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},

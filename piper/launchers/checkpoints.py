@@ -69,7 +69,7 @@ class Checkpoints:
         plain = encode(data, "data")
         partial = begin(target)
         try:
-            unread = write_parts(partial, "driver", [*whole_parts(self._kept())])
+            unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
             self.ask("save", dict.fromkeys(self.devices, str(partial)))
         except StorageError as error:
             discard(target)
@@ -127,7 +127,7 @@ class Checkpoints:
             seed=self.program.job.seed,
             trainer=replace(trainer, kept=kept_by(moments, numbers)),
             data=pending.data,
-            model=self._model(),
+            model=model_of(self.program, self.unread),
             moments=moments,
             numbers=numbers,
             tensors=index_of(one.placed for one in written),
@@ -137,18 +137,6 @@ class Checkpoints:
         self.retention.trust(pending.path)
         if pending.keep is not None:
             self.retention.start(pending.path.parent, pending.keep)
-
-    def _model(self) -> dict[str, Spec]:
-        """Return the specs of what this program's checkpoints hold; unread values keep their types."""
-        found = wanted_model(self.program.plans, self.program.outline)
-        for name, value in self._kept().items():
-            found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-        return found
-
-    def _kept(self) -> dict[str, Tensor]:
-        """Return the values that no device holds and a checkpoint does."""
-        wanted = wanted_model(self.program.plans, self.program.outline)
-        return {name: value for name, value in self.unread.items() if name in wanted}
 
     def load(self, path: Path | str) -> Resumed:
         """Take the state of a checkpoint, whatever strategy it was saved under.
@@ -195,6 +183,20 @@ class Checkpoints:
         if record.sealed:
             self.retention.trust(folder)
         return Resumed(step=record.step, data=data)
+
+
+def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Return the specs of what a program's checkpoints hold; unread values keep their types."""
+    found = wanted_model(program.plans, program.outline)
+    for name, value in unread_kept(program, unread).items():
+        found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+    return found
+
+
+def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values that no device holds and a checkpoint does."""
+    wanted = wanted_model(program.plans, program.outline)
+    return {name: value for name, value in unread.items() if name in wanted}
 
 
 def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:

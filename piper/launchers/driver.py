@@ -270,6 +270,7 @@ class RemoteRun(Saves, Trains):
         self.devices = devices_of(program.plans)
         self.wanted = wanted_batch(setup_of(program))
         self.slicer = BatchSlicer(program.plans)
+        self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 
@@ -289,6 +290,7 @@ class RemoteRun(Saves, Trains):
         check_batch(batch, self.wanted)
         cut = {device: self.slicer.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
+        self.busy = {device: cast(Sums, sums).busy for device, sums in answers.items()}
         self.checkpoints.poll()
         return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
 

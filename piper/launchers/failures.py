@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Literal
 
 from piper.errors import WorkerError
@@ -231,6 +232,7 @@ class Watcher:
         """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once."""
         self.device, self.marks, self.report = device, marks, report
         self.streams: dict[str, int] = {}
+        self.busy = [0.0] * len(marks)  # seconds of each stream that were not spent on communication
         self.first: Exception | None = None
         self.lock = threading.Lock()
 
@@ -247,7 +249,22 @@ class Watcher:
                 raise
             marks[mark] = 0
 
-        return marked
+        if ins.op in COMMUNICATION:
+            return marked
+        busy = self.busy
+
+        def timed() -> None:
+            began = perf_counter()
+            marked()
+            busy[mark] += perf_counter() - began
+
+        return timed
+
+    def take_busy(self) -> float:
+        """Return the seconds that this device has computed since the last call."""
+        total = sum(self.busy)
+        self.busy[:] = [0.0] * len(self.busy)
+        return total
 
     def fail(self, error: Exception, place: int | None = None) -> None:
         """Report a failure, unless it is not the first or only follows from one on another device."""

@@ -68,6 +68,7 @@ class InlineRun(Saves, Trains):
             for device, watcher in self.watchers.items()
         }
         self.unread = self._unread(initial)
+        self.busy: dict[int, float] = {}  # threads share cores: one cannot be distinguished from the others
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
         self.keepers = {device: Keeper(worker) for device, worker in self.workers.items()}

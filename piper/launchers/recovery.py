@@ -17,11 +17,13 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from piper.checkpoint.folder import whole
+from piper.checkpoint.folder import step_path, whole
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
 from piper.launchers.events import Event, Notify, failure, mismatch
+from piper.launchers.flushing import write_version
 from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
+from piper.launchers.stragglers import Stragglers
 from piper.launchers.versions import Versions
 from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import ProgramLike
@@ -87,6 +89,7 @@ class RecoveringRun(Trains):
         self.phases: dict[str, float] = {}
         self.good = 0
         self.times: deque[float] = deque(maxlen=50)
+        self.stragglers = Stragglers(program.plans)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
@@ -115,6 +118,8 @@ class RecoveringRun(Trains):
             self.left = self.retries
         if self.run is not None:
             self.starter.expect(self.run, self.stall)
+            for event in self.stragglers.note(self.done, self.run.busy):
+                self.notify(event)
 
     @property
     def stall(self) -> float:
@@ -284,6 +289,19 @@ class RecoveringRun(Trains):
     def recordings(self) -> dict[int, tuple[Recording, Clock]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         return self._call(lambda run: run.recordings())
+
+    def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
+
+        For a step that takes longer than there is time. positions: the state of the data after each step.
+        None: there is no version in memory.
+        """
+        self._end()
+        step = self.versions.newest()
+        if step is not None and not whole(path := step_path(folder, step)):
+            data = positions.get(step)
+            write_version(self.program, self.versions, step, path, unread=self.unread, data=data)
+        return step
 
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""

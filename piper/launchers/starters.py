@@ -21,6 +21,7 @@ class Recoverable(Run, Protocol):
     """A run whose state can be kept in memory and taken from there."""
 
     unread: dict[str, Tensor]
+    busy: dict[int, float]  # seconds that each device computed in the last step, where it is known
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers."""

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
 from typing import cast
@@ -81,7 +82,8 @@ class WorkerServer:
 
     def _step(self, batch: Mapping[str, Rows]) -> None:
         try:
-            self.answers.put(self.worker.step(batch))
+            sums = self.worker.step(batch)
+            self.answers.put(replace(sums, busy=self.watcher.take_busy()))
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
             self.watcher.fail(error)
 

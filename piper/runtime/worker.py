@@ -36,6 +36,7 @@ class Sums:
     squares: float  # of the gradient's norm, before it is divided by the weight
     loss: float
     weight: float
+    busy: float = 0.0  # seconds that this device computed, where a launcher counts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

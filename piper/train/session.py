@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +16,9 @@ from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run
+from piper.launchers.events import Event
 from piper.launchers.launch import check_launcher, launcher, recovers
-from piper.launchers.recovery import recovering
+from piper.launchers.recovery import RecoveringRun, recovering
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
 from piper.runtime.batch import wanted_batch
@@ -27,13 +28,16 @@ from piper.train.board import board
 from piper.train.display import display
 from piper.train.events import Events
 from piper.train.folder import Metrics, choose, claim, prepare, record
-from piper.train.interrupt import GRACE, Interrupts, interrupts, preemptible
+from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.saving import go_on, past_of, prepare_saves, saves_of
+from piper.train.saving import checkpoints_of, go_on, past_of, prepare_saves, saves_of
+
+RESERVE = 10.0  # seconds of the grace in which a version is written, at most
+KEPT = 3  # steps after which the position of the data is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,8 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         graphs=asked.graphs,
         blank=bool(past),
     )
-    with started(program, asked, options, Events(folder, console.print)) as run:
+    events = Events(folder, console.print)
+    with started(program, asked, options, events) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
         if past:
@@ -138,26 +143,31 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             trainer = read_record(begin).trainer
             console.print(f"Going on from {begin}, after step {done}")
             check_profile(asked.profile, job.steps - done)
-        memory = Memory()
+        memory, positions = Memory(), dict[int, object]()
+        preempting = partial(stopping_now, console, events, memory, asked.grace)
 
         def culprit() -> str | None:
             return first_bad(program.outline, run.trails(), run.state_dict())
 
         with (
             watching(console, folder, program, done, memory) as tell,
-            interrupts(partial(stopping_now, console, asked.grace), asked.grace) as interrupted,
+            interrupts(preempting, asked.grace - reserve(asked, run)) as interrupted,
         ):
             course = Course(
                 done=done,
                 steps=job.steps,
-                tell=tell,
+                tell=partial(noting, tell, feed, positions),
                 saves=saves_of(run, folder, job, feed, console.print),
                 stopping=partial(stopping, run, interrupted),
                 culprit=culprit if asked.detect_nan else None,
             )
             rate = Rate(job, program.plans.buckets.values(), trainer)
             batches = checked(feed, wanted_batch(setup_of(program)))
-            begun, done = done, train(run, batches, rate, course)
+            begun = done
+            try:
+                done = train(run, batches, rate, course)
+            except PreemptedError:
+                done = flushed(run, folder, job, positions)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
@@ -193,12 +203,35 @@ def stopping(run: Run, interrupted: Interrupts) -> bool:
     return interrupted()
 
 
-def stopping_now(console: Console, grace: float, number: int) -> None:
+def reserve(asked: Asked, run: Run) -> float:
+    """Return the seconds of the grace that are for writing a version, if a step does not end."""
+    return min(asked.grace / 2, RESERVE) if isinstance(run, RecoveringRun) else 0.0
+
+
+def noting(tell: Reporter, feed: Feed, positions: dict[int, object], measure: Measure) -> None:
+    """Pass on the measures of a step, and note the position of the data after it."""
+    tell(measure)
+    positions[measure.step] = feed.state_dict()
+    positions.pop(measure.step - KEPT, None)
+
+
+def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -> int:
+    """Write the newest version in memory as a checkpoint, because a step does not end in time."""
+    where = checkpoints_of(folder, job)
+    step = run.flush(where, positions) if isinstance(run, RecoveringRun) and where is not None else None
+    if step is None:
+        raise PreemptedError
+    return step
+
+
+def stopping_now(console: Console, events: Events, memory: Memory, grace: float, number: int) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
     if number == signal.SIGTERM:
-        console.print(f"Preempted: saving after this step, within {grace:g} s")
+        last = memory.last
+        what = f"preempted: saving after this step, within {grace:g} s"
+        events(Event(event="preemption", step=1 if last is None else last.step + 1, what=what))
     else:
         console.print("Stopping after this step; once more to stop now")
 

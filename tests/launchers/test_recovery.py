@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import cleandoc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -75,6 +76,7 @@ class Counting:
     script: Script
     done: int = 0
     unread: dict[str, Tensor] = field(default_factory=dict)
+    busy: dict[int, float] = field(default_factory=dict)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         self.script.do(f"step {self.done + 1}")
@@ -105,7 +107,7 @@ class Counting:
 def scripted(script: Script, retries: int = 3, **more: object) -> tuple[RecoveringRun, list[Event]]:
     events: list[Event] = []
     run = RecoveringRun(
-        cast(ProgramLike, None),
+        cast(ProgramLike, SimpleNamespace(plans=())),
         Options(),
         script,
         cast(Versions, script),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from piper.checkpoint.folder import verify
 from tests.train.conftest import Piper, command
 
 LOST = """
@@ -20,6 +21,13 @@ def lost():
         os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
         return batch
     return job(data=changed(3, kill))
+
+def stuck():
+    import time
+    def wait(batch):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(50)
+    return job(data=changed(3, wait), checkpoint=piper.Checkpoint(folder="checkpoints", every=100))
 
 def broken():
     def break_it(batch):
@@ -42,7 +50,7 @@ def test_a_killed_worker_leaves_no_trace_in_the_metrics(
     (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
     assert piper("lost.py:job", "--out", "whole").returncode == 0
     words = ["train", "lost.py:lost", "--on", "local", "--out", "run"]
-    with command(words), pytest.raises(SystemExit, match="^0$"):
+    with command(words), pytest.raises(SystemExit, match=r"^0$"):
         main()
     shown = capsys.readouterr().out
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
@@ -56,6 +64,22 @@ def test_a_killed_worker_leaves_no_trace_in_the_metrics(
         and "from the state after step 2 in memory, 0 steps repeated" in shown
     )
     assert not (tmp_path / "whole" / "events.jsonl").exists()
+
+
+def test_a_step_that_does_not_end_in_time_is_left_and_the_newest_version_saved(
+    piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
+    done = piper("lost.py:stuck", "--out", "run", "--grace", "1")
+    assert done.returncode == 75
+    assert done.stderr.startswith("preempted after step 2 of 6; go on with: ")
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == "step-00000002" and verify(saved).step == 2
+    (event,) = (json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["step"]) == ("preemption", 3)
+    assert piper("lost.py:job", "--out", "run", "--resume").returncode == 0
+    assert piper("lost.py:job", "--out", "whole").returncode == 0
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
 def test_what_the_data_raises_is_not_tried_again(piper: Piper, recipe: Path, tmp_path: Path) -> None:
