@@ -97,17 +97,24 @@ class InlineRun(Saves, Trains):
         for device, future in futures.items():
             if isinstance(error := future.exception(), Exception):
                 self.watchers[device].fail(error)
-        if self.failures:
-            self.close()
-            raise self._blame() from next(w.first for w in self.watchers.values() if w.first is not None)
+        self._end_if_failed()
         self.checkpoints.poll()
         self.protect()
         return result_of(self.plans, next(iter(futures.values())).result())
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers, where it is kept."""
-        for versions in self.versions.values():
-            versions.write()
+        for device, versions in self.versions.items():
+            try:
+                versions.write()
+            except Exception as error:  # noqa: BLE001  it is raised below, as a failure of its device
+                self.watchers[device].fail(error)
+        self._end_if_failed()
+
+    def _end_if_failed(self) -> None:
+        if self.failures:
+            self.close()
+            raise self._blame() from next(w.first for w in self.watchers.values() if w.first is not None)
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
         """Take the state after a step from memory; `unread`: the values that no device holds."""
