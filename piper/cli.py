@@ -190,6 +190,9 @@ def train(
         float | None,
         typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
     ] = None,
+    spares: Annotated[
+        int, typer.Option(help="On Ray: actors more than devices to claim room for.", metavar="N")
+    ] = 0,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
@@ -224,6 +227,7 @@ def train(
         grace=grace,
         retries=retries,
         stall=stall,
+        spares=spares,
     )
     console = Console(soft_wrap=True, markup=False, highlight=False)
     try:

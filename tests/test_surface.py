@@ -120,6 +120,7 @@ def test_verbs_and_flags() -> None:
             "--profile",
             "--resume",
             "--retries",
+            "--spares",
             "--stall",
             "--steps",
             "recipe",

@@ -38,6 +38,7 @@ class WorkerGroup(ABC):
 
     leaving = False  # whether the system has asked a worker to end
     stall = 0.0  # seconds without any progress after which the job has stalled
+    protects = False  # workers keep versions of their state in memory
 
     @abstractmethod
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
@@ -296,7 +297,8 @@ class RemoteRun(Saves, Trains):
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers. After each step they do so by themselves."""
-        self._ask("protect", dict.fromkeys(self.devices))
+        if self.group.protects:
+            self._ask("protect", dict.fromkeys(self.devices))
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
         """Take the state after a step from memory; `unread`: the values that no device holds."""

@@ -115,7 +115,7 @@ def by_host(program: ProgramLike, on: str) -> bool:
 
 def recovers(on: str) -> bool:
     """Return whether lost workers of a launcher can be replaced: those that are ours to start."""
-    return on == "inline" or (on == "local" and rank_environment() is None)
+    return on in ("inline", "ray") or (on == "local" and rank_environment() is None)
 
 
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:

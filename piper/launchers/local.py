@@ -34,7 +34,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
         versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
     ) -> None:
         super().__init__(program, options)
-        self.forks, self.versions = forks, versions
+        self.forks, self.versions, self.protects = forks, versions, versions is not None
         self.shares = program.device == "cuda" and crowded(len(self.devices))
 
     def connect(

@@ -8,12 +8,12 @@ state, the batch and the step's number, so it gives the same bits again. That is
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, Trains
 from piper.launchers.events import Event, Notify, failure, mismatch
 from piper.launchers.flushing import write_version
+from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
 from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
 from piper.launchers.stragglers import Stragglers
 from piper.launchers.versions import Versions
@@ -32,30 +33,11 @@ from piper.runtime.worker import Options
 
 T = TypeVar("T")
 REFILL = 100  # good steps after which all retries are there again
-KEPT = 3  # batches and results that are held: those of steps that may be repeated, and of the next
+KEPT = 3  # batches that are held: those of steps that may be repeated, and of the next
+RESULTS = 10_000  # results that are held, to compare repeated steps with
 STEPS = 5  # steps whose times are known before a stall is judged by them
 SLOWER = 10.0  # times the median step that any one wait may take
 LEAST = 6.0  # seconds that any one wait may take, however short steps are
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """A save that may not be complete."""
-
-    step: int
-    path: Path
-    data: object
-    keep: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A failure as it can come a second time."""
-
-    step: int
-    device: int | None
-    what: str
-    place: int | None
 
 
 class RecoveringRun(Trains):
@@ -71,8 +53,14 @@ class RecoveringRun(Trains):
         retries: int,
         stall: float | None = None,
         notify: Notify = lambda event: None,
+        disk: Disk | None = None,
     ) -> None:
-        """Prepare a run; `stall`: seconds. None: as steps turn out to take."""
+        """Prepare a run.
+
+        stall: seconds without progress that are a failure. None: as steps turn out to take.
+        disk: the checkpoints to go on from where memory is lost. None: there are none.
+        """
+        self.disk, self.source = disk, "memory"
         self.program, self.options, self.starter, self.versions = program, options, starter, versions
         self.retries = self.left = retries
         self.given_stall, self.notify = stall, notify
@@ -105,8 +93,8 @@ class RecoveringRun(Trains):
         result = self._call(act, self.done + 1)
         self.done += 1
         self.results[self.done] = result
-        for held in (self.held, self.results):
-            held.pop(self.done - KEPT, None)
+        self.held.pop(self.done - KEPT, None)
+        self.results.pop(self.done - RESULTS, None)
         self._passed()
         return result
 
@@ -159,7 +147,8 @@ class RecoveringRun(Trains):
         path, first = self.begun
         fresh = version is None and self.done == first
         if not fresh and (version is None or not self._held(version)):
-            raise no_version(self.done)
+            self._start_from_disk()
+            return
         with self._phase("start"):
             self.run = self.starter.start(self.options if fresh else replace(self.options, blank=True))
         self.starter.expect(self.run, self.given_stall or self.options.timeout)
@@ -177,6 +166,24 @@ class RecoveringRun(Trains):
         if self.failed_at is not None:
             self._recovered(version)
 
+    def _start_from_disk(self) -> None:
+        """Start all workers from the newest checkpoint, and repeat all steps since then."""
+        path = None if self.disk is None else self.disk.newest()
+        if self.disk is None or path is None:
+            raise no_version(self.done)
+        self.versions.forget(lambda step: True)
+        with self._phase("start"):
+            self.run = self.starter.start(replace(self.options, blank=True))
+        with self._phase("load"):
+            found = self.run.load(path)
+            self.unread, self.protected = dict(self.run.unread), False
+        with self._phase("replay"):
+            batches = self.disk.batches(found)
+            for step in range(found.step + 1, self.done + 1):
+                self._repeat(self.run, step, next(batches))
+        self.source = str(path)
+        self._recovered(found.step)
+
     def _held(self, version: int) -> bool:
         """Return whether the batches of the steps after a version are all held."""
         return all(step in self.held for step in range(version + 1, self.done + 1))
@@ -186,14 +193,18 @@ class RecoveringRun(Trains):
         under_way = self.at  # steps that are repeated are named by their own numbers
         for step in range(version, self.done + 1):
             if step > version:
-                self.at = step
-                again, before = run.step(self.held[step]), self.results[step]
-                if again != before:
-                    self.notify(mismatch(step, before, again))
+                self._repeat(run, step, self.held[step])
             saving = self.saving
             if saving is not None and saving.step == step and not whole(saving.path):
                 run.save(saving.path, data=saving.data, wait=False, keep=saving.keep)
         self.at = under_way
+
+    def _repeat(self, run: Recoverable, step: int, batch: Mapping[str, Tensor]) -> None:
+        """Repeat a step, and compare its result with the one that was reported."""
+        self.at = step
+        again, before = run.step(batch), self.results.get(step)
+        if before is not None and again != before:
+            self.notify(mismatch(step, before, again))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -228,12 +239,13 @@ class RecoveringRun(Trains):
         phases = {name: round(seconds, 3) for name, seconds in self.phases.items()}
         seconds = round(monotonic() - self.failed_at, 3)
         self.failed_at = None
+        source, self.source = self.source, "memory"
         self.notify(
             Event(
                 event="recovery",
                 step=self.at,
                 version=version,
-                source="memory",
+                source=source,
                 replayed=self.done - version,
                 seconds=seconds,
                 phases=phases,
@@ -314,46 +326,44 @@ class RecoveringRun(Trains):
             run.close()
 
 
-def failed(error: WorkerError | LaunchError, step: int) -> Failed | None:
-    """Return a failure in a form that can be compared. None: a second one would not be the same.
-
-    A process that was killed or stopped at no instruction, because it had just started for example, was not
-    killed by what it did.
-    """
-    if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
-        return None
-    return Failed(step=step, device=error.device, what=error.what, place=error.place)
-
-
-def no_version(step: int) -> WorkerError:
-    """Return the error of a run whose state is lost."""
-    return WorkerError(
-        "no version of the state is complete in memory",
-        by=f"recovery, after step {step}",
-        hint="--resume goes on from the newest checkpoint",
-    )
-
-
 @contextmanager
 def recovering(
     program: ProgramLike,
-    on: Literal["inline", "local"],
+    on: str,
     options: Options,
     *,
     retries: int,
     stall: float | None = None,
     notify: Notify = lambda event: None,
+    disk: Disk | None = None,
+    spares: int = 0,
 ) -> Iterator[RecoveringRun]:
-    """Start a program on workers that are replaced when they are lost, and end them with the block."""
-    versions = Versions(program.plans)
-    starter: Starter = InlineStarter(program, versions) if on == "inline" else LocalStarter(program, versions)
-    run = RecoveringRun(program, options, starter, versions, retries=retries, stall=stall, notify=notify)
-    try:
+    """Start a program on workers that are replaced when they are lost, and end them with the block.
+
+    on: inline, local or ray. spares: actors more than devices, for which resources are claimed.
+    """
+    with ExitStack() as held:
+        versions = Versions(program.plans)
+        held.callback(versions.close)
+        starter = starter_of(program, on, versions, spares)
+        held.callback(starter.close)
+        run = RecoveringRun(
+            program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk
+        )
+        held.callback(run.close)
         run.begin()
         yield run
-    finally:
-        try:
-            run.close()
-        finally:
-            starter.close()
-            versions.close()
+
+
+def starter_of(program: ProgramLike, on: str, versions: Versions, spares: int) -> Starter:
+    """Return what starts the workers of a launcher, without importing the others."""
+    match on:
+        case "inline":
+            return InlineStarter(program, versions)
+        case "local":
+            return LocalStarter(program, versions)
+        case "ray":
+            from piper.launchers.ray import RayStarter
+
+            return RayStarter(program, versions, spares)
+    raise AssertionError(f"{on} is checked")

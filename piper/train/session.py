@@ -34,7 +34,7 @@ from piper.train.loop import Course, Reporter, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.saving import checkpoints_of, go_on, past_of, prepare_saves, saves_of
+from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
 KEPT = 3  # steps after which the position of the data is known
@@ -56,6 +56,7 @@ class Asked:
     graphs: bool = False  # on CUDA each step is one graph, after the first few
     grace: float = GRACE  # seconds from SIGTERM to the end
     retries: int = 3  # failures in a row that a run may have
+    spares: int = 0  # actors more than devices, on Ray
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
@@ -135,7 +136,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         blank=bool(past),
     )
     events = Events(folder, console.print)
-    with started(program, asked, options, events) as run:
+    with started(program, folder, asked, options, events) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
         if past:
@@ -182,16 +183,20 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
     )
 
 
-def started(program: Program, asked: Asked, options: Options, notify: Events) -> AbstractContextManager[Run]:
+def started(
+    program: Program, folder: Path, asked: Asked, options: Options, notify: Events
+) -> AbstractContextManager[Run]:
     """Return the launcher of a run: one that recovers, where it can and is to."""
     if asked.retries and not asked.profile and recovers(asked.on):
         return recovering(
             program,
-            "inline" if asked.on == "inline" else "local",
+            asked.on,
             options,
             retries=asked.retries,
             stall=asked.stall,
             notify=notify,
+            disk=disk_of(folder, program.job),
+            spares=asked.spares,
         )
     return launcher(program, asked.on, options)
 
@@ -245,6 +250,12 @@ def check_seconds(asked: Asked) -> None:
     if asked.stall is not None and not asked.stall > 0:
         raise ConfigError(
             f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
+        )
+    if asked.spares < 0 or (asked.spares and asked.on != "ray"):
+        raise ConfigError(
+            f"--spares {asked.spares}, on {asked.on}",
+            by="piper train",
+            hint="spares are actors of Ray: --on ray --spares 1",
         )
     if asked.retries < 0:
         raise ConfigError(
