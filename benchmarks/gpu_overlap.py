@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.api import Program
+from piper.compiler import Program
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import moe
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
-from piper.runtime.record import WARM
+from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.exposure import Exposure, exposure, main_phase
 from piper.simulate.timeline import Span

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.api import Program
+from piper.cli.machine import measure
+from piper.compiler import Program
 from piper.directives import Directive
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
 from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.plan.plan import Plans
-from piper.runtime.record import WARM
+from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
 from piper.simulate.measured import Measured
 from piper.simulate.profile import Profile
 from piper.simulate.simulate import simulate
 from piper.train.profiling import profile_of
-from piper.verbs.machine import measure
 
 CONFIG = decoder.Config(vocab=512, dim=192, layers=8, heads=6, kv_heads=6, head_dim=32, hidden=512, stages=4)
 BATCH, LENGTH, PARTS = 16, 64, 8

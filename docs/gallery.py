@@ -12,10 +12,10 @@ from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
@@ -27,7 +27,7 @@ from piper.view.cells import of_plans, of_schedule
 from piper.view.lanes import lanes
 from piper.view.placement import placement
 from piper.view.shade import shade_of
-from piper.view.svg import grid
+from piper.view.svg_grid import grid
 
 DOCS = Path(__file__).parent
 RANKS, MICROBATCHES = 4, 8
@@ -98,9 +98,9 @@ class Figure(Unit):
 class Example:
     """A small mixture of experts under DualPipe-V, compiled."""
 
-    outline: Outline
+    outline: CapturedModel
     plans: Plans
-    work: Work
+    work: LoweringState
 
 
 @cache

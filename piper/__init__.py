@@ -29,11 +29,11 @@ from piper.version import VERSION
 
 if TYPE_CHECKING:
     from piper import losses as losses
-    from piper.api import compile as compile
-    from piper.capture.annotate import annotate as annotate
-    from piper.capture.annotate import annotate_modules as annotate_modules
     from piper.capture.divide.rules import sharding_rule as sharding_rule
-    from piper.capture.layers import annotate_layers as annotate_layers
+    from piper.capture.trace.annotate import annotate as annotate
+    from piper.capture.trace.annotate import annotate_modules as annotate_modules
+    from piper.capture.trace.repeated_layers import annotate_layers as annotate_layers
+    from piper.compiler import compile as compile
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from piper.models.tensor_plan import tensor_plan as tensor_plan
 
 NEEDS_TORCH = {
-    "annotate": "piper.capture.annotate",
-    "annotate_layers": "piper.capture.layers",
-    "annotate_modules": "piper.capture.annotate",
-    "compile": "piper.api",
+    "annotate": "piper.capture.trace.annotate",
+    "annotate_layers": "piper.capture.trace.repeated_layers",
+    "annotate_modules": "piper.capture.trace.annotate",
+    "compile": "piper.compiler",
     "Run": "piper.launchers.base",
     "grouped_mm": "piper.experts",
     "launch": "piper.launchers.launch",

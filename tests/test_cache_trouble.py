@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from piper.api import usable_cache
-from piper.capture.cache import Cache, Entry
+from piper.capture.compile.cache import Cache, Entry
 from piper.cli import main
+from piper.compiler import usable_cache
 from tests.bad_recipes import TEXT
 
 CODE = Entry(artifact=b"code", files={})

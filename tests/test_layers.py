@@ -1,4 +1,4 @@
-"""Which room may import which. To add an arrow, change this table and say why in the review."""
+"""Which package may import which. To add an arrow, change this table and say why in the review."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
-ROOMS = {
+PACKAGES = {
     "version",
     "strategies",
     "private_files",
@@ -19,7 +19,7 @@ ROOMS = {
     "usercode",
     "files",
     "capture",
-    "collector",
+    "gc_pause",
     "checkpoint",
     "data",
     "devices",
@@ -27,8 +27,7 @@ ROOMS = {
     "divisions",
     "errors",
     "experts",
-    "explain",
-    "fields",
+    "text_fields",
     "ids",
     "ir",
     "job",
@@ -36,38 +35,38 @@ ROOMS = {
     "lower",
     "models",
     "plan",
-    "probe",
+    "optimizer_probe",
     "recipe",
     "runtime",
     "schedules",
     "sharding",
     "simulate",
     "view",
-    "words",
+    "format",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "strategies": {"directives", "errors", "ir", "schedules"},
     "private_files": {"errors"},
-    "proof": {"sharding", "collector", "devices", "ids", "ir", "plan"},
+    "proof": {"sharding", "gc_pause", "devices", "ids", "ir", "plan"},
     "losses": {"errors", "torch"},
     "usercode": {"errors"},
     "files": {"errors"},
     "errors": set(),
-    "collector": set(),
+    "gc_pause": set(),
     "devices": set(),
     "sharding": set(),
     "divisions": {"capture", "directives", "ir"},  # from directives to what capture divides by
-    "fields": {"errors"},
-    "ids": {"devices", "fields"},  # what passes and slots are: graphs and plans share it
-    "words": set(),
+    "text_fields": {"errors"},
+    "ids": {"devices", "text_fields"},  # what passes and slots are: graphs and plans share it
+    "format": set(),
     "experts": {"errors", "torch"},
-    "ir": {"sharding", "ids", "errors", "devices", "fields"},
-    "plan": {"sharding", "ids", "errors", "devices", "fields"},
+    "ir": {"sharding", "ids", "errors", "devices", "text_fields"},
+    "plan": {"sharding", "ids", "errors", "devices", "text_fields"},
     "directives": {"sharding", "ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
-    "lower": {"sharding", "proof", "ids", "collector", "errors", "devices", "ir", "plan"},
-    "simulate": {"files", "ids", "collector", "errors", "devices", "ir", "plan"},
+    "lower": {"sharding", "proof", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
+    "simulate": {"files", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
     "view": {
         "files",
         "ids",
@@ -81,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capture": {
         "sharding",
         "private_files",
-        "collector",
+        "gc_pause",
         "errors",
         "ir",
         "experts",
@@ -89,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # experts: the markers at which a region is cut
     "models": {"losses", "errors", "experts", "capture", "torch"},
     "job": {"usercode", "errors", "ir", "directives", "torch"},
-    "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "torch"},
+    "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "runtime", "torch"},
     "runtime": {
         "sharding",
         "devices",
@@ -112,19 +111,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",
         "torch",
         "ray",
-        "words",
+        "format",
         "devices",
     },  # experts: code calls its operators; simulate: how long a network takes
     "data": {"usercode", "files", "errors", "torch"},
-    "explain": {"ids", "errors", "devices", "ir", "lower", "plan"},
-    "probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
+    "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
-    "api": ROOMS | {"torch"},
-    "report": ROOMS | {"api"},
-    "train": ROOMS | {"api", "checkpoint", "report", "torch"},  # the loop around everything else
-    "verbs": ROOMS | {"api", "report", "train", "torch", "__init__"},  # of the command line
-    "cli": ROOMS | {"api", "report", "train", "verbs"},
-    "__init__": ROOMS | {"api"},
+    "compiler": PACKAGES | {"torch"},
+    "train": PACKAGES | {"compiler", "checkpoint", "torch"},  # the loop around everything else
+    "cli": PACKAGES | {"compiler", "train", "torch", "__init__"},
+    "__init__": PACKAGES | {"compiler"},
     "__main__": {"cli"},
 }
 PURE = (
@@ -136,15 +132,15 @@ PURE = (
     "simulate",
     "view",
 )  # readable anywhere, in milliseconds
-WATCHED = {"torch", "ray"}  # third parties that only some rooms may import
+WATCHED = {"torch", "ray"}  # third parties that only some packages may import
 RAY = "launchers/ray.py"  # the only file that may import ray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """One name that a file takes from another room or from a watched package."""
+    """One name that a file takes from another package or from a watched package."""
 
-    room: str  # or watched package
+    package: str  # or watched package
     module: str
     name: str  # "" for `import module`
 
@@ -159,9 +155,9 @@ def imports(path: Path) -> Iterator[Import]:
         for module, name in pairs:
             top, _, rest = module.partition(".")
             if top == "piper":
-                yield Import(room=rest.split(".")[0] or name or "__init__", module=module, name=name)
+                yield Import(package=rest.split(".")[0] or name or "__init__", module=module, name=name)
             elif top in WATCHED:
-                yield Import(room=top, module=module, name=name)
+                yield Import(package=top, module=module, name=name)
 
 
 def private(name: str) -> bool:
@@ -189,8 +185,8 @@ def is_module(dotted: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def files_of(room: str) -> list[Path]:
-    folder, file = ROOT / room, ROOT / f"{room}.py"
+def files_of(package: str) -> list[Path]:
+    folder, file = ROOT / package, ROOT / f"{package}.py"
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [file] if file.exists() else []
 
 
@@ -198,19 +194,19 @@ def all_files() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
-def test_every_room_is_in_the_table() -> None:
-    rooms = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in all_files()}
-    assert rooms <= set(MAY_IMPORT), "say here what a new room may import"
+def test_every_package_is_in_the_table() -> None:
+    packages = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in all_files()}
+    assert packages <= set(MAY_IMPORT), "say here what a new package may import"
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_follow_the_layers(room: str) -> None:
-    files = [*files_of(room)]
-    assert files, "the table has a room that is not there"
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_follow_the_layers(package: str) -> None:
+    files = [*files_of(package)]
+    assert files, "the table has a package that is not there"
     for path in files:
         for found in imports(path):
             where = f"{path.relative_to(ROOT)} imports {found.name or '*'} from {found.module}"
-            assert found.room in MAY_IMPORT[room] | {room}, where
+            assert found.package in MAY_IMPORT[package] | {package}, where
 
 
 def test_private_names_stay_in_their_module() -> None:
@@ -221,7 +217,7 @@ def test_private_names_stay_in_their_module() -> None:
 
 def test_only_the_launcher_imports_ray() -> None:
     users = {
-        str(path.relative_to(ROOT)) for path in all_files() if any(f.room == "ray" for f in imports(path))
+        str(path.relative_to(ROOT)) for path in all_files() if any(f.package == "ray" for f in imports(path))
     }
     assert users == {RAY}
 
@@ -232,9 +228,9 @@ def test_no_import_is_relative() -> None:
         assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), path
 
 
-def test_pure_rooms_run_without_torch() -> None:
+def test_pure_packages_run_without_torch() -> None:
     modules = [".".join(p.relative_to(ROOT.parent).with_suffix("").parts) for r in PURE for p in files_of(r)]
     assert len(modules) > 50
     program = f"import sys\nfor name in {modules}: __import__(name)\nsys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, timeout=30, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode() or "a pure room brings in torch"
+    assert done.returncode == 0, done.stderr.decode() or "a pure package brings in torch"

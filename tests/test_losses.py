@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import piper
-from piper.api import compile
+from piper.cli.plan_report import print_plan
+from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe
-from piper.report import print_plan
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.train.session import Asked, train_recipe
 
 ROWS, LENGTH, VOCAB = 4, 6, 11

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piper import losses
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
@@ -21,7 +21,7 @@ from piper.launchers.inline import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
 from piper.models.layers import rotate
 from piper.plan.memory import timeline
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from tests import zoo
 from tests.runtime.grid import Cell, batches, job
 

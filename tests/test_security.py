@@ -22,7 +22,7 @@ ALLOWED = {
         "pickle.loads",
     ),  # functions of the job, from the worker's own driver
     (
-        "capture/inductor.py",
+        "capture/compile/inductor.py",
         "_load",
         "CompiledArtifact.load",
     ),  # what the cache has verified, or this process made

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate, annotate_modules
+from piper.capture.trace.annotate import annotate, annotate_modules
 from piper.models import causal, decoder, deepseek, huggingface, moe
 
 VOCAB, LENGTH = 64, 12

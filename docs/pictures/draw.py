@@ -8,10 +8,10 @@ from pathlib import Path
 from piper import Directive, at, place, remat, replicate, shard, split
 from piper.directives import apply
 from piper.ir.chain import UNIT, chain
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 from piper.schedules import dualpipe_v, one_f_one_b
 from piper.simulate.costs import Unit
@@ -19,7 +19,7 @@ from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans
 from piper.view.heights import Row, heights
 from piper.view.placement import placement
-from piper.view.svg import grid
+from piper.view.svg_grid import grid
 
 HERE = Path(__file__).parent
 
@@ -63,7 +63,7 @@ def composed() -> list[Directive]:
     return [*strategy, split(at(), parts=4), *dualpipe_v(2, 4)]
 
 
-def lowered(strategy: list[Directive], stages: int, experts: int) -> tuple[Plans, Work]:
+def lowered(strategy: list[Directive], stages: int, experts: int) -> tuple[Plans, LoweringState]:
     """The plans of a chain of stages under a strategy."""
     return lower(apply(start(chain(stages, experts=experts, rows=8)), strategy))
 
@@ -97,7 +97,7 @@ def kept(name: str, *strategy: Directive) -> Row:
     return Row(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
 
 
-def made_again(outline: Outline, budgets: Mapping[str, float]) -> Outline:
+def made_again(outline: CapturedModel, budgets: Mapping[str, float]) -> CapturedModel:
     """What capture makes of budgets: less is saved, and a backward does part of its forward once more."""
     chunks = []
     for chunk in outline.chunks:

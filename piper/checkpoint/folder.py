@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from piper.checkpoint.blocks import StorageError
-from piper.checkpoint.record import FILE, DamagedError, Record, read_record
-from piper.checkpoint.storage import Shelf, sync
+from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
+from piper.checkpoint.storage import CheckpointReader, sync
 from piper.checkpoint.target import (
     STEP,
     UndroppedError,
@@ -138,7 +138,7 @@ def verify(path: Path) -> Record:
     """Read and verify every byte of a checkpoint, and return its record."""
     record = read_record(path)
     try:
-        Shelf(path, record).verify()
+        CheckpointReader(path, record).verify()
     except StorageError as error:
         raise DamagedError(path, str(error)) from error
     return record

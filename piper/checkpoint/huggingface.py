@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from piper.checkpoint.compatibility import listed
 from piper.checkpoint.folder import begin, discard, take_place
-from piper.checkpoint.match import listed
 from piper.checkpoint.storage import sync
 from piper.checkpoint.target import EXPORT, MARK, target_of, unwritten
 from piper.errors import ConfigError

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from piper.checkpoint.blocks import BlockReader, FileRecord, StorageError, write_blocks
-from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import SUFFIX, Record, Stored
+from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.metadata import SUFFIX, Record, Stored
 
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
 LONGEST = 2**30  # the largest header that is read, in bytes
@@ -186,7 +186,7 @@ def write_item(part: Placed) -> WriteItem:
     )
 
 
-class Shelf:
+class CheckpointReader:
     """The tensors of a checkpoint. A caller reads only the elements it needs."""
 
     def __init__(self, folder: Path, record: Record) -> None:

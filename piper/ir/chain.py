@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import (
     Batch,
+    CapturedModel,
     Chunk,
-    Outline,
     Output,
     Parameter,
     Phase,
@@ -28,7 +28,7 @@ def chain(
     experts: int = 0,
     tied: bool = False,
     split_cost: tuple[int, int, int] = (1, 1, 1),
-) -> Outline:
+) -> CapturedModel:
     """Return a chain of `stages`, each with `layers` weight matrices. F, I and W cost `split_cost` units.
 
     With `experts`, each stage routes to an expert region EP=stage between two dense pieces. With `tied`, the
@@ -51,7 +51,7 @@ def chain(
             name, own = f"{name} #1", made.weights(f"post.{stage}", 1)
         made.dense(name, tags, source, own, (out,))
         source = Output(chunk=name, index=0)
-    return Outline(
+    return CapturedModel(
         chunks=tuple(made.chunks),
         loss=Output(chunk=made.chunks[-1].name, index=0),
         parameters=tuple(made.parameters.values()),

@@ -178,7 +178,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
+class CapturedModel:
     """A captured model: chunks in a topological order, and the state they use."""
 
     chunks: tuple[Chunk, ...]

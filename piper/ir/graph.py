@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from piper.devices import Devices
-from piper.ir.chunk import Chunk, Outline, Output, Phase, Tags
+from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
 from piper.sharding import WHOLE, Sharding
@@ -128,7 +128,7 @@ class Asked:
 class Graph:
     """Compute nodes, the policies of their chunks' parameters, and the orderings between them."""
 
-    outline: Outline
+    outline: CapturedModel
     nodes: Mapping[str, Compute]
     index: Index
     parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
@@ -193,7 +193,7 @@ class Graph:
         return "strategy"
 
 
-def start(outline: Outline) -> Graph:
+def start(outline: CapturedModel) -> Graph:
     """Return the graph of one step on one device: a forward per chunk, and a backward where there is one."""
     nodes: dict[str, Compute] = {}
     for chunk in outline.chunks:

@@ -11,11 +11,11 @@ from typing import Protocol
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
-from piper.runtime.record import Clock, Recording
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import ProgramLike
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums
 
 
@@ -121,7 +121,7 @@ def result_of(plans: Plans, sums: Sums) -> StepResult:
     return StepResult(loss=sums.loss * plans.seed, grad_norm=norm)
 
 
-def state_by_name(outline: Outline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a full state under every name of the model's own state_dict, tied tensors included."""
     found: dict[str, Tensor] = {}
     for parameter in outline.parameters:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
-from piper.launchers.checkpoints import Checkpoints, Saves
+from piper.launchers.checkpointing import Checkpoints, Saves
 from piper.launchers.failures import Failure, JobSnapshot, blame
 from piper.launchers.messages import PATIENCE, Assignment, BatchSlicer, Call, Heartbeat, pack_setup
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
@@ -21,9 +21,9 @@ from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.record import Clock, Recording, compare
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording, compare
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums
 
 POLL = 0.2  # seconds between two looks at whether anything moves

@@ -17,7 +17,7 @@ from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import CommError, StoppedError
-from piper.runtime.env import Bound
+from piper.runtime.context import Bound
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed

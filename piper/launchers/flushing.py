@@ -8,10 +8,10 @@ from torch import Tensor
 
 from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.folder import begin, commit, discard
-from piper.checkpoint.plain import encode
+from piper.checkpoint.json_state import encode
 from piper.checkpoint.storage import Part, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
-from piper.launchers.checkpoints import model_of, unread_kept, whole_parts
+from piper.launchers.checkpointing import model_of, unread_kept, whole_parts
 from piper.launchers.versions import Versions
 from piper.runtime.setup import ProgramLike
 

@@ -9,22 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from piper.checkpoint.background import Keeper
+from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
-from piper.launchers.checkpoints import Checkpoints, Saves
+from piper.launchers.checkpointing import Checkpoints, Saves
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
-from piper.launchers.persist import Keeper
 from piper.launchers.processes import ProcessStatus, SharedFile, running
-from piper.launchers.restoring import blank_values
 from piper.launchers.versions import WorkerVersions
 from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
-from piper.runtime.env import Dice
-from piper.runtime.record import Clock, Recording
+from piper.runtime.context import Dice
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 
 

@@ -11,7 +11,7 @@ from piper.launchers.base import Run
 from piper.launchers.driver import devices_of
 from piper.launchers.processes import rank_environment
 from piper.launchers.worker_server import crowded
-from piper.runtime.cuda.static import check_static
+from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 

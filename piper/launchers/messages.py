@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.checkpoint.background import Done
 from piper.errors import LaunchError
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.failures import Failure
-from piper.launchers.persist import Done
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.serialize import Codec, pack, pickled_by_value, unpack
 from piper.launchers.transport.shared_memory import TensorEntry
 from piper.plan.divided import Share
 from piper.plan.plan import Plans
 from piper.runtime.compute import slices
-from piper.runtime.record import Clock, Recording
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import Code, Setup
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
@@ -192,7 +192,7 @@ class Shipment:
     """A setup as a message: its data in typed form, and its functions as a pickle."""
 
     plans: Plans
-    outline: Outline
+    outline: CapturedModel
     constants: Mapping[str, Tensor]
     precision: str
     clip_norm: float | None

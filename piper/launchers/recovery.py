@@ -26,9 +26,9 @@ from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
 from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
 from piper.launchers.stragglers import Stragglers
 from piper.launchers.versions import Versions
-from piper.runtime.record import Clock, Recording
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import ProgramLike
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
 
 T = TypeVar("T")

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.launchers.base import Resumed, StepResult, Trains, result_of
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.alone import AloneComms, arriving
-from piper.runtime.cuda.releases import predicted_peak
+from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.kernels import KERNELS
-from piper.runtime.occupy import CopyEngine, Sleeper, occupied
-from piper.runtime.record import Clock, Recording
 from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 
@@ -150,7 +150,7 @@ def launch_single_rank(
         run.close()
 
 
-def synthetic_weights(job: JobLike, outline: Outline) -> Initial:
+def synthetic_weights(job: JobLike, outline: CapturedModel) -> Initial:
     """Return synthetic initial values: the model's own buffers, and parameters of the usual size."""
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
     buffers = buffers_alone(job)

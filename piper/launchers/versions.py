@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.layout import owned_range, saved_buckets
-from piper.checkpoint.plain import dtype_named
-from piper.checkpoint.record import Record, Trainer, kept_by
-from piper.checkpoint.storage import Part, Placed, Shelf, index_of
+from piper.checkpoint.load import read_state
+from piper.checkpoint.metadata import Record, Trainer, kept_by
+from piper.checkpoint.save import Copied, RefusedError, copy_state, merged
+from piper.checkpoint.storage import CheckpointReader, Part, Placed, index_of
 from piper.errors import ConfigError
-from piper.launchers.copying import Copied, RefusedError, copy_state, merged
+from piper.format import size
 from piper.launchers.processes import SharedFile
-from piper.launchers.restoring import read_state
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.shared_memory import ALIGNMENT, MEMORY, nameless_file
 from piper.plan.plan import Plans
 from piper.runtime.worker import Worker
-from piper.words import size
 
 GENERATIONS = 2
 HEAD = struct.Struct("=qq")  # the step plus one, or 0 while it is written; the bytes of the index
@@ -151,7 +151,7 @@ def held_in(descriptor: int) -> Held:
     return Held(index=index, memory=memory, begin=rounded(HEAD.size + length))
 
 
-class VersionShelf(Shelf):
+class VersionShelf(CheckpointReader):
     """The tensors of a version. A worker reads what it needs, from the memory of any device."""
 
     def __init__(self, held: Iterable[Held], seed: int) -> None:

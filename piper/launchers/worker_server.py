@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
+from piper.checkpoint.background import Done, Keeper
+from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, unpack_setup
-from piper.launchers.persist import Done, Keeper
 from piper.launchers.processes import Termination
-from piper.launchers.restoring import blank_values
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
 from piper.launchers.versions import WorkerVersions
@@ -29,10 +29,10 @@ from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.env import Rows
-from piper.runtime.record import Recording
+from piper.runtime.context import Rows
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Recording
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Sums, Worker
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

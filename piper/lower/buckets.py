@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
-from piper.ir.chunk import Chunk, Outline, Parameter
+from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.graph import Graph, Policy
-from piper.lower.work import Settings, Work
+from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Bucket, Piece, Slot
 from piper.sharding import Sharding, local_sizes
 
@@ -42,7 +42,7 @@ class Home:
         return len(self.devices) // self.policy.degree
 
 
-def make_buckets(work: Work) -> Work:
+def make_buckets(work: LoweringState) -> LoweringState:
     """Group each chunk's parameters into buckets; a tied parameter gets buckets of its own.
 
     PP=0: a, b, tied     PP=1: c, tied
@@ -80,7 +80,7 @@ def make_buckets(work: Work) -> Work:
     )
 
 
-def every_parameter_has_a_bucket(work: Work) -> Iterator[str]:
+def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:
     """Yield each parameter that is not in exactly one of its chunk's buckets."""
     for chunk in work.graph.outline.chunks:
         held = [p.name for b in work.chunk_buckets[chunk.name] for p in work.buckets[b].pieces]
@@ -104,7 +104,7 @@ def homes_of(graph: Graph) -> dict[str, Home]:
     return homes
 
 
-def trained(outline: Outline) -> Iterator[Parameter]:
+def trained(outline: CapturedModel) -> Iterator[Parameter]:
     """Yield all parameters, with `trainable` False for those that no backward reaches."""
     reached = {
         name for chunk in outline.chunks if "B" in chunk.phases for name in chunk.phases["B"].grad_params

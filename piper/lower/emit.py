@@ -7,17 +7,17 @@ from piper.devices import Devices
 from piper.ids import SlotId
 from piper.ir.node import Transfer
 from piper.lower.buckets import homes_of
-from piper.lower.drafts import Emission, draft_node
+from piper.lower.events import PendingInstr, synchronised
+from piper.lower.instructions import Emission, draft_node
 from piper.lower.programs import channels, classes_of
-from piper.lower.settle import cells_per_device, parts_of
-from piper.lower.sync import Draft, synchronised
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
+from piper.lower.validate import cells_per_device, parts_of
 from piper.plan.check import prove
 from piper.plan.plan import Placed, Plan, Plans, Slot
 from piper.proof.values import prove_values
 
 
-def emit(work: Work) -> Work:
+def emit(work: LoweringState) -> LoweringState:
     """Cut the sequence of nodes into one plan for each distinct program.
 
     F[PP=0]@0  transfer  F[PP=1]@1
@@ -53,7 +53,7 @@ def emit(work: Work) -> Work:
     return replace(work, plans=plans)
 
 
-def plans_can_run(work: Work) -> Iterator[str]:
+def plans_can_run(work: LoweringState) -> Iterator[str]:
     """Prove the plans of all devices together: first their order, then the values they compute."""
     assert work.plans is not None, "they are emitted"
     prove(work.plans)
@@ -61,7 +61,7 @@ def plans_can_run(work: Work) -> Iterator[str]:
     yield from ()
 
 
-def device_sets(work: Work) -> Iterator[Devices]:
+def device_sets(work: LoweringState) -> Iterator[Devices]:
     """Yield the devices of every node, and the sender and receiver sets of every transfer."""
     seen: set[object] = set()
     for node in work.line:
@@ -78,7 +78,7 @@ def device_sets(work: Work) -> Iterator[Devices]:
                 yield channel.receivers
 
 
-def plan_of(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
+def plan_of(work: LoweringState, devices: Devices, drafts: list[PendingInstr]) -> Plan:
     """Return the plan of one program."""
     slots = slots_of(drafts, work)
     used = {slot for draft in drafts for slot in (*draft.reads, *draft.writes) if slot in work.residents}
@@ -87,7 +87,7 @@ def plan_of(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
     return Plan(devices=devices, instrs=instrs, slots=slots, residents=held)
 
 
-def slots_of(drafts: Iterable[Draft], work: Work) -> dict[SlotId, Slot]:
+def slots_of(drafts: Iterable[PendingInstr], work: LoweringState) -> dict[SlotId, Slot]:
     """Return the size of every slot that a program uses within the step."""
     slots: dict[SlotId, Slot] = {}
     for draft in drafts:
@@ -102,7 +102,7 @@ def slots_of(drafts: Iterable[Draft], work: Work) -> dict[SlotId, Slot]:
     return slots
 
 
-def residents_held(work: Work, device: int, used: set[SlotId]) -> Iterator[SlotId]:
+def residents_held(work: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
     """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
     states = {SlotId("state", b.name) for b in work.buckets.values() if device in b.devices}
     for name in work.residents:

@@ -10,6 +10,7 @@ from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfe
 from piper.lower.buckets import homes_of, param_slot
 from piper.lower.collectives import collect
 from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
+from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing
 from piper.lower.values import (
     SEED,
@@ -21,13 +22,12 @@ from piper.lower.values import (
     output_slot,
     slot_of,
 )
-from piper.lower.work import Work
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
 
 
-def bind_values(work: Work) -> Work:
+def bind_values(work: LoweringState) -> LoweringState:
     """Give every node its values, and put transfers, exchanges and sums where values need them.
 
     F[PP=0]@0 --h--> F[PP=1]@1
@@ -46,7 +46,7 @@ def bind_values(work: Work) -> Work:
     return replace(work, nodes=tuple(instances(flow, residents)), values=flow.values, residents=residents)
 
 
-def no_value_crosses_devices(work: Work) -> Iterator[str]:
+def no_value_crosses_devices(work: LoweringState) -> Iterator[str]:
     """Yield each value that is not written exactly once, on the devices that read it."""
     written: dict[SlotId, Devices] = {}
     for node in work.nodes:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from piper.ids import SlotId
 from piper.ir.node import Compute, Gather, Node
 from piper.lower.buckets import param_slot
-from piper.lower.line import computes_by_set, runs, woven
-from piper.lower.work import Work
+from piper.lower.sequence import computes_by_set, runs, woven
+from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
 
 
-def add_gathers(work: Work) -> Work:
+def add_gathers(work: LoweringState) -> LoweringState:
     """Gather a sharded bucket for every run of neighbouring uses, one compute node ahead of it or two.
 
     F[PP=0]  B[PP=1]  B[PP=0]
@@ -56,7 +56,7 @@ def add_gathers(work: Work) -> Work:
     return replace(work, line=woven(line, before, {}), values=values)
 
 
-def sharded_parameters_are_gathered(work: Work) -> Iterator[str]:
+def sharded_parameters_are_gathered(work: LoweringState) -> Iterator[str]:
     """Yield each compute node that reads a shard where it needs the whole bucket."""
     shards = {param_slot(bucket) for bucket in work.buckets.values() if bucket.zero == 3}
     for node in work.line:

@@ -1,18 +1,10 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
-from piper.collector import no_collection
-from piper.ir.chunk import Outline
+from piper.gc_pause import no_collection
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
 from piper.lower.emit import emit, plans_can_run
-from piper.lower.finish import (
-    add_loads,
-    add_losses,
-    add_updates,
-    every_field_is_loaded,
-    every_gradient_is_applied,
-    every_value_is_where_it_is_read,
-)
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
 from piper.lower.orders import add_orders, edges_join_nodes_that_exist
@@ -24,8 +16,16 @@ from piper.lower.reductions import (
 )
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import line_respects_every_edge, schedule
-from piper.lower.settle import capture, every_chunk_has_one_home, every_node_has_a_phase, settle
-from piper.lower.work import Capture, Completed, Property, Rewrite, Settings, Work
+from piper.lower.state import Capture, Completed, LoweringState, Property, Rewrite, Settings
+from piper.lower.step_end import (
+    add_loads,
+    add_losses,
+    add_updates,
+    every_field_is_loaded,
+    every_gradient_is_applied,
+    every_value_is_where_it_is_read,
+)
+from piper.lower.validate import capture, every_chunk_has_one_home, every_node_has_a_phase, settle
 from piper.plan.plan import Plans
 
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
@@ -47,15 +47,15 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
 
 
 def lower(
-    graph: Graph, settings: Settings | None = None, capture: Capture | Outline | None = None
-) -> tuple[Plans, Work]:
+    graph: Graph, settings: Settings | None = None, capture: Capture | CapturedModel | None = None
+) -> tuple[Plans, LoweringState]:
     """Lower a graph to plans and prove them.
 
     capture: gives the outline with every phase, or is that outline; None: the graph has it.
     Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
     """
-    given = (lambda _: Completed(outline=capture)) if isinstance(capture, Outline) else capture
-    work = Work(graph=graph, settings=settings or Settings(), capture=given)
+    given = (lambda _: Completed(outline=capture)) if isinstance(capture, CapturedModel) else capture
+    work = LoweringState(graph=graph, settings=settings or Settings(), capture=given)
     with no_collection():
         for rewrite, holds in LOWERING:
             work = rewrite(work)

@@ -11,12 +11,12 @@ from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, Ordering, Step
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
 from piper.lower.programs import classes_of
-from piper.lower.work import Temporal, Work
+from piper.lower.state import LoweringState, Temporal
 
 HALVES: dict[Phase, tuple[Phase, ...]] = {"B": ("B", "BI", "BW"), "F": ("F",), "BI": ("BI",), "BW": ("BW",)}
 
 
-def add_orders(work: Work) -> Work:
+def add_orders(work: LoweringState) -> LoweringState:
     """Turn orders into temporal edges on each device, from the ends of a group to the starts of the next.
 
     order([[F MB=0], [F MB=1]])
@@ -35,7 +35,7 @@ def add_orders(work: Work) -> Work:
     return replace(work, temporal=tuple(dict.fromkeys(edges)))
 
 
-def edges_join_nodes_that_exist(work: Work) -> Iterator[str]:
+def edges_join_nodes_that_exist(work: LoweringState) -> Iterator[str]:
     """Yield each temporal edge that does not join two nodes of the graph."""
     names = {node.name for node in work.nodes}
     for first, then, _ in work.temporal:

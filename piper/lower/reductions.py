@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from piper.devices import Devices, columns
 from piper.ids import Pass, SlotId
 from piper.ir.node import Accumulate, Compute, Node, Reduce
-from piper.lower.line import computes_by_set, runs, woven
-from piper.lower.work import Work
+from piper.lower.sequence import computes_by_set, runs, woven
+from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
 
 
@@ -48,7 +48,7 @@ class Weaving:
         return {place: [node for _, node in nodes] for place, nodes in first_made.items()}
 
 
-def add_reductions(work: Work) -> Work:
+def add_reductions(work: LoweringState) -> LoweringState:
     """Accumulate each backward's gradients and reduce them: once a step (zero 0, 1) or after each run (2, 3).
 
     B[PP=0 MB=0]  B[PP=0 MB=1]
@@ -69,7 +69,7 @@ def add_reductions(work: Work) -> Work:
     return replace(work, line=weaving.woven(), values=weaving.values)
 
 
-def every_gradient_is_reduced(work: Work) -> Iterator[str]:
+def every_gradient_is_reduced(work: LoweringState) -> Iterator[str]:
     """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
     read = {value for node in work.line for value in node.reads}
     written = {value for node in work.line for value in node.writes}
@@ -87,7 +87,7 @@ def every_gradient_is_reduced(work: Work) -> Iterator[str]:
                 yield f"the gradient {value} is lost"
 
 
-def gradient_givers(work: Work) -> dict[str, dict[int, SlotId]]:
+def gradient_givers(work: LoweringState) -> dict[str, dict[int, SlotId]]:
     """Return, for each bucket, the places of the backwards that write its gradient, with their slots."""
     givers: dict[str, dict[int, SlotId]] = {}
     for place, node in enumerate(work.line):
@@ -196,7 +196,7 @@ def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId], 
         reduce_node(weaving, bucket, where[-1], value, again=count > 0, behind=behind)
 
 
-def add_tied_sums(work: Work) -> Work:
+def add_tied_sums(work: LoweringState) -> LoweringState:
     """Sum the gradients of a tied parameter over the sets of devices that hold a copy of it.
 
     reduce PP=0's copy     reduce PP=3's copy
@@ -234,7 +234,7 @@ def add_tied_sums(work: Work) -> Work:
     return replace(work, line=(*work.line, *sums), values=values)
 
 
-def every_tied_copy_is_summed(work: Work) -> Iterator[str]:
+def every_tied_copy_is_summed(work: LoweringState) -> Iterator[str]:
     """Yield each trainable tied parameter whose gradients are not summed over its buckets."""
     sums = [node for node in work.line if isinstance(node, Reduce) and node.run is None]
     summed = {slot for node in sums for slot in node.writes}

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from piper.ids import SlotId
 from piper.ir.node import Compute, Node
-from piper.lower.line import woven
-from piper.lower.work import Work
+from piper.lower.sequence import woven
+from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
 
-def add_reruns(work: Work) -> Work:
+def add_reruns(work: LoweringState) -> LoweringState:
     """Recompute a region's forwards as late as its backwards allow, which then read the new results.
 
     F[PP=0]  F[PP=0 #1] ... B[PP=0 #1]  B[PP=0]
@@ -34,7 +34,7 @@ def add_reruns(work: Work) -> Work:
     return replace(work, line=woven(line, before, {}), values=values, why=(*work.why, *why))
 
 
-def backwards_read_what_ran_last(work: Work) -> Iterator[str]:
+def backwards_read_what_ran_last(work: LoweringState) -> Iterator[str]:
     """Yield each value of a first run that a backward or a recomputed forward of its region reads."""
     makers = makers_of(work)
     for node in work.line:
@@ -46,7 +46,7 @@ def backwards_read_what_ran_last(work: Work) -> Iterator[str]:
 Makers = Mapping[SlotId, tuple[int, Compute]]
 
 
-def makers_of(work: Work) -> Makers:
+def makers_of(work: LoweringState) -> Makers:
     """Return the first forwards of recomputed regions, with their places, by the values they write."""
     return {
         value: (place, node)

@@ -13,7 +13,7 @@ from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.check import in_order
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
@@ -22,7 +22,7 @@ URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what f
 
 
 @dataclass(slots=True)
-class Web:
+class PrecedenceGraph:
     """The dependency graph: nodes by number, with the nodes that wait for each."""
 
     nodes: tuple[Node, ...]
@@ -31,7 +31,7 @@ class Web:
     said_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
 
 
-def schedule(work: Work) -> Work:
+def schedule(work: LoweringState) -> LoweringState:
     """Put every node of the step in one order: ready nodes first, ties by urgency and path length.
 
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
@@ -46,7 +46,7 @@ def schedule(work: Work) -> Work:
     return replace(work, line=tuple(web.nodes[i] for i in line))
 
 
-def line_respects_every_edge(work: Work) -> Iterator[str]:
+def line_respects_every_edge(work: LoweringState) -> Iterator[str]:
     """Yield each node that comes before a value it reads, or before a node ordered before it."""
     place = {node.name: i for i, node in enumerate(work.line)}
     if len(place) != len(work.nodes):
@@ -61,7 +61,7 @@ def line_respects_every_edge(work: Work) -> Iterator[str]:
             yield f"{first} stands after {then}"
 
 
-def connect(work: Work) -> Web:
+def connect(work: LoweringState) -> PrecedenceGraph:
     """Number the nodes and link each to those that must wait for it."""
     producer: dict[SlotId, int] = {}
     number: dict[str, int] = {}
@@ -83,10 +83,10 @@ def connect(work: Work) -> Web:
             said_by[pair] = by
             followers[pair[0]].append(pair[1])
             waiting[pair[1]] += 1
-    return Web(work.nodes, followers, waiting, said_by)
+    return PrecedenceGraph(work.nodes, followers, waiting, said_by)
 
 
-def topological(web: Web, work: Work) -> list[int]:
+def topological(web: PrecedenceGraph, work: LoweringState) -> list[int]:
     """Return an order that respects every edge. Raise the error that shows the cycle if there is none."""
     order, stuck = in_order(web.followers)
     if stuck:
@@ -94,7 +94,7 @@ def topological(web: Web, work: Work) -> list[int]:
     return order
 
 
-def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
+def circle_error(web: PrecedenceGraph, stuck: set[int], work: LoweringState) -> ScheduleError:
     """Return the error for the shortest cycle that an order closes, with the path that contradicts it."""
     best: list[int] = []
     stuck = on_circles(web, stuck)
@@ -126,13 +126,13 @@ def circle_error(web: Web, stuck: set[int], work: Work) -> ScheduleError:
     )
 
 
-def closed_by_latest(web: Web, circle: list[int]) -> list[int]:
+def closed_by_latest(web: PrecedenceGraph, circle: list[int]) -> list[int]:
     """Return a cycle rotated so that the order of the latest directive closes it."""
     first = max(range(len(circle)), key=lambda i: web.said_by.get((circle[i - 1], circle[i]), -1))
     return circle[first:] + circle[:first]
 
 
-def on_circles(web: Web, stuck: set[int]) -> set[int]:
+def on_circles(web: PrecedenceGraph, stuck: set[int]) -> set[int]:
     """Return those of the stuck nodes that lie on a cycle, or on a path between cycles."""
     left = {i: sum(j in stuck for j in web.followers[i]) for i in stuck}
     before: dict[int, list[int]] = {i: [] for i in stuck}
@@ -152,7 +152,7 @@ def on_circles(web: Web, stuck: set[int]) -> set[int]:
     return remaining
 
 
-def shortest_path(web: Web, start: int, goal: int, among: set[int], limit: int) -> list[int]:
+def shortest_path(web: PrecedenceGraph, start: int, goal: int, among: set[int], limit: int) -> list[int]:
     """Return the shortest path between two nodes, empty if there is none."""
     came: dict[int, int] = {start: -1}
     frontier = [start]
@@ -173,7 +173,7 @@ def shortest_path(web: Web, start: int, goal: int, among: set[int], limit: int) 
     return path[::-1]
 
 
-def path_lengths(web: Web, order: list[int], costs: list[float]) -> list[float]:
+def path_lengths(web: PrecedenceGraph, order: list[int], costs: list[float]) -> list[float]:
     """Return, for each node, the length of the longest path from its start to the end of the step."""
     tails = [0.0] * len(order)
     for i in reversed(order):
@@ -181,7 +181,7 @@ def path_lengths(web: Web, order: list[int], costs: list[float]) -> list[float]:
     return tails
 
 
-def priorities(web: Web, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
+def priorities(web: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
     """Return the sort key of each node.
 
     Nodes with the lowest key go first: by urgency, then earlier microbatches, then the longest remaining
@@ -205,7 +205,7 @@ def lane_of(node: Node) -> tuple[int, str]:
 
 
 def simulate(
-    web: Web, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
+    web: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
 ) -> list[int]:
     """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
     lanes: dict[tuple[int, str], int] = {}

@@ -8,7 +8,7 @@ from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
 from piper.ir.graph import Graph
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
 from piper.lower.buckets import Home
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
 SEED = SlotId("seed")  # the gradient of each microbatch's loss
@@ -27,7 +27,7 @@ class Template:
 class Flow:
     """The flow of values through a step, computed once per chunk: microbatches differ only in a suffix."""
 
-    work: Work
+    work: LoweringState
     homes: dict[str, Home]
     chunks: dict[str, Chunk]
     templates: list[Template] = field(default_factory=list)

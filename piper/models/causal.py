@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.errors import ConfigError
 from piper.losses import cross_entropy
 from piper.models.layers import rope

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.experts import grouped_mm, route, unroute
 
 

@@ -5,7 +5,12 @@ from typing import cast, get_args
 
 from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
-from piper.fields import (
+from piper.ids import Pass, SlotId, read_pass, read_slot
+from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.ops import OPS, Op
+from piper.plan.plan import Bucket, Comm, Piece, Placed, Plan, Plans, Slot
+from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
+from piper.text_fields import (
     AND,
     GAP,
     BadLineError,
@@ -23,11 +28,6 @@ from piper.fields import (
     show_pairs,
     shown,
 )
-from piper.ids import Pass, SlotId, read_pass, read_slot
-from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
-from piper.plan.ops import OPS, Op
-from piper.plan.plan import Bucket, Comm, Piece, Placed, Plan, Plans, Slot
-from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
 
 PAYLOADS: Mapping[Op, type] = {
     "load": Field,

@@ -19,7 +19,7 @@ communicator it is in.
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from piper.collector import no_collection
+from piper.gc_pause import no_collection
 from piper.ids import SlotId, show_part
 from piper.ir.graph import Graph
 from piper.plan.check import MOST_PROBLEMS, ProofError

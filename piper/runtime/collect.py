@@ -8,7 +8,7 @@ from torch import Tensor
 
 from piper.plan.instr import Instr
 from piper.runtime.comm.base import Group
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
 from piper.sharding import Collective, Slicing
 
 

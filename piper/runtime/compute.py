@@ -11,8 +11,8 @@ from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.env import Bound, Env, draw_seed
-from piper.runtime.flat import own_slice
+from piper.runtime.bucket_layout import own_slice
+from piper.runtime.context import Bound, Env, draw_seed
 
 ITSELF = -1  # an argument that is a whole slot, not one of several values in it
 

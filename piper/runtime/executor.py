@@ -10,7 +10,7 @@ import torch
 from piper.ids import SlotId
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import CommError, StoppedError
-from piper.runtime.env import Bound
+from piper.runtime.context import Bound
 
 Step = tuple[
     int, Bound, "tuple[Lock, ...]", "Lock | None", tuple[int, ...]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from piper.plan.instr import Instr
-from piper.runtime.env import Bound, Env
-from piper.runtime.flat import Flat, Layout
+from piper.runtime.bucket_layout import Flat, Layout
+from piper.runtime.context import Bound, Env
 
 BLOCK = 1024  # elements whose squares are added up in the gradient's own type
 

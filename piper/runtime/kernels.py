@@ -12,7 +12,7 @@ from piper.runtime import experts
 from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
 from piper.runtime.gradients import (
     accumulate,
     all_reduce,

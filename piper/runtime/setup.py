@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.errors import ConfigError
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plans
 from piper.usercode import raised
 
@@ -51,7 +51,7 @@ class ProgramLike(Protocol):
     @property
     def plans(self) -> Plans: ...
     @property
-    def outline(self) -> Outline: ...
+    def outline(self) -> CapturedModel: ...
     @property
     def constants(self) -> Mapping[str, Tensor]: ...
     @property
@@ -65,7 +65,7 @@ class Setup:
     """A compiled job as workers need it: the plans, the code they call, and how parameters change."""
 
     plans: Plans
-    outline: Outline
+    outline: CapturedModel
     code: Callable[[Chunk, Phase], Code]
     constants: Mapping[str, Tensor]
     optimizer: Callable[[Iterable[Tensor]], Optimizer]

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.ids import SlotId
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
-from piper.runtime.flat import Flat, Layout
+from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.setup import Initial, Setup
 
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type

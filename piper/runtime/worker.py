@@ -14,17 +14,17 @@ from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.nccl import NcclComms
+from piper.runtime.context import Bound, Dice, Env, Rows
 from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.cuda.graph_checks import check_static
+from piper.runtime.cuda.graph_inputs import Intake
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.cuda.intake import Intake
-from piper.runtime.cuda.static import check_static
-from piper.runtime.env import Bound, Dice, Env, Rows
+from piper.runtime.debug.memory_meter import Meter
+from piper.runtime.debug.output_recorder import Trail
+from piper.runtime.debug.profiler import Recorder
 from piper.runtime.executor import Executor
 from piper.runtime.kernels import KERNELS
-from piper.runtime.memory import Meter
-from piper.runtime.record import Recorder
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trail import Trail
 
 TOTAL = SlotId("total")
 

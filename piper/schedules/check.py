@@ -5,8 +5,8 @@ from collections.abc import Callable
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
 from piper.schedules.action import Action, is_overlap
-from piper.schedules.clock import timeline
 from piper.schedules.grid import Grid
+from piper.schedules.simulate import timeline
 
 COMPLETE: tuple[frozenset[Phase], ...] = (frozenset({"F", "B"}), frozenset({"F", "BI", "BW"}))
 Where = Callable[[int, int], str]  # (rank, position in its row) -> how the user finds it

@@ -3,7 +3,7 @@
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
-from piper.schedules.row import RowWriter
+from piper.schedules.row_builder import RowWriter
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:

@@ -7,11 +7,11 @@ from types import MappingProxyType
 
 from piper.errors import ScheduleError
 from piper.schedules.dualpipe import dualpipe_v_grid
-from piper.schedules.fill_drain import gpipe_grid
+from piper.schedules.gpipe import gpipe_grid
 from piper.schedules.grid import Grid, need_whole
 from piper.schedules.one_forward_one_backward import interleaved_1f1b_grid, one_f_one_b_grid
 from piper.schedules.v_memory import v_half_grid, v_min_grid
-from piper.schedules.v_shape import zbv_grid
+from piper.schedules.zbv import zbv_grid
 from piper.schedules.zero_bubbles import interleaved_zero_bubble_grid, zero_bubble_grid
 
 

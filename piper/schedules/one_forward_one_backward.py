@@ -4,8 +4,8 @@ from itertools import zip_longest
 
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
-from piper.schedules.loop import loop
-from piper.schedules.row import RowWriter
+from piper.schedules.interleaving import loop
+from piper.schedules.row_builder import RowWriter
 
 
 def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:

@@ -7,11 +7,11 @@ from statistics import median
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
 from piper.simulate.cluster import Cluster
-from piper.simulate.fit import Line, line_through, two_features
+from piper.simulate.dependencies import touched
 from piper.simulate.measured import Measured
 from piper.simulate.profile import Profile, Work
+from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Timeline
-from piper.simulate.web import touched
 
 LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero
 Points = list[tuple[float, float]]  # size, seconds

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from piper.plan.ops import OPS
 from piper.simulate.costs import Costs
-from piper.simulate.web import Prices, Web
+from piper.simulate.dependencies import DependencyGraph, Prices
 
 NO_INSTRUCTION = -1
 ROUNDING = 1e-9  # fractional loads do not add up exactly
@@ -50,7 +50,7 @@ class Task:
 class Engine:
     """Runs the instructions of a dependency graph once, on a simulated clock."""
 
-    def __init__(self, web: Web, prices: Prices, costs: Costs) -> None:
+    def __init__(self, web: DependencyGraph, prices: Prices, costs: Costs) -> None:
         self.web, self.prices = web, prices
         count = len(web.instrs)
         self.ready, self.start, self.end = [0.0] * count, [0.0] * count, [0.0] * count
@@ -205,7 +205,7 @@ class Engine:
                     self._ready(follower)
 
 
-def loads_of(web: Web, node: int) -> list[float]:
+def loads_of(web: DependencyGraph, node: int) -> list[float]:
     """Return how many devices of each program a node has on average."""
     devices = sum(len(plan.devices) for plan in web.plans)
     nodes = -(-devices // node)

@@ -12,11 +12,11 @@ from pathlib import Path
 from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.files import write_output
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.ops import Op
 from piper.simulate.costs import Talk
-from piper.simulate.fit import NOTHING, Line
 from piper.simulate.profile import fingerprint
+from piper.simulate.regression import NOTHING, Line
 
 FORM = 1  # of the file
 HALVES: tuple[Phase, ...] = ("BI", "BW")
@@ -86,7 +86,7 @@ def share_of(chunk: Chunk, half: Phase) -> float:
     return sum(parts) / len(parts) if parts else 0.0
 
 
-def check_model(costs: Measured, outline: Outline) -> None:
+def check_model(costs: Measured, outline: CapturedModel) -> None:
     """Refuse costs of another model."""
     mine = fingerprint(outline)
     if costs.model != mine:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from piper.errors import ConfigError
-from piper.ir.chunk import PHASES, Chunk, Outline
+from piper.ir.chunk import PHASES, CapturedModel, Chunk
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
@@ -119,7 +119,7 @@ def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
     raise AssertionError(f"device {device} is not in {comm.name}")
 
 
-def fingerprint(outline: Outline) -> str:
+def fingerprint(outline: CapturedModel) -> str:
     """Return a hash of the names, shapes and types of a model's parameters."""
     names = sorted(f"{p.name} {p.shape} {p.dtype}" for p in outline.parameters)
     return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()

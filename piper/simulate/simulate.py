@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.collector import no_collection
-from piper.ir.chunk import Chunk, Outline
+from piper.gc_pause import no_collection
+from piper.ir.chunk import CapturedModel, Chunk
 from piper.plan.plan import Plan, Plans
 from piper.simulate.account import Account, account_of
 from piper.simulate.costs import Costs
+from piper.simulate.critical_path import Link, critical_path
+from piper.simulate.dependencies import Prices, weave
 from piper.simulate.engine import Engine
 from piper.simulate.memory import Memory, memory_of
-from piper.simulate.path import Link, critical_path
 from piper.simulate.timeline import Span, Timeline
-from piper.simulate.web import Prices, weave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Simulation:
 
 
 def simulate(
-    plans: Plans, outline: Outline | None, costs: Costs, *, together: Sequence[Sequence[str]] = ()
+    plans: Plans, outline: CapturedModel | None, costs: Costs, *, together: Sequence[Sequence[str]] = ()
 ) -> Simulation:
     """Run plans on a simulated clock, each program once for all its devices.
 

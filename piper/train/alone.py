@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.data.taking import batches_of
 from piper.errors import ConfigError
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from piper.api import Program, strategy_of
+from piper.compiler import Program, strategy_of
 from piper.directives import Directive
 from piper.view.background import Background
 from piper.view.subject import said_by

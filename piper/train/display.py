@@ -16,9 +16,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from piper.format import size
 from piper.train.loop import Reporter
 from piper.train.measure import Measure
-from piper.words import size
 
 LEVELS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # of the curve

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
-from piper.api import Program, strategy_of
+from piper.compiler import Program, strategy_of
 from piper.devices import show
 from piper.errors import ConfigError
 from piper.job import Job

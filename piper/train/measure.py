@@ -6,8 +6,8 @@ from typing import cast
 
 from torch import Tensor
 
-from piper.checkpoint.plain import decode
-from piper.checkpoint.record import Trainer
+from piper.checkpoint.json_state import decode
+from piper.checkpoint.metadata import Trainer
 from piper.job import Job
 from piper.plan.plan import Bucket
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from piper.ids import Pass, SlotId
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 
 Mark = tuple[Pass, SlotId]  # a pass and one of its results
 Trails = Mapping[int, Mapping[Mark, Tensor]]  # what every chunk returned, by device
 
 
-def first_bad(outline: Outline, trails: Trails, state: Mapping[str, Tensor]) -> str | None:
+def first_bad(outline: CapturedModel, trails: Trails, state: Mapping[str, Tensor]) -> str | None:
     """Return the first bad result in the order of the model. None: all results are finite.
 
     The order: forwards, backwards in reverse, parameters. Later results only propagate it. Within a chunk,

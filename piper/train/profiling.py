@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from piper.api import Program
+from piper.compiler import Program
 from piper.errors import ConfigError
-from piper.runtime.record import WARM, Clock, Recording
+from piper.runtime.debug.profiler import WARM, Clock, Recording
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
 from piper.simulate.trace import chrome_trace
 from piper.view.background import FILE

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from piper.checkpoint.folder import by_step, candidates, step_path
-from piper.checkpoint.record import DamagedError
+from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError, unwritten
 from piper.data.feed import Feed
 from piper.errors import ConfigError

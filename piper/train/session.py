@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from piper.api import Program, compile
-from piper.checkpoint.record import read_record
+from piper.checkpoint.metadata import read_record
+from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from piper.errors import ConfigError
-from piper.ir.chunk import PHASES, Chunk, Outline, Output, Parameter, PhaseSpec, Tags, TensorSpec
+from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, PhaseSpec, Tags, TensorSpec
 from piper.ir.graph import Ordering, Step
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
@@ -27,7 +27,7 @@ class Background:
     """A compiled recipe without its plans. An outline that was read back has only what costs depend on."""
 
     title: str  # "llama.py:job"
-    outline: Outline
+    outline: CapturedModel
     orderings: tuple[Ordering, ...] = ()
     strategy: tuple[Said, ...] = ()
     origins: Mapping[str, tuple[int, ...]]  # by node: directives, by number
@@ -58,7 +58,7 @@ def show_background(background: Background, plans: Plans) -> str:
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
-def outline_columns(outline: Outline) -> dict[str, object]:
+def outline_columns(outline: CapturedModel) -> dict[str, object]:
     """Return the parts of an outline that costs depend on, and the parameters that identify the model."""
     return {
         "parameters": [[p.name, p.shape, p.dtype] for p in outline.parameters],
@@ -124,10 +124,10 @@ def from_object(data: Mapping[str, Any]) -> Background:
     )
 
 
-def outline_of(data: Mapping[str, Any]) -> Outline:
+def outline_of(data: Mapping[str, Any]) -> CapturedModel:
     """Build an outline whose chunks have their costs and annotations, and no values."""
     chunk, index = data["loss"]
-    return Outline(
+    return CapturedModel(
         chunks=tuple(map(chunk_of, data["chunks"])),
         loss=Output(chunk=chunk, index=index),
         parameters=tuple(

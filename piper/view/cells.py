@@ -9,9 +9,9 @@ from piper.ids import Pass
 from piper.ir.chunk import Phase, Tags
 from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
-from piper.schedules.clock import UNIT, Costs, cost_of, timeline
 from piper.schedules.grid import Grid
-from piper.view.grid import Block, block_of, placed
+from piper.schedules.simulate import UNIT, Costs, cost_of, timeline
+from piper.view.text_grid import Block, block_of, placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

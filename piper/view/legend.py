@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ir.chunk import Phase
-from piper.view.paper import hatched
-from piper.view.xml import element, words
+from piper.view.css import hatched
+from piper.view.svg_writer import element, words
 
 PHASES: Mapping[Phase, str] = {
     "F": "forward",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from piper.ids import AGAIN, PHASES, Phase, Tags
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS
+from piper.view.css import hue
 from piper.view.legend import Legend
-from piper.view.paper import hue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate_modules
-from piper.capture.differentiate import Captured, differentiate
-from piper.capture.trace import DTYPES, Precision, Traced, trace
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.trace.annotate import annotate_modules
+from piper.capture.trace.trace import DTYPES, Precision, Traced, trace
 from piper.models import decoder
 from tests import zoo
 from tests.capture.machine import Backward, Machine

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from piper.capture.differentiate import Captured
+from piper.capture.autodiff.differentiate import Captured
 from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, PhaseSpec, Place, Source, TensorSpec
 
 Value = tuple[str, int]

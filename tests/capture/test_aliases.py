@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from piper.capture.aliases import draws_random, recomputable
-from piper.capture.effects import draws
+from piper.capture.autodiff.aliases import draws_random, recomputable
+from piper.capture.trace.effects import draws
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default

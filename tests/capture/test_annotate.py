@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate, annotate_modules
-from piper.capture.trace import trace
+from piper.capture.trace.annotate import annotate, annotate_modules
+from piper.capture.trace.trace import trace
 from piper.directives import apply, place
 from piper.errors import ConfigError, ScheduleError
 from piper.ir.chunk import Tags

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.capture.cache import Cache, Entry
+from piper.capture.compile.cache import Cache, Entry
 from piper.errors import ConfigError
 
 ENTRY = Entry(artifact=b"artifact", files={"ab/kernel.so": b"library", "cd/code.py": b"source"})

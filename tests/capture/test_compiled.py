@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture import inductor
-from piper.capture.annotate import annotate
-from piper.capture.cache import Cache
-from piper.capture.differentiate import Captured, differentiate
-from piper.capture.inductor import Compiled
-from piper.capture.trace import trace
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile import inductor
+from piper.capture.compile.cache import Cache
+from piper.capture.compile.inductor import Compiled
+from piper.capture.trace.annotate import annotate
+from piper.capture.trace.trace import trace
 from piper.errors import CaptureError
 from piper.experts import grouped_mm, route, unroute
 from piper.launchers.transport.serialize import pack, unpack

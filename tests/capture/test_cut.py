@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
-from piper.capture.trace import trace
+from piper.capture.trace.annotate import annotate
+from piper.capture.trace.trace import trace
 from piper.experts import grouped_mm, route, unroute
-from piper.ir.chunk import Batch, Constant, Outline, Output, Place, Source
+from piper.ir.chunk import Batch, CapturedModel, Constant, Output, Place, Source
 from tests import zoo
 from tests.capture.capturing import check, traced
 
 
-def show(outline: Outline) -> str:
+def show(outline: CapturedModel) -> str:
     """One line for each chunk: what it reads and how much it returns."""
 
     def text(source: Source) -> str:
@@ -35,11 +35,11 @@ def show(outline: Outline) -> str:
     )
 
 
-def outline_of(model: Callable[[], nn.Module]) -> Outline:
+def outline_of(model: Callable[[], nn.Module]) -> CapturedModel:
     return trace(model, zoo.regression, zoo.vectors(4, 0), 4).outline
 
 
-def assert_runs_in_order(outline: Outline) -> None:
+def assert_runs_in_order(outline: CapturedModel) -> None:
     done: set[str] = set()
     for chunk in outline.chunks:
         assert all(source.chunk in done for source in chunk.inputs if isinstance(source, Output))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
-from piper.capture.differentiate import differentiate
-from piper.capture.trace import trace
+from piper.capture.autodiff.differentiate import differentiate
+from piper.capture.trace.annotate import annotate
+from piper.capture.trace.trace import trace
 from piper.errors import CaptureError
 from piper.experts import grouped_mm, route, unroute
 from tests import zoo

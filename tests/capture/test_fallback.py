@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.ir.chunk import PhaseSpec, TensorSpec
 from tests import zoo
 from tests.capture.capturing import check

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.errors import CaptureError
 from tests import zoo
 from tests.runtime.against_plain import difference

@@ -8,7 +8,7 @@ from torch import nn
 
 import piper
 from piper import ConfigError
-from piper.capture.annotate import listed_regions
+from piper.capture.trace.annotate import listed_regions
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.joint import decompositions
-from piper.capture.operators import embedding_grad, through_table
+from piper.capture.autodiff.joint import decompositions
+from piper.capture.compile.operators import embedding_grad, through_table
 
 aten = torch.ops.aten.embedding_dense_backward.default
 ROWS = torch.tensor([[3, 0, 3], [7, 7, 7]])

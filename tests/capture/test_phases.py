@@ -5,9 +5,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
-from piper.capture.differentiate import differentiate
-from piper.capture.trace import trace
+from piper.capture.autodiff.differentiate import differentiate
+from piper.capture.trace.annotate import annotate
+from piper.capture.trace.trace import trace
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from tests import zoo
 from tests.capture.capturing import captured, case, check, difference, traced

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
-from piper.capture.differentiate import Captured, differentiate
-from piper.capture.trace import trace
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.trace.annotate import annotate
+from piper.capture.trace.trace import trace
 from piper.ir.chunk import Chunk
 from tests import zoo
 from tests.capture.capturing import ROWS, case, difference, traced

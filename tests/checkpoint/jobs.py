@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Precision

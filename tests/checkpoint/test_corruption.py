@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from piper.checkpoint.folder import latest, verify
-from piper.checkpoint.record import seal
+from piper.checkpoint.metadata import seal
+from piper.checkpoint.reader import Values
 from piper.checkpoint.storage import write_file
-from piper.checkpoint.whole import Values
 from piper.errors import ConfigError
 from piper.launchers.inline import InlineRun, launch_inline
 from tests.checkpoint.jobs import batches, equal_bits, program

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.api import compile
 from piper.checkpoint.huggingface import export_hf, import_hf
+from piper.compiler import compile
 from piper.directives import place, shard, split
 from piper.ir.select import at
 from piper.job import Job

@@ -12,8 +12,8 @@ import torch
 from piper.checkpoint import folder as folders
 from piper.checkpoint import storage
 from piper.checkpoint.folder import begin, commit, latest, retain, settled, step_path
-from piper.checkpoint.record import Record, Spec, read_record
-from piper.checkpoint.storage import Part, Shelf, index_of, write_parts
+from piper.checkpoint.metadata import Record, Spec, read_record
+from piper.checkpoint.storage import CheckpointReader, Part, index_of, write_parts
 from piper.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def value_of(path: Path) -> list[float]:
     """The tensor of a checkpoint, by way of a reader that wants the middle of it last."""
     found = torch.zeros(6)
     cuts = [(0, 1), (1, 5), (5, 6)]
-    Shelf(path, read_record(path)).read(
+    CheckpointReader(path, read_record(path)).read(
         Part(key="model.w", size=6, start=low, tensor=found[low:high]) for low, high in cuts
     )
     return found.tolist()

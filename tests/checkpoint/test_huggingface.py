@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from piper.api import compile
 from piper.checkpoint.huggingface import export_hf, import_hf
-from piper.checkpoint.whole import Values
+from piper.checkpoint.reader import Values
+from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.launchers.begin import write_start
+from piper.launchers.initial_weights import write_start
 from piper.launchers.launch import launch
 from tests import zoo
 from tests.checkpoint.jobs import equal_bits

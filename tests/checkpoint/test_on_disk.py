@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from piper.checkpoint.match import check_model
-from piper.checkpoint.record import Record, Spec, Stored, covered, plain_name
+from piper.checkpoint.compatibility import check_model
+from piper.checkpoint.metadata import Record, Spec, Stored, covered, plain_name
 from piper.errors import ConfigError
 from tests.checkpoint.test_folder import save
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.launchers.inline import launch_inline
 from piper.runtime.worker import Options
 from tests.checkpoint.jobs import (

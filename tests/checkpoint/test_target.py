@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from piper.checkpoint.folder import begin, commit, step_path
-from piper.checkpoint.record import Record, Spec, read_record
+from piper.checkpoint.metadata import Record, Spec, read_record
 from piper.checkpoint.storage import Part, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError
-from piper.launchers.begin import write_start
+from piper.launchers.initial_weights import write_start
 from piper.launchers.inline import InlineRun, launch_inline
 from tests.checkpoint.jobs import program
 

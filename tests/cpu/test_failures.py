@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.driver import RemoteRun
 from piper.launchers.local import LocalWorkerGroup, launch_local

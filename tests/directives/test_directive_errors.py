@@ -10,7 +10,7 @@ import pytest
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import At, at
 
@@ -18,7 +18,7 @@ DENSE = chain(2)
 EXPERTS = chain(2, experts=4)
 
 
-def said(outline: Outline, *strategy: Directive) -> str:
+def said(outline: CapturedModel, *strategy: Directive) -> str:
     """The error of a strategy, with every source line called `here`."""
     with pytest.raises(ScheduleError) as caught:
         apply(start(outline), strategy)
@@ -60,7 +60,7 @@ def test_an_unknown_tag_of_a_backward_in_halves() -> None:
 
 
 def test_a_tag_in_a_model_without_any() -> None:
-    bare = Outline(chunks=(), loss=DENSE.loss)
+    bare = CapturedModel(chunks=(), loss=DENSE.loss)
     assert said(bare, place(at(PP=0), [0])) == cleandoc("""
         place #0 (here): there is no tag 'PP'
           asked: at(PP=0)

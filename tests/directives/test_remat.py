@@ -9,7 +9,7 @@ from piper.directives import Directive, apply, order, remat, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
 from piper.ir.chain import chain
-from piper.ir.chunk import Chunk, Outline
+from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.graph import Graph, start
 from piper.ir.select import At, at
 from tests.ir.graph_text import read_graph, show_graph
@@ -18,11 +18,11 @@ DENSE = chain(2)
 EXPERTS = chain(2, experts=4)
 
 
-def after(*strategy: Directive, outline: Outline = DENSE) -> Graph:
+def after(*strategy: Directive, outline: CapturedModel = DENSE) -> Graph:
     return apply(start(outline), strategy)
 
 
-def said(outline: Outline, *strategy: Directive) -> str:
+def said(outline: CapturedModel, *strategy: Directive) -> str:
     with pytest.raises(ScheduleError) as caught:
         apply(start(outline), strategy)
     return re.sub(r"test_\w+\.py:\d+", "here", str(caught.value))
@@ -73,7 +73,9 @@ def test_regions_are_those_of_the_whole_path() -> None:
         for stage in range(2)
         for layer in range(2)
     ]
-    graph = after(remat(at(), 0, across="LAYER"), outline=Outline(chunks=tuple(chunks), loss=DENSE.loss))
+    graph = after(
+        remat(at(), 0, across="LAYER"), outline=CapturedModel(chunks=tuple(chunks), loss=DENSE.loss)
+    )
     assert graph.reruns == {chunk.name: chunk.name for chunk in chunks}
 
 
@@ -151,7 +153,7 @@ def test_a_part_of_a_chunk(asked: At, matched: str, left: str) -> None:
 
 def test_only_markers() -> None:
     route = Chunk(name="EP=0 route", tags=(("EP", 0),), kind="route")
-    outline = Outline(chunks=(*DENSE.chunks, route), loss=DENSE.loss)
+    outline = CapturedModel(chunks=(*DENSE.chunks, route), loss=DENSE.loss)
     assert said(outline, remat(at(EP=0), 0.5)) == cleandoc("""
         remat #0 (here): nothing here saves activations
           asked: at(EP=0)
@@ -195,7 +197,7 @@ def test_a_region_that_the_model_does_not_have() -> None:
           regions: PP
           hint:    name a tag that the model is annotated with around all of them, or select fewer
     """)
-    bare = Outline(chunks=(Chunk(name="model", tags=()),), loss=DENSE.loss)
+    bare = CapturedModel(chunks=(Chunk(name="model", tags=()),), loss=DENSE.loss)
     assert said(bare, remat(at(), 0.5, across="PP")) == cleandoc("""
         remat #0 (here): model lies in no region 'PP'
           asked:   across='PP'

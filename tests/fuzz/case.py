@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.api import compile
+from piper.compiler import compile
 from piper.errors import PiperError
 from piper.launchers.inline import launch_inline
 from piper.runtime.worker import Options
@@ -87,7 +87,7 @@ def plainly(case: Case) -> list[Left]:
     return found
 
 
-def program_of(case: Case) -> piper.api.Program:
+def program_of(case: Case) -> piper.compiler.Program:
     """Compile the case."""
     return compile(
         piper.Job(
@@ -104,7 +104,7 @@ def program_of(case: Case) -> piper.api.Program:
     )
 
 
-def run(case: Case, program: piper.api.Program) -> list[Left]:
+def run(case: Case, program: piper.compiler.Program) -> list[Left]:
     """Run the case's program."""
     found = []
     with launch_inline(program, Options(keep_gradients=True)) as running:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.single_rank import launch_single_rank
-from piper.runtime.occupy import CopyEngine
+from piper.runtime.debug.fake_network import CopyEngine
 from tests.launchers.test_alone import SLOW
 from tests.runtime.grid import Cell, batches, job
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
 from tests.runtime.grid import Cell, batches, job

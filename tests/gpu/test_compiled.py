@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import piper
-from piper.api import compile
-from piper.capture.operators import embedding_grad
+from piper.capture.compile.operators import embedding_grad
+from piper.compiler import compile
 from piper.launchers.launch import launcher
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled

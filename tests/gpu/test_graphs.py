@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import piper
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.inline import InlineRun, launch_inline

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import remat
 from piper.ir.select import at
 from piper.launchers.base import Run
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy

@@ -10,7 +10,11 @@ from typing import cast
 
 from piper.devices import parse, show
 from piper.errors import ConfigError
-from piper.fields import (
+from piper.ir.chunk import PHASES, CapturedModel, Phase, Tags
+from piper.ir.graph import Asked, AxisPolicy, Cell, Graph, Index, Ordering, Policy, Step
+from piper.ir.node import Compute
+from piper.sharding import Sharding
+from piper.text_fields import (
     AND,
     GAP,
     BadLineError,
@@ -26,10 +30,6 @@ from piper.fields import (
     show_pairs,
     shown,
 )
-from piper.ir.chunk import PHASES, Outline, Phase, Tags
-from piper.ir.graph import Asked, AxisPolicy, Cell, Graph, Index, Ordering, Policy, Step
-from piper.ir.node import Compute
-from piper.sharding import Sharding
 
 STEP = re.compile(r"(F|B|BI|BW)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?")
 NODE: Readers = {"part": pairs, "devices": parse, "stream": str, "origin": numbers}
@@ -135,7 +135,7 @@ def read_step(text: str) -> Step:
 class Reading:
     """A graph under construction, line by line."""
 
-    def __init__(self, outline: Outline) -> None:
+    def __init__(self, outline: CapturedModel) -> None:
         self.outline = outline
         self.known = {chunk.name for chunk in outline.chunks}
         self.directives: list[Asked] = []
@@ -187,7 +187,7 @@ class Reading:
             self.policies[name] = build(Policy, **values)
 
 
-def read_graph(text: str, outline: Outline, source: str = "graph") -> Graph:
+def read_graph(text: str, outline: CapturedModel, source: str = "graph") -> Graph:
     """Read a graph back from its text form."""
     reading = Reading(outline)
     each_line(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plans
 from piper.runtime.setup import Code, JobLike, ProgramLike
 
@@ -47,7 +47,7 @@ class Sabotaged:
         return self.program.plans
 
     @property
-    def outline(self) -> Outline:
+    def outline(self) -> CapturedModel:
         return self.program.outline
 
     @property

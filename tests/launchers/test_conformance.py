@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import Run, StepResult
 from piper.launchers.inline import launch_inline

@@ -83,7 +83,7 @@ def tiny():
     )
 """
 RUN = """
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.launch import launch
 from piper.recipe import load_recipe
 program = compile(load_recipe("{path}:tiny"))

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.api import Program, compile
 from piper.checkpoint.folder import verify
+from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.events import Event

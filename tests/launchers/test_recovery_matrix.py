@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.errors import PiperError
 from piper.launchers.events import Event
 from piper.launchers.failures import Watcher
@@ -16,7 +16,7 @@ from piper.launchers.recovery import recovering
 from piper.launchers.versions import HEAD, VersionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.env import Bound
+from piper.runtime.context import Bound
 from piper.runtime.worker import Options
 from tests.launchers.sabotage import BrokenError
 from tests.runtime.grid import Cell, batches, job

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
-from piper.launchers.copying import RefusedError
+from piper.checkpoint.background import Done
+from piper.checkpoint.save import RefusedError
+from piper.compiler import compile
 from piper.launchers.failures import Failure
 from piper.launchers.messages import (
     CODEC,
@@ -22,7 +23,6 @@ from piper.launchers.messages import (
     pack_setup,
     unpack_setup,
 )
-from piper.launchers.persist import Done
 from piper.launchers.transport.serialize import HEADER, Codec, MessageError
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of

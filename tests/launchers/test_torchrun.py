@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.messages import RankZeroResult

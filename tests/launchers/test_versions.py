@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.launchers.inline import InlineRun
 from piper.launchers.versions import HEAD, Versions, check_memory, held_in, step_in, version_bytes

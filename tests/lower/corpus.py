@@ -13,11 +13,11 @@ from pathlib import Path
 
 from piper.directives import apply
 from piper.errors import PiperError
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.job import Job
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.text import show_plans
 from piper.recipe import import_file, load_recipe
 from tests.lower import outlines
@@ -27,7 +27,7 @@ from tests.lower.random_strategies import strategy_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STRATEGIES = 20  # random ones for each outline, those that are errors included
-OUTLINES: dict[str, Callable[[], Outline]] = {
+OUTLINES: dict[str, Callable[[], CapturedModel]] = {
     "skips": outlines.skips,
     "skips-tangents": lambda: outlines.skips("tangents"),
     "normed": outlines.normed,
@@ -54,7 +54,7 @@ def quick() -> Iterator[tuple[str, str]]:
             yield f"random {name} {number}", drawn(outline, number)
 
 
-def drawn(outline: Outline, number: int) -> str:
+def drawn(outline: CapturedModel, number: int) -> str:
     """Return the plans of one random strategy, or the error that it is."""
     others = range(7 * number, 7 * number + number % 4)
     try:
@@ -66,7 +66,7 @@ def drawn(outline: Outline, number: int) -> str:
 
 def slow() -> Iterator[tuple[str, str]]:
     """Yield the names and texts of the rest: all kinds of chains, the models of the zoo, the recipes."""
-    from piper.api import compile
+    from piper.compiler import compile
     from tests.runtime.grid import compiled
     from tests.runtime.test_matrix import cells
 

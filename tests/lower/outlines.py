@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from piper.ir.chunk import (
     Batch,
     Buffer,
+    CapturedModel,
     Chunk,
     Constant,
-    Outline,
     Output,
     Parameter,
     Phase,
@@ -19,7 +19,7 @@ from piper.ir.chunk import (
     TensorSpec,
 )
 from piper.ir.graph import Graph
-from piper.lower.settle import parts_of
+from piper.lower.validate import parts_of
 
 ROWS = 1009  # stands for the samples of a slice: a prime that nothing else is
 WIDTH = 6
@@ -115,9 +115,9 @@ class Drawing:
         out = self.chunk(name, tags, [routed, arrived], params, [rows], buffers, kind="expert")
         return self.chunk(f"{name} unroute", tags, [out, arrived], kind="unroute")
 
-    def outline(self, loss: Output, weight: Output | None = None, halves: str = "carried") -> Outline:
+    def outline(self, loss: Output, weight: Output | None = None, halves: str = "carried") -> CapturedModel:
         """The outline, with every phase; `halves` says how input gradients hand over to weight gradients."""
-        return Outline(
+        return CapturedModel(
             chunks=tuple(differentiated(self, loss, halves)),
             loss=loss,
             weight=weight,
@@ -192,7 +192,7 @@ def with_phases(
     return replace(chunk, phases=phases, saved=(HIDDEN, HIDDEN), carried=carried)
 
 
-def fitted(graph: Graph, samples: int = 720720) -> Outline:
+def fitted(graph: Graph, samples: int = 720720) -> CapturedModel:
     """The graph's outline with each chunk as it would be captured for its own slice of the samples."""
     homes = {node.chunk: max(1, len(node.devices)) for node in graph.nodes.values()}
 
@@ -220,7 +220,7 @@ def pp(stage: int) -> Tags:
     return (("PP", stage),)
 
 
-def skips(halves: str = "carried") -> Outline:
+def skips(halves: str = "carried") -> CapturedModel:
     """Three stages: a skip edge, a value with readers on every stage, tied and frozen parameters, labels."""
     d = Drawing()
     first = d.chunk(
@@ -236,7 +236,7 @@ def skips(halves: str = "carried") -> Outline:
     return d.outline(last, halves=halves)
 
 
-def normed(halves: str = "tangents") -> Outline:
+def normed(halves: str = "tangents") -> CapturedModel:
     """Two stages with buffers, one written, a frozen first stage, and a loss that is a sum and a weight."""
     d = Drawing()
     first = d.chunk("PP=0", pp(0), [X, Constant(name="mask")], [d.param("cold", frozen=True)])
@@ -248,7 +248,7 @@ def normed(halves: str = "tangents") -> Outline:
     return d.outline(third, weight=Output(chunk="PP=2", index=1), halves=halves)
 
 
-def mixture(tied: bool = False, halves: str = "carried") -> Outline:
+def mixture(tied: bool = False, halves: str = "carried") -> CapturedModel:
     """Two stages, each with an expert region between two dense pieces; tied: both regions share their experts."""
     d = Drawing()
     source: Source = X
@@ -266,7 +266,7 @@ def mixture(tied: bool = False, halves: str = "carried") -> Outline:
     return d.outline(source, halves=halves)
 
 
-def layered(halves: str = "carried") -> Outline:
+def layered(halves: str = "carried") -> CapturedModel:
     """Two stages of layers in regions of their own, which share a value of their stage and skip one another."""
     d = Drawing()
     source: Output | Batch = X
@@ -287,7 +287,7 @@ def layered(halves: str = "carried") -> Outline:
     return d.outline(source, halves=halves)
 
 
-def frozen() -> Outline:
+def frozen() -> CapturedModel:
     """Two stages in which nothing trains."""
     d = Drawing()
     first = d.chunk("PP=0", pp(0), [X], [d.param("a", frozen=True)])

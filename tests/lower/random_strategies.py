@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from piper.directives import Directive, order, place, remat, replicate, shard, split
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.select import At, Index, at
 
 FAMILIAR = ((0,), (1,), (0, 1), (2, 3), (1, 2), (4, 5), (0, 1, 2, 3), (4, 5, 6, 7), (2, 3, 4, 5), (3, 1))
@@ -15,7 +15,7 @@ PASSES = (None, None, "F", "B", "BI", "BW")
 class Dice(random.Random):
     """Draws the pieces of a directive, mostly such that a graph has what they name."""
 
-    def __init__(self, number: int, outline: Outline) -> None:
+    def __init__(self, number: int, outline: CapturedModel) -> None:
         super().__init__(number)
         tags = [dict(chunk.tags) for chunk in outline.chunks]
         self.last = max(tag["PP"] for tag in tags)
@@ -125,6 +125,6 @@ class Dice(random.Random):
         return chosen
 
 
-def strategy_of(outline: Outline, scaffold: int, others: Sequence[int]) -> list[Directive]:
+def strategy_of(outline: CapturedModel, scaffold: int, others: Sequence[int]) -> list[Directive]:
     """A scaffold and some directives after it, each from its number."""
     return [*Dice(scaffold, outline).scaffold(), *(Dice(number, outline).directive() for number in others)]

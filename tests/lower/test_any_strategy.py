@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from piper.directives import apply
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.check import prove
 from piper.plan.memory import timeline
 from piper.proof.values import prove_values
@@ -21,7 +21,7 @@ from tests.lower.oracle import examine
 from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of
 
-OUTLINES: dict[str, Outline] = {
+OUTLINES: dict[str, CapturedModel] = {
     "chain": chain(3, width=6, rows=ROWS),
     "tied chain": chain(3, width=6, rows=ROWS, tied=True, layers=2),
     "expert chain": chain(2, width=6, rows=ROWS, experts=4),

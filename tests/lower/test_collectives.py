@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import Program, compile
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
+from piper.cli.plan_report import bytes_by_kind
+from piper.compiler import Program, compile
 from piper.directives import Directive, order, shard, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
@@ -19,8 +20,7 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
-from piper.report import bytes_by_kind
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.sharding import Collective, Slicing
 from piper.simulate.cluster import load_cluster
 from tests.ir.graph_text import read_graph, show_graph

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.directives import Directive, shard
 from piper.ir.select import at
 from piper.job import Job

@@ -10,19 +10,19 @@ import pytest
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ids import Pass
 from piper.ir.chain import chain
-from piper.ir.chunk import Buffer, Outline
+from piper.ir.chunk import Buffer, CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.buckets import itemsize
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.check import prove
 from piper.plan.plan import Plan, Plans
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble
 from tests.lower.outlines import SCALAR, Drawing, X, Y, pp
 
 
-def compiled(outline: Outline, *strategy: Directive, clip: bool = False) -> Plans:
+def compiled(outline: CapturedModel, *strategy: Directive, clip: bool = False) -> Plans:
     plans, _ = lower(apply(start(outline), strategy), Settings(clip=clip))
     prove(plans)
     return plans

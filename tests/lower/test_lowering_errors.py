@@ -9,11 +9,11 @@ import pytest
 from piper.directives import Directive, apply, order, place, remat, replicate, shard, split
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline, Output
+from piper.ir.chunk import CapturedModel, Output
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from tests.lower.outlines import (
     EXPERTS,
     HIDDEN,
@@ -32,7 +32,7 @@ from tests.lower.outlines import (
 DENSE = chain(3, rows=ROWS)
 
 
-def said(outline: Outline, *strategy: Directive, samples: int | None = None) -> str:
+def said(outline: CapturedModel, *strategy: Directive, samples: int | None = None) -> str:
     """The error of a strategy, with every source line called `here`."""
     graph = apply(start(outline), strategy)
     with pytest.raises(ScheduleError) as caught:

@@ -8,14 +8,14 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, remat, replicate, split
 from piper.errors import ScheduleError
-from piper.explain import explain
 from piper.ids import SlotId
 from piper.ir.chain import chain
-from piper.ir.chunk import Chunk, Outline, Phase, PhaseSpec, TensorSpec, bundles
+from piper.ir.chunk import CapturedModel, Chunk, Phase, PhaseSpec, TensorSpec, bundles
 from piper.ir.graph import start
 from piper.ir.select import at
+from piper.lower.explain import explain
 from piper.lower.lower import lower
-from piper.lower.work import Settings, Work
+from piper.lower.state import LoweringState, Settings
 from piper.plan.check import prove
 from piper.plan.plan import Bucket, Plans
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, pp
@@ -23,13 +23,13 @@ from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, 
 WHOLE = 8 * 8 * 4  # bytes of a stage's one matrix
 
 
-def lowered(outline: Outline, *strategy: Directive, **settings: int) -> tuple[Plans, Work]:
+def lowered(outline: CapturedModel, *strategy: Directive, **settings: int) -> tuple[Plans, LoweringState]:
     plans, work = lower(apply(start(outline), strategy), Settings(**settings))  # type: ignore[arg-type]
     prove(plans)
     return plans, work
 
 
-def buckets(outline: Outline, *strategy: Directive) -> Mapping[str, Bucket]:
+def buckets(outline: CapturedModel, *strategy: Directive) -> Mapping[str, Bucket]:
     return lowered(outline, *strategy)[0].buckets
 
 

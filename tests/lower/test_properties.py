@@ -11,18 +11,18 @@ from piper.ir.graph import start
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
 from piper.lower.lower import LOWERING
-from piper.lower.work import Property, Settings, Work
+from piper.lower.state import LoweringState, Property, Settings
 from piper.plan.plan import Bucket
 from tests.lower.outlines import fitted, skips
 
-Break = Callable[[Work], Work]
+Break = Callable[[LoweringState], LoweringState]
 
 
-def stages() -> dict[str, tuple[Work, Property]]:
+def stages() -> dict[str, tuple[LoweringState, Property]]:
     """The work after each rewrite, with the property that it must have."""
     strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(3)]
     graph = apply(start(skips()), [*strategy, split(at(), parts=2), remat(at(PP=0), 1, across="PP")])
-    work = Work(graph=replace(graph, outline=fitted(graph)), settings=Settings())
+    work = LoweringState(graph=replace(graph, outline=fitted(graph)), settings=Settings())
     found = {}
     for rewrite, holds in LOWERING:
         work = rewrite(work)
@@ -30,47 +30,47 @@ def stages() -> dict[str, tuple[Work, Property]]:
     return found
 
 
-def moved(work: Work) -> Work:
+def moved(work: LoweringState) -> LoweringState:
     node = work.graph.nodes["B[PP=1 MB=0]"]
     return replace(work, graph=work.graph.update([replace(node, devices=(9,))]))
 
 
-def unplaced(work: Work) -> Work:
+def unplaced(work: LoweringState) -> LoweringState:
     node = work.graph.nodes["B[PP=1 MB=0]"]
     return replace(work, graph=work.graph.update([replace(node, devices=())]))
 
 
-def idle(work: Work) -> Work:
+def idle(work: LoweringState) -> LoweringState:
     chunks = tuple(replace(chunk, phases={"F": chunk.phases["F"]}) for chunk in work.graph.outline.chunks)
     return replace(work, graph=replace(work.graph, outline=replace(work.graph.outline, chunks=chunks)))
 
 
-def bucketless(work: Work) -> Work:
+def bucketless(work: LoweringState) -> LoweringState:
     return replace(work, chunk_buckets={**work.chunk_buckets, "PP=0": ()})
 
 
-def untransferred(work: Work) -> Work:
+def untransferred(work: LoweringState) -> LoweringState:
     gone = [node for node in work.nodes if not node.name.startswith("transfer[PP=0.out0[MB=0]")]
     return replace(work, nodes=tuple(gone))
 
 
-def written_twice(work: Work) -> Work:
+def written_twice(work: LoweringState) -> LoweringState:
     return replace(work, nodes=(*work.nodes, work.nodes[0]))
 
 
-def dangling(work: Work) -> Work:
+def dangling(work: LoweringState) -> LoweringState:
     return replace(work, temporal=(("F[PP=0 MB=0]", "nowhere", 0),))
 
 
-def reversed_line(work: Work) -> Work:
+def reversed_line(work: LoweringState) -> LoweringState:
     return replace(work, line=work.line[::-1])
 
 
-def out_of_order(work: Work) -> Work:
+def out_of_order(work: LoweringState) -> LoweringState:
     return replace(work, temporal=(("B[PP=0 MB=0]", "F[PP=0 MB=0]", 0),))
 
 
-def shortened(work: Work) -> Work:
+def shortened(work: LoweringState) -> LoweringState:
     return replace(work, line=work.line[:-1])
 
 
@@ -97,7 +97,7 @@ def reading(node: Compute, bucket: Bucket) -> Compute:
     return replace(node, reads=(*node.reads, SlotId("param", bucket.name)))
 
 
-def ungathered(work: Work) -> Work:
+def ungathered(work: LoweringState) -> LoweringState:
     bucket = next(bucket for bucket in work.buckets.values() if bucket.zero == 3)
     line = tuple(reading(node, bucket) if isinstance(node, Compute) else node for node in work.line)
     return replace(work, line=line)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
@@ -29,7 +29,7 @@ from tests.lower.outlines import (
 from tests.slots import slot
 
 
-def compiled(outline: Outline, strategy: list[Directive]) -> Plans:
+def compiled(outline: CapturedModel, strategy: list[Directive]) -> Plans:
     """Plans that are proven, and examined in several orders that they allow."""
     graph = apply(start(outline), strategy)
     plans, work = lower(graph, capture=fitted(graph))
@@ -54,7 +54,7 @@ SETS = {
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("sets", SETS.values(), ids=list(SETS))
 @pytest.mark.parametrize("outline", [skips(), normed(), frozen()], ids=["skips", "normed", "frozen"])
-def test_stages_on_any_sets(outline: Outline, sets: tuple[list[int], ...], zero: int) -> None:
+def test_stages_on_any_sets(outline: CapturedModel, sets: tuple[list[int], ...], zero: int) -> None:
     strategy: list[Directive] = [replicate(at(), [0])]
     last = len({dict(chunk.tags)["PP"] for chunk in outline.chunks})
     strategy += [replicate(at(PP=i), devices, zero) for i, devices in enumerate(sets[:last])]

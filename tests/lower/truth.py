@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TypeVar, cast
 
-from piper.ir.chunk import Batch, Chunk, Constant, Outline, Output, Phase, Place, Source, Tags
+from piper.ir.chunk import Batch, CapturedModel, Chunk, Constant, Output, Phase, Place, Source, Tags
 from piper.ir.graph import Graph
 from tests.lower.symbols import WHOLE, Note, Row, Rows, Share, Slope, Terms, Value
 
@@ -34,7 +34,7 @@ class Truth:
     cells: int
 
     @property
-    def outline(self) -> Outline:
+    def outline(self) -> CapturedModel:
         return self.graph.outline
 
     @cached_property

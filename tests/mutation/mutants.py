@@ -27,7 +27,7 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """Return the package that the mutant changes, or the module of the top level: `plan`, `api`."""
+        """Return the package that the mutant changes, or the module of the top level: `plan`, `compiler`."""
         return self.file.split("/")[1].removesuffix(".py")
 
 

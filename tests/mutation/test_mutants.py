@@ -26,7 +26,7 @@ PACKAGES = (  # in which mutants there must be: all of them, and the modules of 
         "proof",
         "runtime",
     ),
-    *("schedules", "simulate", "train", "verbs", "view", "api", "experts"),
+    *("schedules", "simulate", "train", "cli", "view", "compiler", "experts"),
 )
 
 

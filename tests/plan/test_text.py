@@ -11,7 +11,7 @@ from piper import ConfigError, at, place, replicate, schedules, shard, split
 from piper.directives import Directive, apply
 from piper.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
@@ -44,7 +44,7 @@ def test_plans_survive_their_text(strategy: list[Directive]) -> None:
     assert read_plans(show_plans(plans)) == plans
 
 
-def resliced(outline: Outline) -> Outline:
+def resliced(outline: CapturedModel) -> CapturedModel:
     """PP=1, on two devices, sees slices of 9 rows where PP=0, on three, sees 6."""
     first, second = outline.chunks
     spec = replace(first.outputs[0], shape=(9, 1024), nbytes=9 * 4096)

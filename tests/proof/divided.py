@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from piper import schedules
-from piper.api import Program, compile
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
+from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job

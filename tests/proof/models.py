@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.experts import grouped_mm, route, unroute
 
 WIDTH, EXPERTS = 6, 4

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from piper.lower.sync import Draft, synchronised
+from piper.lower.events import PendingInstr, synchronised
 from piper.plan.instr import Instr, OfBucket, Routing, Rows
 from piper.plan.plan import Plan, Plans
 
@@ -509,7 +509,7 @@ def mended(plans: Plans) -> Plans:
     edited = []
     for plan in plans:
         drafts = [
-            Draft(
+            PendingInstr(
                 op=ins.op,
                 node=ins.node,
                 stream=ins.stream,

@@ -8,11 +8,11 @@ from typing import cast
 from piper.directives import Directive, apply, place, remat, replicate, shard, split
 from piper.ids import read_slot
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.lower.work import Settings
+from piper.lower.state import Settings
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.proof.values import value_problems
@@ -22,7 +22,7 @@ from tests.lower.outlines import fitted, mixture, normed, skips
 Made = tuple[Plans, Graph]
 
 
-def made(outline: Outline, strategy: list[Directive], *, clip: bool = False) -> Made:
+def made(outline: CapturedModel, strategy: list[Directive], *, clip: bool = False) -> Made:
     """Lower a model under a strategy; return the plans and their specification."""
     graph = apply(start(outline), strategy)
     plans, work = lower(graph, Settings(clip=clip), fitted(graph))

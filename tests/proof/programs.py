@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from piper import schedules
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job

@@ -7,8 +7,8 @@ import pytest
 from piper.devices import Devices
 from piper.ids import SlotId
 from piper.lower.emit import plan_of
-from piper.lower.sync import Draft
-from piper.lower.work import Work
+from piper.lower.events import PendingInstr
+from piper.lower.state import LoweringState
 from piper.plan.check import ProofError
 from piper.plan.plan import Plan
 from tests.proof import models
@@ -16,7 +16,7 @@ from tests.proof.programs import program, stages
 
 
 def test_a_mistake_of_the_lowering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(work: Work, devices: Devices, drafts: list[Draft]) -> Plan:
+    def mistaken(work: LoweringState, devices: Devices, drafts: list[PendingInstr]) -> Plan:
         """Begin the sum of the loss with each microbatch: valid in order, wrong in value."""
         sums = (SlotId("loss"),)
         edited = [

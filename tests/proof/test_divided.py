@@ -13,7 +13,7 @@ from piper.ids import Pass, SlotId, read_slot
 from piper.ir.chunk import Output, Parameter, ParameterSlice
 from piper.ir.graph import Graph
 from piper.ir.select import at
-from piper.lower import settle
+from piper.lower import validate
 from piper.plan.check import ProofError, prove
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
@@ -545,7 +545,7 @@ def test_regions_whose_axes_lie_in_another_order_do_not_pass_values_place_by_pla
         return shard(where, four, ways=2, axis="CP", batch=divided.FIELDS)
 
     strategy = [axis(0, "TP"), axis(1, "CP"), axis(0, "CP"), axis(1, "TP")]
-    monkeypatch.setattr(settle, "check_axes", lambda graph: None)  # which refuses such a strategy
+    monkeypatch.setattr(validate, "check_axes", lambda graph: None)  # which refuses such a strategy
     wanted = (
         "on device 1 of cells 0-0 of lane 1; it should hold output 0 of PP=0 #6, "
         "on device 1 of cells 0-0 of lane 2"

@@ -19,7 +19,7 @@ import ray
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
 from piper.launchers.driver import RemoteRun
@@ -132,7 +132,7 @@ def test_an_actor_that_is_killed_between_steps(two_nodes: None, pair: Program) -
 DRIVER = """
 import sys, time
 import ray
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.ray import launch_ray, loopback
 from tests.ray.test_cluster import PAIR
 from tests.runtime.grid import batches, job

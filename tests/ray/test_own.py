@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 import ray
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.launch import launch
 from tests.launchers.family import family
 from tests.runtime.grid import Cell, batches, job
@@ -57,7 +57,7 @@ DRIVER = """
 import os, sys, time
 from pathlib import Path
 import ray
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.launch import launch
 from tests.ray.test_own import CELL
 from tests.runtime.grid import batches, job

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.directives import Directive, replicate, split
 from piper.errors import PiperError
 from piper.ir.select import at

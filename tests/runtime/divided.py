@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
-from piper.capture.annotate import annotate_modules
+from piper.capture.trace.annotate import annotate_modules
+from piper.compiler import compile
 from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import decoder, huggingface, moe
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.check import Report, check
+from piper.runtime.debug.check import Report, check
 from piper.schedules import dualpipe_v, one_f_one_b, zbv, zero_bubble
 
 VOCAB, LENGTH, SAMPLES = 64, 16, 8

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from piper import api
-from piper.api import Program
-from piper.capture.cache import Cache
-from piper.capture.differentiate import Captured, differentiate
-from piper.capture.trace import Traced, trace
-from piper.collector import no_collection
+from piper import compiler
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile.cache import Cache
+from piper.capture.trace.trace import Traced, trace
+from piper.compiler import Program
+from piper.gc_pause import no_collection
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import Numbers, Report, check, numbers
-from piper.runtime.localise import Launch
-from piper.runtime.reference import Reference
+from piper.runtime.debug.check import Numbers, Report, check, numbers
+from piper.runtime.debug.localise import Launch
+from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, case_of, job
 
@@ -40,7 +40,7 @@ class Shared:
     def compile(self, cell: Cell, **changes: object) -> Program:
         """A cell's program."""
         with self.capturing():
-            return api.compile(job(cell, **changes))
+            return compiler.compile(job(cell, **changes))
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Shared:
                 self.codes[key] = differentiate(found, ways, budgets, cache)
             return self.codes[key]
 
-        with patch.object(api, "trace", traced), patch.object(api, "differentiate", captured):
+        with patch.object(compiler, "trace", traced), patch.object(compiler, "differentiate", captured):
             yield
 
     def wanted(self, cell: Cell, program: Program) -> list[Numbers]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from piper.api import Program
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.compiler import Program
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from piper.runtime.setup import JobLike
 from tests.runtime.grid import Cell, batches, compiled
 
@@ -50,7 +50,7 @@ class InBoxes:
         return self.program.plans
 
     @property
-    def outline(self) -> Outline:
+    def outline(self) -> CapturedModel:
         return self.program.outline
 
     @property

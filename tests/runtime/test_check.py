@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.api import compile
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
+from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import Report, check
-from piper.runtime.distance import differences, distance, relative
-from piper.runtime.reference import Reference
-from piper.runtime.replay import Replay
-from piper.runtime.slicing import Placed, Slicing, slicing_of
+from piper.runtime.debug.check import Report, check
+from piper.runtime.debug.distance import differences, distance, relative
+from piper.runtime.debug.reference import Reference
+from piper.runtime.debug.replay import Replay
+from piper.runtime.debug.slicing import Placed, Slicing, slicing_of
 from tests import zoo
 
 Batch = Mapping[str, Tensor]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.api import Program
+from piper.compiler import Program
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import check
-from piper.runtime.distance import differences, distance, relative
-from piper.runtime.localise import Checked, Result
+from piper.runtime.debug.check import check
+from piper.runtime.debug.distance import differences, distance, relative
+from piper.runtime.debug.localise import Checked, Result
+from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.setup import ProgramLike
-from piper.runtime.trail import Mark
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
 

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.api import Program, compile
-from piper.capture import aliases, assemble, code, effects, record, recording, regions, remat
-from piper.capture.annotate import annotate
+from piper.capture.autodiff import aliases, code, remat
+from piper.capture.trace import assemble, effects, record, recording, regions
+from piper.capture.trace.annotate import annotate
+from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
 from piper.ir.select import at
@@ -24,8 +25,8 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime import compute
-from piper.runtime.check import Report, check
-from piper.runtime.env import Env
+from piper.runtime.context import Env
+from piper.runtime.debug.check import Report, check
 from tests import zoo
 
 Batch = Mapping[str, Tensor]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from piper.api import compile
-from piper.capture.inductor import Compiled
+from piper.capture.compile.inductor import Compiled
+from piper.compiler import compile
 from piper.launchers.launch import launcher
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, batches, job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # a compiler for C++ is at work

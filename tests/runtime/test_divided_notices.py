@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import shard, split
 from piper.ids import Pass
 from piper.ir.select import at
@@ -15,8 +15,8 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Instr
 from piper.runtime import kernels
-from piper.runtime.check import check
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
+from piper.runtime.debug.check import check
 
 WEIGHTS = {"up": 0, "down": 1}
 

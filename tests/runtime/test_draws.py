@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.api import compile
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
+from piper.compiler import compile
 from piper.job import Job
-from piper.runtime.chunkwise import Chunkwise
-from piper.runtime.localise import ChunkwiseReference, cut
+from piper.runtime.debug.chunkwise import Chunkwise
+from piper.runtime.debug.localise import ChunkwiseReference, cut
 from tests.runtime.grid import Cell, batches, job
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.api import compile
+from piper.compiler import compile
 from piper.errors import ScheduleError
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 
 EXPERTS, WIDTH, ROWS = 8, 16, 16
 

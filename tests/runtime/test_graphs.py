@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ids import Pass
@@ -23,15 +23,15 @@ from piper.plan.plan import Plan
 from piper.runtime import compute
 from piper.runtime.comm.inline import World
 from piper.runtime.cuda.executor import StreamExecutor
-from piper.runtime.cuda.graphs import WARM, GraphExecutor, put_back
-from piper.runtime.cuda.intake import Intake, Rates
-from piper.runtime.cuda.static import (
+from piper.runtime.cuda.graph_checks import (
     check_static,
     moved_by,
     optimizer_reasons,
     settings,
     static_reasons,
 )
+from piper.runtime.cuda.graph_inputs import Intake, Rates
+from piper.runtime.cuda.graphs import WARM, GraphExecutor, put_back
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Setup, initial_values, setup_of
 from piper.runtime.state import fuse

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from piper import schedules
-from piper.api import compile
-from piper.capture.annotate import annotate
-from piper.capture.trace import trace
+from piper.capture.trace.annotate import annotate
+from piper.capture.trace.trace import trace
+from piper.compiler import compile
 from piper.directives import Directive, replicate, split
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.select import at

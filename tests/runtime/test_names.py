@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.annotate import annotate
+from piper.capture.trace.annotate import annotate
 from piper.directives import Directive, replicate, split
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.plan.text import read_plans, show_plans
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from tests import plain, zoo
 from tests.runtime.against_plain import PP2_DP2, difference, program
 

@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import check
-from piper.runtime.localise import ChunkwiseReference
-from piper.runtime.reference import Reference
+from piper.runtime.debug.check import check
+from piper.runtime.debug.localise import ChunkwiseReference
+from piper.runtime.debug.reference import Reference
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches, job
 from tests.runtime.sharing import Shared

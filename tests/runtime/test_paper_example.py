@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from piper.api import compile
+from piper.compiler import compile
 from piper.launchers.inline import launch_inline
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, case_of, job
 
 STRATEGY = """

@@ -8,7 +8,7 @@ from torch import nn
 
 from piper.plan.instr import Instr
 from piper.runtime.compute import draw_place, ends_with
-from piper.runtime.env import Dice, Env, draw_seed
+from piper.runtime.context import Dice, Env, draw_seed
 from piper.runtime.setup import JobLike, initial_tensors
 from tests.slots import slots
 

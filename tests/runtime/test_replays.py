@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from piper.api import Program, compile
-from piper.checkpoint.record import read_record
-from piper.checkpoint.storage import Shelf
+from piper.checkpoint.load import read_state
+from piper.checkpoint.metadata import read_record
+from piper.checkpoint.storage import CheckpointReader
+from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.launchers.restoring import read_state
 from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
 from piper.runtime.comm.alone import AloneComms, arriving
 from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
-from piper.runtime.cuda.intake import Intake, Kernel
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options, Worker
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_loaded_after_the_capture(monkeypatch: pytest.MonkeyPatc
     for batch in given:
         other.step(batch)
     assert executor.graph is not None
-    shelf = Shelf(tmp_path / "step-2", read_record(tmp_path / "step-2"))
+    shelf = CheckpointReader(tmp_path / "step-2", read_record(tmp_path / "step-2"))
     for worker in (one, other):
         for adopt in read_state(worker, shelf):
             adopt()

@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper import api
-from piper.api import Program
-from piper.capture.annotate import annotate
-from piper.capture.inductor import Compiled
+from piper import compiler
+from piper.capture.compile.inductor import Compiled
+from piper.capture.trace.annotate import annotate
 from piper.cli import main
+from piper.compiler import Program
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import decoder, moe
 from piper.plan.memory import timeline
-from piper.runtime.check import Numbers, Report, check, numbers
-from piper.runtime.reference import Reference
+from piper.runtime.debug.check import Numbers, Report, check, numbers
+from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.capture.test_fallback import square
@@ -149,7 +149,7 @@ class Bench:
 
     def compile(self, run: Run) -> Program:
         with self.shared.setdefault(run.model, Shared()).capturing():
-            return api.compile(run.job(), device="cpu")
+            return compiler.compile(run.job(), device="cpu")
 
     def check(self, run: Run, program: Program) -> Report:
         """Whether a run gives the numbers of one device."""
@@ -294,7 +294,7 @@ def test_piper_check_says_so_too(
 @pytest.mark.timeout(180)  # a compiler for C++ is at work
 def test_compiled_code_runs_again(tmp_path: Path) -> None:
     run = Run(model=Noisy, budget=1)
-    program = api.compile(run.job(), device="cpu", compile=True, cache=tmp_path)
+    program = compiler.compile(run.job(), device="cpu", compile=True, cache=tmp_path)
     assert counted(program)["again"]
     report = check(program, launch_inline, run.batches())
     assert report.ok, report

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.api import compile
+from piper.compiler import compile
 from piper.ir.chunk import Tags
 from piper.job import Job
 from piper.launchers.inline import launch_inline

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import piper
-from piper.api import compile
+from piper.compiler import compile
 from piper.job import Job, Precision
 from piper.launchers.inline import launch_inline
 from piper.runtime import state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.api import Program, compile
+from piper.compiler import Program, compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError, WorkerError
 from piper.ids import Pass, SlotId
@@ -19,8 +19,8 @@ from piper.ir.chunk import Chunk, Phase
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.plan.memory import timeline
-from piper.runtime.check import check
 from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.debug.check import check
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_values, setup_of
 from piper.runtime.worker import Options, Worker

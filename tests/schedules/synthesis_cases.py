@@ -10,7 +10,7 @@ from piper import at, place, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
-from piper.ir.chunk import Chunk, Outline, Phase
+from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.plan.ops import Op
@@ -148,7 +148,7 @@ class Priced(Unit):
         return Talk(latency=float(self.costs.hop) if op in ("send", "recv") else 0.0)
 
 
-def outline_of(costs: StageCosts) -> Outline:
+def outline_of(costs: StageCosts) -> CapturedModel:
     """A chain whose flops and bytes are in proportion to a case's times, as a captured model's would be."""
     assert isinstance(costs.hop, int | float)
     nbytes = int(costs.hop * SECONDS * 5e10)

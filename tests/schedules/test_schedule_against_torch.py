@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 from torch.distributed.pipelining import schedules as peer
 
-from piper.schedules.clock import makespan, peak_activations
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, grid_for
+from piper.schedules.simulate import makespan, peak_activations
 from piper.schedules.torch_csv import read_csv, to_csv
 
 

@@ -14,10 +14,10 @@ from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules.action import is_overlap
 from piper.schedules.check import validate
-from piper.schedules.clock import makespan, peak_activations, timeline
 from piper.schedules.grid import orders
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
+from piper.schedules.simulate import makespan, peak_activations, timeline
 
 BUILDERS: dict[str, Callable[..., list[Order]]] = {
     "gpipe": schedules.gpipe,

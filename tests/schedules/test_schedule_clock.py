@@ -6,9 +6,9 @@ from typing import Literal
 import pytest
 
 from piper.schedules.action import parse_group
-from piper.schedules.clock import makespan, peak_activations, timeline
 from piper.schedules.grid import Grid
 from piper.schedules.picture import picture
+from piper.schedules.simulate import makespan, peak_activations, timeline
 
 
 def grid(*rows: str) -> Grid:

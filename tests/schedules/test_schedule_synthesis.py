@@ -15,10 +15,10 @@ from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
 from piper.schedules.action import Action
 from piper.schedules.check import validate
-from piper.schedules.clock import makespan, peak_bytes, timeline
 from piper.schedules.grid import Grid, orders
 from piper.schedules.names import NAMES, Interleaved
 from piper.schedules.picture import picture
+from piper.schedules.simulate import makespan, peak_bytes, timeline
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
 from tests.schedules.synthesis_cases import Case, cases, compiled_step, replay, transfers_meet
 

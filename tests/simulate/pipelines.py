@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from piper import at, replicate, split
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
-from piper.ir.chunk import Outline
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.lower.work import Work
+from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 
 Schedule = Callable[[int, int], Sequence[Directive]]
@@ -24,7 +24,7 @@ def pipeline(
     replicas: int = 1,
     zero: int = 0,
     width: int = 1024,
-) -> tuple[Plans, Outline, Work]:
+) -> tuple[Plans, CapturedModel, LoweringState]:
     """A chain whose stages go round the ranks, or there and back in a V."""
     stages = ranks * stages_per_rank
     strategy: list[Directive] = []

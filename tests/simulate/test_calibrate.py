@@ -11,9 +11,9 @@ from piper.ir.chain import chain
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
-from piper.simulate.fit import NOTHING, Line, line_through, two_features
 from piper.simulate.measured import Measured, check_model, read_costs, write_costs
 from piper.simulate.profile import fingerprint, works_of
+from piper.simulate.regression import NOTHING, Line, line_through, two_features
 from piper.simulate.simulate import simulate
 from tests.simulate.pipelines import Schedule, pipeline
 from tests.simulate.test_profiles import measured

@@ -7,17 +7,17 @@ from typing import cast
 from rich.console import Console
 
 from piper import at, replicate, schedules
-from piper.api import Program
+from piper.cli.diff_report import Compared, print_compared, summary
+from piper.cli.plan_report import bytes_by_kind, moved
+from piper.compiler import Program
 from piper.directives import apply
 from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
-from piper.report import bytes_by_kind, moved
 from piper.simulate.costs import Unit
 from piper.simulate.difference import difference
 from piper.simulate.simulate import simulate
-from piper.verbs.differences import Compared, print_compared, summary
-from piper.view.paper import hue
+from piper.view.css import hue
 from tests.simulate.pipelines import pipeline
 
 

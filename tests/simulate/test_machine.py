@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from piper.cli.machine import measure, write_cluster
 from piper.errors import ConfigError
 from piper.simulate.cluster import Cluster, Link, load_cluster
-from piper.verbs.machine import measure, write_cluster
 
 SMALL = Cluster(
     name="small",

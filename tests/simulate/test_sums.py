@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from piper.cli.profile_report import print_rows, rows_of
 from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.plan.instr import Adding, Instr
@@ -16,13 +17,12 @@ from piper.simulate.account import account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import Cluster, Link
 from piper.simulate.costs import Roofline
+from piper.simulate.dependencies import touched
 from piper.simulate.difference import longest_run
-from piper.simulate.fit import Line, line_through, two_features
 from piper.simulate.measured import Measured, share_of
 from piper.simulate.profile import Profile, Times, Track, Work
+from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Span, Timeline
-from piper.simulate.web import touched
-from piper.verbs.profiles import print_rows, rows_of
 from tests.slots import slot, slots
 
 CLUSTER = Cluster(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.checkpoint.whole import Values
+from piper.checkpoint.reader import Values
 from tests.train.conftest import Piper
 
 SAMPLES, EPOCHS = 32, 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.checkpoint.plain import encode
-from piper.checkpoint.record import Trainer
+from piper.checkpoint.json_state import encode
+from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.plan.plan import Bucket, Piece

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from piper.cli.prices import prices_of
+from piper.cli.view_subject import of_background
 from piper.errors import ConfigError
 from piper.ir.chain import chain
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.profile import fingerprint
-from piper.verbs.prices import prices_of
-from piper.verbs.subject import of_background
 from piper.view.background import FILE, Background, read_background, show_background
 from piper.view.report import page
 from piper.view.subject import Subject

@@ -10,7 +10,7 @@ from piper.simulate.timeline import Span, Timeline
 from piper.view.cells import Cell, Pipeline, lone_unpaired
 from piper.view.facts import Clock, data_edges, memory_facts
 from piper.view.subject import Subject
-from piper.view.svg import pair_spans
+from piper.view.svg_grid import pair_spans
 from piper.view.trace import process
 from tests.slots import slots
 

@@ -13,7 +13,7 @@ from piper.view.cells import of_plans, of_schedule
 from piper.view.heights import Row, heights
 from piper.view.lanes import lanes
 from piper.view.placement import Held, held, placement, slice_of
-from piper.view.svg import grid
+from piper.view.svg_grid import grid
 from tests.view.scenes import again, demo
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,7 +8,7 @@ from piper import at, place, remat, schedules, split
 from piper.directives import Directive
 from piper.simulate.simulate import simulate
 from piper.view.subject import Subject
-from piper.view.text import timeline_text
+from piper.view.text_timeline import timeline_text
 from piper.view.trace import chrome_trace
 from tests.view.scenes import Talking, again, demo, measured, subject_of
 

@@ -15,7 +15,7 @@ from piper.schedules.names import grid_for
 from piper.simulate.profile import Profile, Track, write_profile
 from piper.view import files
 from piper.view.cells import of_schedule
-from piper.view.svg import grid
+from piper.view.svg_grid import grid
 from tests.view.scenes import demo
 
 Piper = Callable[..., tuple[int, str, str]]

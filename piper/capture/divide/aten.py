@@ -11,8 +11,8 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from piper.capture.blame import quiet, reason
-from piper.capture.recording import Mode, Recording, number_regions
+from piper.capture.trace.blame import quiet, reason
+from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.errors import CaptureError
 
 MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in

@@ -10,9 +10,9 @@ from piper.capture.divide.divider import RESHAPES, Divider, aten, value_of
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.rules import rules
-from piper.capture.recording import FromParameter, Origin, Recording
-from piper.capture.regions import find_regions
-from piper.capture.rewrite import simplify
+from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.recording import FromParameter, Origin, Recording
+from piper.capture.trace.regions import find_regions
 from piper.ir.chunk import Place, Tags
 
 

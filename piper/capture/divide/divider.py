@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, map_arg
 
-from piper.capture.blame import node_line
 from piper.capture.divide.collective import change, collective
 from piper.capture.divide.division import Division, NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
-from piper.capture.effects import draws
-from piper.capture.recording import FromParameter, Mode, Recording
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import draws
+from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Tags
 

@@ -11,9 +11,9 @@ from piper.capture.divide.aten import as_aten
 from piper.capture.divide.divide import divide
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided, divides
-from piper.capture.recording import FromParameter, Recording
-from piper.capture.regions import find_regions
-from piper.capture.rewrite import simplify
+from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.recording import FromParameter, Recording
+from piper.capture.trace.regions import find_regions
 from piper.errors import ScheduleError
 from piper.ir.chunk import Parameter, ParameterSlice, Tags, TensorSpec
 

@@ -16,7 +16,7 @@ from piper.ir.chunk import Chunk, TensorSpec
 from piper.plan.instr import Instr, Rows
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Form, Group
-from piper.runtime.env import Bound, Env
+from piper.runtime.context import Bound, Env
 
 
 class AloneComms:

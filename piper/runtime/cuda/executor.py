@@ -9,8 +9,8 @@ from piper.ids import SlotId
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import CommError
-from piper.runtime.cuda.releases import releases
-from piper.runtime.env import Bound
+from piper.runtime.context import Bound
+from piper.runtime.cuda.memory_release import releases
 
 Step = tuple[
     int,  # place

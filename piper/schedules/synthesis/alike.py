@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from piper.errors import ScheduleError
-from piper.schedules.clock import peak_bytes
 from piper.schedules.grid import need_whole
+from piper.schedules.simulate import peak_bytes
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.synthesise import Synthesis, synthesis

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.action import Action
-from piper.schedules.clock import makespan, peak_bytes
 from piper.schedules.grid import Grid, Row, need_whole, orders
 from piper.schedules.names import NAMES, Fixed, Interleaved
+from piper.schedules.simulate import makespan, peak_bytes
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.engine import Schedule, in_order

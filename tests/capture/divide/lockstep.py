@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.divide.collective import how_of, is_collective
-from piper.capture.recording import FromBuffer, FromParameter, Origin, Recording
+from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
 from piper.ir.chunk import Batch, Collective, Constant, Place
 from piper.sharding import Slicing
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.api import compile
 from piper.capture.divide.compute import pointwise
 from piper.capture.divide.divider import Divider
 from piper.capture.divide.rules import rules, sharding_rule
+from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.check import check
+from piper.runtime.debug.check import check
 
 
 class Net(nn.Module):

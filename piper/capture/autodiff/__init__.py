@@ -1,0 +1,1 @@
+"""Gives each chunk its forward and backward code."""

@@ -1,0 +1,141 @@
+"""The code of a distinct chunk: what each phase reads, writes and costs, and how to build it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.autodiff.aliases import draws_random, memory_of
+from piper.capture.autodiff.partition import KINDS, Kind, Partition
+from piper.capture.cost.estimate import Cost, cost_of
+from piper.ir.chunk import Phase, TensorSpec
+
+PhaseCode = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The reads, writes and cost of one phase. Values go by position in the chunk."""
+
+    reads: Mapping[Kind, tuple[int, ...]]
+    grad_inputs: tuple[int, ...] = ()
+    grad_params: tuple[int, ...] = ()
+    cost: Cost = field(default_factory=lambda: Cost(flops=0, bytes_moved=0, workspace=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The values that a chunk's phases exchange. Positions are those of its params, buffers and outputs."""
+
+    outputs: tuple[TensorSpec, ...]
+    saved: tuple[TensorSpec, ...]
+    carried: tuple[TensorSpec, ...]
+    storages: tuple[int, ...]
+    mutated: tuple[int, ...]
+    random: bool
+    phases: Mapping[Phase, Signature]
+    keeps_inputs: bool = False  # the saved values hold on to the inputs
+
+
+class Code(Protocol):
+    """The code of one distinct chunk."""
+
+    @property
+    def shape(self) -> Shape:
+        """Return what the chunk's phases read and write."""
+        ...
+
+    def build(self, phase: Phase) -> PhaseCode:
+        """Make the callable of a phase."""
+        ...
+
+
+class GraphCode:
+    """Code as explicit graphs, one for each phase."""
+
+    def __init__(self, partition: Partition, *, joined: bool = False) -> None:
+        """Build the code of a chunk. `joined`: it will be compiled, so it costs what compiled code does."""
+        self.partition = partition
+        self._shape = _shape_of(partition, joined)
+
+    @property
+    def shape(self) -> Shape:
+        return self._shape
+
+    def build(self, phase: Phase) -> fx.GraphModule:
+        """Copy the phase's part of the joint graph into a module of its own. Its arguments are `examples`."""
+        section = self.partition.sections[phase]
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for kind in KINDS:
+            for position, node in section.reads.get(kind, {}).items():
+                copies[node] = graph.placeholder(f"{kind}_{position}")
+        for size, (node, axis) in section.lengths.items():
+            copies[size] = graph.call_function(torch.ops.aten.sym_size.int, (copies[node], axis))
+        for node in section.body:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {}  # fakes and stacks: large, and not needed to run
+        results = []
+        for write in section.writes:
+            result = copies[write.node]
+            if write.copy:
+                result = graph.call_function(
+                    torch.ops.aten.clone.default, (result,), {"memory_format": torch.contiguous_format}
+                )
+            results.append(result)
+        graph.output(tuple(results))
+        return fx.GraphModule(self.partition.joint.root, graph)
+
+    def examples(self, phase: Phase) -> list[Tensor]:
+        """Return the fake tensors that a phase was traced with."""
+        return [node.meta["val"] for node in self.partition.sections[phase].read_nodes]
+
+
+def _shape_of(partition: Partition, joined: bool) -> Shape:
+    joint, sizes = partition.joint, partition.joint.sizes
+    kept = [*partition.outputs, *partition.saved]
+    index, storages = _storages(partition, kept)
+    specs = tuple(
+        sizes.spec(node.meta["val"], index.get(memory_of(node), -1) if node.op != "placeholder" else -1)
+        for node in kept
+    )
+    forward = partition.sections["F"]
+    return Shape(
+        outputs=specs[: len(partition.outputs)],
+        saved=specs[len(partition.outputs) :],
+        carried=tuple(sizes.spec(node.meta["val"]) for node in partition.carried),
+        storages=storages,
+        mutated=tuple(sorted(joint.mutated)),
+        random=any(draws_random(node) for node in forward.body),
+        phases={name: _signature(name, partition, joined) for name in partition.sections},
+    )
+
+
+def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Number the memory that several values share, or of which a value shows only a part."""
+    sizes = partition.joint.sizes
+    users: dict[int, list[fx.Node]] = {}
+    for node in kept:
+        if node.op != "placeholder":  # a buffer is saved as a copy
+            users.setdefault(memory_of(node), []).append(node)
+    index: dict[int, int] = {}
+    bytes_of: list[int] = []
+    for storage, nodes in users.items():
+        total = max(sizes.storage_bytes(node.meta["val"]) for node in nodes)
+        if len(nodes) > 1 or total != sizes.nbytes(nodes[0].meta["val"]):
+            index[storage] = len(bytes_of)
+            bytes_of.append(total)
+    return index, tuple(bytes_of)
+
+
+def _signature(phase: Phase, partition: Partition, joined: bool) -> Signature:
+    section = partition.sections[phase]
+    lasting = partition.sections["BW"].read_nodes if phase == "BI" else []
+    return Signature(
+        reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
+        grad_inputs=section.grad_inputs,
+        grad_params=section.grad_params,
+        cost=cost_of(section, partition.joint.sizes, joined=joined, lasting=lasting),
+    )

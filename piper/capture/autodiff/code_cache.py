@@ -1,0 +1,71 @@
+"""Keeps the code of every distinct chunk, so that equal chunks and other strategies reuse it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piper.capture.autodiff.code import Code, GraphCode
+from piper.capture.autodiff.compose import Joints
+from piper.capture.autodiff.eager import EagerCode
+from piper.capture.autodiff.joint import Joint, UntraceableError
+from piper.capture.autodiff.partition import partition
+from piper.capture.autodiff.remat import Choice, choose
+from piper.capture.compile.hashing import structural_key
+from piper.capture.trace.piece import Piece
+from piper.ir.chunk import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledChunk:
+    """The code of one distinct chunk."""
+
+    key: str
+    code: Code
+    fallback: str | None = None  # why it runs under eager autograd
+    choice: Choice | None = None  # what is kept between its phases, where some is made again
+
+
+class CodeCache:
+    """The code of one captured model's chunks, made when first asked for."""
+
+    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
+        self.device, self.compiled = device, compiled
+        self.joints = Joints(device, decompose=compiled)
+        self.volumes: dict[str, CompiledChunk] = {}
+
+    def find(
+        self,
+        piece: Piece,
+        *,
+        trained: Sequence[bool],
+        tangents: Sequence[int],
+        ways: int,
+        params: Sequence[TensorSpec],
+        budget: float | None = None,
+    ) -> CompiledChunk:
+        """Return the code of a piece. Trace it if no equal piece has been traced.
+
+        trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
+        ways: the number of devices that divide its experts. params: its parameters on one device.
+        budget: the fraction of the saved bytes that it may save. None: all of them.
+        """
+        assert piece.body is not None, "a marker has no code"
+        variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
+        key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
+        if key not in self.volumes:
+            try:
+                joint = self.joints.of_piece(piece, trained, tangents, ways)
+                self.volumes[key] = self._volume(key, joint, budget)
+            except UntraceableError as error:
+                code = EagerCode(piece, trained, tangents, params)
+                self.volumes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
+        return self.volumes[key]
+
+    def _volume(self, key: str, joint: Joint, budget: float | None) -> CompiledChunk:
+        plain = partition(joint)
+        if not self.compiled and budget is None:
+            return CompiledChunk(key=key, code=GraphCode(plain))
+        choice = choose(plain, budget, joined=self.compiled)
+        code = GraphCode(partition(joint, choice.keep), joined=self.compiled)
+        return CompiledChunk(key=key, code=code, choice=choice)

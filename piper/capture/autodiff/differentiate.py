@@ -1,0 +1,242 @@
+"""Gives every chunk of a captured model its phases: explicit forward and backward code."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
+from piper.capture.autodiff.remat import Choice
+from piper.capture.compile.cache import Cache
+from piper.capture.trace.piece import Piece
+from piper.capture.trace.trace import Traced
+from piper.errors import CaptureError
+from piper.gc_pause import no_collection
+from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured model: what the compiler knows of it, and its code."""
+
+    outline: CapturedModel
+    constants: Mapping[str, Tensor]
+    fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
+    codes: Mapping[str, Code]
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget save
+    cache: Cache | None = None  # stores compiled code; None: code is not compiled
+    built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
+    building: Lock = field(default_factory=Lock, repr=False)
+
+    def phase(self, key: str, phase: Phase) -> PhaseCode:
+        """Return the code of a phase, called as its `PhaseSpec` says. Build it on the first call."""
+        with self.building:
+            if (key, phase) not in self.built:
+                self.built[key, phase] = self._build(key, phase)
+            return self.built[key, phase]
+
+    def reasons(self) -> list[str]:
+        """Return lines on chunks that fall back to eager autograd, and on what recomputation saves."""
+        found = [
+            f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
+        ]
+        for chunk, choice in self.choices.items():
+            assert choice.budget is not None
+            kept = f"{chunk}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
+            if choice.kept_bytes <= choice.budget * choice.all_bytes:
+                found.append(f"{kept} (budget {choice.budget:g})")
+            else:
+                found.append(f"{kept}, not {choice.budget:g} of them: the rest may not be made again")
+        return found
+
+    def _build(self, key: str, phase: Phase) -> PhaseCode:
+        code = self.codes[key]
+        if self.cache is None or not isinstance(code, GraphCode):
+            return code.build(phase)
+        built = code.build(phase)
+        if not any(node.op == "call_function" for node in built.graph.nodes):
+            return built
+        from piper.capture.compile.inductor import Source, compile_phase  # it takes a second to import
+
+        chunk = next(chunk.name for chunk in self.outline.chunks if chunk.key == key)
+        source = Source(module=built, arguments=code.examples(phase))
+        return compile_phase(source, self.cache, chunk, phase)
+
+
+@no_collection()
+def differentiate(
+    traced: Traced,
+    ways: Mapping[str, int] | None = None,
+    budgets: Mapping[str, float] | None = None,
+    cache: Cache | None = None,
+) -> Captured:
+    """Split every chunk into F, B, BI and BW.
+
+    ways: for each expert chunk, by name, the number of devices that divide its experts.
+    budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
+    cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
+    """
+    return replace(_Differentiator(traced, dict(ways or {}), dict(budgets or {})).run(), cache=cache)
+
+
+class _Differentiator:
+    """Goes through the chunks of a traced model once, from the last to the first."""
+
+    def __init__(self, traced: Traced, ways: Mapping[str, int], budgets: Mapping[str, float]) -> None:
+        self.traced, self.budgets = traced, budgets
+        self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
+        self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
+        self.ways = _ways_by_chunk(traced.outline, ways)
+        self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
+        self.codes: dict[str, Code] = {}
+        self.fallbacks: dict[str, str] = {}
+        self.choices: dict[str, Choice] = {}
+
+    def run(self) -> Captured:
+        """Differentiate the chunks from the loss back to the first.
+
+        A chunk then knows which of its outputs need a gradient.
+        """
+        outline = self.traced.outline
+        self.wanted[outline.loss.chunk].add(outline.loss.index)
+        done: list[Chunk] = []
+        for piece in reversed(self.traced.pieces):
+            chunk = self._divided(piece.chunk)
+            chunk = self._marker(piece, chunk) if piece.body is None else self._compute(piece, chunk)
+            for index in chunk.phases["B"].grad_inputs if "B" in chunk.phases else ():
+                source = chunk.inputs[index]
+                assert isinstance(source, Output), "only what a chunk made has a gradient"
+                self.wanted[source.chunk].add(source.index)
+            done.append(chunk)
+        return Captured(
+            outline=replace(outline, chunks=tuple(reversed(done))),
+            constants=self.traced.constants,
+            fallbacks=dict(reversed(self.fallbacks.items())),
+            codes=self.codes,
+            choices=dict(reversed(self.choices.items())),
+        )
+
+    def _divided(self, chunk: Chunk) -> Chunk:
+        """Return the chunk on one of the devices that share its experts, with the counts of those only."""
+        ways = self.ways.get(chunk.name, 1)
+        if chunk.kind == "route":
+            rows, counts = chunk.outputs
+            return replace(chunk, outputs=(rows, _fewer(counts, ways)))
+        specs = (
+            _fewer(spec, ways)
+            if isinstance(source, Output) and (source.chunk, source.index) in self.counts
+            else spec
+            for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
+        )
+        return replace(chunk, input_specs=tuple(specs))
+
+    def _marker(self, piece: Piece, chunk: Chunk) -> Chunk:
+        """Give a marker its phases: it moves values forward and their gradients back, and has no code."""
+        phases: dict[Phase, PhaseSpec] = {"F": PhaseSpec(inputs=tuple(range(len(chunk.inputs))))}
+        if 0 in self.wanted[chunk.name] and piece.inputs[0].requires_grad:
+            phases["B"] = PhaseSpec(tangents=(0,), grad_inputs=(0,))
+        return replace(chunk, phases=phases)
+
+    def _compute(self, piece: Piece, chunk: Chunk) -> Chunk:
+        ways = self.ways.get(chunk.name, 1)
+        volume = self.traced.library.find(
+            piece,
+            trained=[self.parameters[name].trainable for name in chunk.params],
+            tangents=sorted(self.wanted[chunk.name]),
+            ways=ways,
+            params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
+            budget=self.budgets.get(chunk.name),
+        )
+        self.codes[volume.key] = volume.code
+        if volume.fallback is not None:
+            self.fallbacks[chunk.name] = volume.fallback
+        if volume.choice is not None and volume.choice.budget is not None:
+            self.choices[chunk.name] = volume.choice
+        return _finished(chunk, volume.key, volume.code.shape)
+
+
+def _spec(parameter: Parameter) -> TensorSpec:
+    width = getattr(torch, parameter.dtype).itemsize
+    shape = parameter.local_shape
+    return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
+
+
+def _ways_by_chunk(outline: CapturedModel, ways: Mapping[str, int]) -> dict[str, int]:
+    """Return the degree by which the experts of each expert chunk and of its markers are divided."""
+    chunks = {chunk.name: chunk for chunk in outline.chunks}
+    found: dict[str, int] = {}
+    for name, count in ways.items():
+        chunk = chunks[name]
+        _check_division(outline, chunk, count)
+        found[name] = count
+        for source in chunk.inputs:
+            assert isinstance(source, Output)
+            found[source.chunk] = count
+    for chunk in outline.chunks:
+        if chunk.kind == "unroute":
+            route = chunk.inputs[1]
+            assert isinstance(route, Output)
+            found[chunk.name] = found.get(route.chunk, 1)
+    return found
+
+
+def _check_division(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
+    assert chunk.kind == "expert", f"{chunk.name} has no experts"
+    assert chunk.experts % ways == 0, f"{chunk.experts} experts do not divide by {ways}"
+    shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
+    shapes |= {buffer.name: buffer.shape for buffer in outline.buffers}
+    for name in (*chunk.params, *chunk.buffers):
+        if ways > 1 and shapes[name][:1] != (chunk.experts,):
+            raise CaptureError(
+                f"{name} cannot be divided by expert",
+                by=chunk.name,
+                facts={"shape": str(list(shapes[name])), "experts": str(chunk.experts)},
+                hint="between route and unroute use weights of shape [experts, ...]; use others outside",
+            )
+
+
+def _fewer(spec: TensorSpec, ways: int) -> TensorSpec:
+    """Return the share that one device holds of a tensor with one entry for each expert."""
+    if not spec.shape:
+        return spec
+    return replace(spec, shape=(spec.shape[0] // ways, *spec.shape[1:]), nbytes=spec.nbytes // ways)
+
+
+def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
+    """Return the chunk, completed with the phases and shapes of its code."""
+    phases = {
+        phase: PhaseSpec(
+            inputs=found.reads.get("inputs", ()),
+            params=tuple(chunk.params[i] for i in found.reads.get("params", ())),
+            buffers=tuple(chunk.buffers[i] for i in found.reads.get("buffers", ())),
+            saved=found.reads.get("saved", ()),
+            carried=found.reads.get("carried", ()),
+            tangents=found.reads.get("tangents", ()),
+            grad_inputs=found.grad_inputs,
+            grad_params=tuple(chunk.params[i] for i in found.grad_params),
+            flops=found.cost.flops,
+            bytes_moved=found.cost.bytes_moved,
+            workspace=found.cost.workspace,
+        )
+        for phase in PHASES
+        if (found := shape.phases.get(phase)) is not None
+    }
+    kept = tuple(range(len(chunk.inputs))) if shape.keeps_inputs else ()
+    mutated = tuple(chunk.buffers[i] for i in shape.mutated)
+    return replace(
+        chunk,
+        key=key,
+        params=phases["F"].params,
+        buffers=tuple(dict.fromkeys((*phases["F"].buffers, *mutated))),  # some are only overwritten
+        mutated=mutated,
+        outputs=shape.outputs,
+        saved=shape.saved,
+        carried=shape.carried,
+        storages=shape.storages,
+        kept_inputs={"B": kept, "BI": kept} if kept else {},
+        phases=phases,
+        random=shape.random,
+    )

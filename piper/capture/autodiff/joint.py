@@ -1,0 +1,237 @@
+"""Traces a chunk forward and backward as one graph, and sorts its inputs and outputs by meaning."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd import descriptors as aot
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from piper.capture.autodiff.aliases import label_memory
+from piper.capture.compile.operators import KEPT
+from piper.capture.trace.blame import quiet, reason
+from piper.capture.trace.effects import name_of
+from piper.capture.trace.piece import Body
+from piper.capture.trace.sizes import Sizes
+
+_ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
+
+
+class UntraceableError(RuntimeError):
+    """A chunk that cannot be traced forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """A body's forward and backward as one graph of functional operations. Positions count in the body."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
+    inputs: Mapping[int, fx.Node]
+    params: Mapping[int, fx.Node]
+    buffers: Mapping[int, fx.Node]
+    tangents: Mapping[int, fx.Node]  # by output
+    outputs: Sequence[fx.Node]
+    mutated: Mapping[int, fx.Node]  # a buffer's new value
+    grad_inputs: Mapping[int, fx.Node]
+    grad_params: Mapping[int, fx.Node]
+    sizes: Sizes
+
+
+def trace_joint(
+    body: Body,
+    trained: Sequence[bool],
+    tangents: Sequence[int],
+    ways: int,
+    device: torch.device,
+    *,
+    decompose: bool = False,
+) -> Joint:
+    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs.
+
+    decompose: trace into the operations that Inductor compiles, so that a partition sees what it will fuse.
+    """
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    module = fx.GraphModule(body.root, _with_results(body, tangents))
+    with quiet(), contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(torch.enable_grad())
+        if any(name_of(node) == "lstm" for node in body.graph.nodes if node.op == "call_function"):
+            # Its kernel of oneDNN is for inference: without autograd it leaves out what its backward reads.
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        try:
+            rows = _unknown_rows(shapes) if body.experts else None
+            fakes = _fakes(body, trained, ways, mode, device, rows)
+            table = decompositions() if decompose else {}
+            exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
+            traced = exported.graph_module
+        except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
+            raise UntraceableError(reason(error)) from error
+    _correct_types(traced.graph)
+    label_memory(traced.graph)
+    return _described(traced, body, _sizes(body, rows))
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., object]]:
+    """Return Inductor's decompositions, without those of random operations. `KEPT` ones stay whole."""
+    from torch._inductor import config  # takes a second to import, and only compiled code needs it
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(fallback_random=True):
+        return {**select_decomp_table(), **KEPT}
+
+
+def _correct_types(graph: fx.Graph) -> None:
+    """Say what attention on a CPU returns: its sums are as wide as its scores, which torch 2.11 denies."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            wide = node.args[0].meta["val"].dtype is torch.float64
+            output, sums = node.meta["val"]
+            if wide and sums.dtype is not torch.float64:
+                sums = sums.to(torch.float64)
+                node.meta["val"] = (output, sums)
+                for user in node.users:
+                    if user.args[1] == 1:
+                        user.meta["val"] = sums
+
+
+def _sizes(body: Body, rows: torch.SymInt | None) -> Sizes:
+    """Return how to read the sizes of a trace. Refuse one that holds only for the rows it was made with."""
+    if rows is None or body.experts is None:
+        return Sizes()
+    if not rows.node.expr.is_symbol:
+        raise UntraceableError("it works for one number of rows only")
+    return Sizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
+
+
+def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
+    """Return a symbolic number of rows of which the trace knows only that it is a size."""
+    source = ConstantSource("rows")
+    symbol = shapes.create_symbol(_ROWS_WHILE_TRACING, source, dynamic_dim=DimDynamic.DYNAMIC)
+    rows = shapes.create_symintnode(symbol, hint=_ROWS_WHILE_TRACING, source=source)
+    assert isinstance(rows, torch.SymInt)
+    return rows
+
+
+def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
+    """Return the body's graph with a copy around every result. Detach the results that need no gradient."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in body.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = []
+    for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):
+        copy = copies[node] if index in tangents else graph.call_method("detach", (copies[node],))
+        # The copy separates views of inputs and of one another. A later pass drops it where it is not needed.
+        results.append(graph.call_method("clone", (copy,), {"memory_format": torch.contiguous_format}))
+    graph.output(tuple(results))
+    return graph
+
+
+def _fakes(
+    body: Body,
+    trained: Sequence[bool],
+    ways: int,
+    mode: FakeTensorMode,
+    device: torch.device,
+    rows: torch.SymInt | None,
+) -> tuple[Tensor, ...]:
+    """Stand-ins for what the body reads, all dense; in an expert region the part of one of `ways` devices."""
+
+    def fake(first: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
+        shape = [*first, *(int(size) for size in like.shape[len(first) :])]
+        return torch.empty(shape, dtype=like.dtype, device=device).requires_grad_(grad)
+
+    def share(tensor: Tensor) -> Sequence[int]:
+        """Return the length of the first axis of a tensor divided by expert."""
+        return () if rows is None else [tensor.shape[0] // ways]
+
+    def routed(index: int) -> Sequence[int | torch.SymInt]:
+        """Return the length of the first axis of routed rows or of their counts."""
+        if rows is None or body.experts is None:
+            return ()
+        return [body.experts.total // ways if body.experts.counts[index] else rows]
+
+    with mode:
+        return (
+            *(fake(routed(index), tensor, tensor.requires_grad) for index, tensor in enumerate(body.inputs)),
+            *(fake(share(tensor), tensor, grad) for tensor, grad in zip(body.params, trained, strict=True)),
+            *(fake(share(tensor), tensor, False) for tensor in body.buffers),
+        )
+
+
+def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
+    """Sort the joint graph's inputs and outputs by what torch says they are."""
+    plain, tangents = _read_placeholders(traced)
+    outputs, mutated, grads = _read_outputs(traced)
+    first_param = len(body.inputs)
+    first_buffer = first_param + len(body.params)
+    if any(index < first_buffer for index in mutated):
+        raise UntraceableError("it changes an input in place")
+
+    def part(nodes: Mapping[int, fx.Node], begin: int, end: int | None = None) -> dict[int, fx.Node]:
+        inside = (index for index in sorted(nodes) if begin <= index and (end is None or index < end))
+        return {index - begin: nodes[index] for index in inside}
+
+    return Joint(
+        graph=traced.graph,
+        root=traced,
+        inputs=part(plain, 0, first_param),
+        params=part(plain, first_param, first_buffer),
+        buffers=part(plain, first_buffer),
+        tangents=tangents,
+        outputs=[outputs[index] for index in range(len(outputs))],
+        mutated=part(mutated, first_buffer),
+        grad_inputs=part(grads, 0, first_param),
+        grad_params=part(grads, first_param),
+        sizes=sizes,
+    )
+
+
+def _read_placeholders(traced: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """Return the joint graph's arguments by position, and its tangents by output."""
+    plain: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        match node.meta["desc"]:
+            case aot.PlainAOTInput(idx=index):
+                plain[index] = node
+            case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
+                tangents[index] = node
+            case other:
+                raise UntraceableError(f"torch passes it {other}")
+    return plain, tangents
+
+
+def _read_outputs(
+    traced: fx.GraphModule,
+) -> tuple[dict[int, fx.Node], dict[int, fx.Node], dict[int, fx.Node]]:
+    """Return the joint graph's outputs, new values of arguments and gradients of arguments, by position."""
+    outputs: dict[int, fx.Node] = {}
+    mutated: dict[int, fx.Node] = {}
+    grads: dict[int, fx.Node] = {}
+    last = next(iter(reversed(traced.graph.nodes)))
+    for node, desc in zip(last.args[0], last.meta["desc"], strict=True):
+        match desc:
+            case aot.PlainAOTOutput(idx=index):
+                outputs[index] = node
+            case aot.GradAOTOutput(grad_of=aot.PlainAOTInput(idx=index)):
+                if node is not None:
+                    grads[index] = node
+            case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)):
+                mutated[index] = node
+            case None:
+                pass
+            case other:
+                raise UntraceableError(f"torch makes it return {other}")
+    return outputs, mutated, grads

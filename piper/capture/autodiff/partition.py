@@ -1,0 +1,323 @@
+"""Cuts a joint graph into forward, backward, and the backward's two halves.
+
+F holds what the forward ran. BI is what the input gradients need, BW what only the weight gradients need. A
+value that F made and a backward reads is saved; one that BI made and BW reads is carried. Parameters, buffers
+and inputs are never among them, nor are views. A view is recomputed from its base, which costs nothing and
+does not keep a parameter's memory alive between the phases.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.autodiff.aliases import cheap, is_view, memory_of, recomputable, takes_one, tensors_in
+from piper.capture.autodiff.joint import Joint
+from piper.ir.chunk import Phase
+
+_aten = torch.ops.aten
+Kind = Literal["inputs", "params", "buffers", "saved", "carried", "tangents"]
+KINDS: tuple[Kind, ...] = ("inputs", "params", "buffers", "saved", "carried", "tangents")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """A result of a phase. `copy`: it must not share memory with the values it is computed from."""
+
+    node: fx.Node
+    copy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The part of a joint graph that one phase runs. Positions are those of the piece."""
+
+    reads: Mapping[Kind, Mapping[int, fx.Node]]
+    body: Sequence[fx.Node]
+    lengths: Mapping[fx.Node, tuple[fx.Node, int]]  # a size, as an axis of something the phase reads
+    writes: Sequence[Write]
+    grad_inputs: tuple[int, ...] = ()
+    grad_params: tuple[int, ...] = ()
+
+    @property
+    def read_nodes(self) -> list[fx.Node]:
+        return [node for kind in KINDS for node in self.reads.get(kind, {}).values()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A chunk's phases over one joint graph."""
+
+    joint: Joint
+    outputs: Sequence[fx.Node]
+    saved: Sequence[fx.Node]
+    carried: Sequence[fx.Node]
+    sections: Mapping[Phase, Section]
+
+
+@dataclass(slots=True)
+class _Needs:
+    """The nodes that a phase reads and runs, while they are collected."""
+
+    reads: set[fx.Node]
+    body: set[fx.Node]
+    lengths: dict[fx.Node, tuple[fx.Node, int]]
+
+
+def partition(joint: Joint, keep: Collection[fx.Node] | None = None) -> Partition:
+    """Cut a joint graph into its phases.
+
+    keep: the values of the forward that may be saved. None: all of them. A backward recomputes the others
+    that it needs.
+    """
+    return _Partitioner(joint, keep).run()
+
+
+class _Partitioner:
+    """Finds what each phase of one joint graph reads, runs and writes."""
+
+    def __init__(self, joint: Joint, keep: Collection[fx.Node] | None) -> None:
+        self.joint, self.keep = joint, keep
+        self.order = {node: position for position, node in enumerate(joint.graph.nodes)}
+        self.backward = backward_nodes(joint)
+        self.overwritten = {joint.buffers[position] for position in joint.mutated}
+        groups: tuple[tuple[Kind, Mapping[int, fx.Node]], ...] = (
+            ("inputs", joint.inputs),
+            ("params", joint.params),
+            ("buffers", joint.buffers),
+            ("tangents", joint.tangents),
+        )
+        self.given = {node: (kind, position) for kind, nodes in groups for position, node in nodes.items()}
+        self.casts = casts(joint, self.backward)
+
+    def run(self) -> Partition:
+        joint = self.joint
+        inner, weight = list(joint.grad_inputs.values()), list(joint.grad_params.values())
+        whole = self._needs([*inner, *weight])
+        second = self._needs(weight, made=self._made(inner))
+        carried = self._sorted(node for node in second.reads if self._carried(node))
+        half = self._needs([*inner, *carried])
+        reads = [node for needs in (whole, half, second) for node in needs.reads]
+        saved = self._sorted(node for node in reads if self._saved(node))
+        outputs = [self._result(node) for node in joint.outputs]
+        sections: dict[Phase, Section] = {"F": self._forward(outputs, saved)}
+        if inner or weight:
+            kept = {node: index for index, node in enumerate(saved)}
+            handed = {node: index for index, node in enumerate(carried)}
+            sections["B"] = self._backward(whole, kept, handed, joint.grad_inputs, joint.grad_params)
+            sections["BI"] = self._backward(half, kept, handed, joint.grad_inputs, {}, carried)
+            sections["BW"] = self._backward(second, kept, handed, {}, joint.grad_params)
+        return Partition(joint=joint, outputs=outputs, saved=saved, carried=carried, sections=sections)
+
+    def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(set(nodes), key=self.order.__getitem__)
+
+    def _late(self, body: Collection[fx.Node]) -> list[fx.Node]:
+        """Return a backward's nodes in order, with each value recomputed right before its first read."""
+        placed: dict[fx.Node, None] = {}
+        for node in self._sorted(body):
+            if node not in self.backward:
+                continue
+            stack, missing = [node], {node}
+            while stack:
+                for source in stack.pop().all_input_nodes:
+                    if source in body and source not in placed and source not in missing:
+                        missing.add(source)
+                        stack.append(source)
+            placed |= dict.fromkeys(self._sorted(missing))
+        return [*placed, *(node for node in self._sorted(body) if node not in placed)]
+
+    def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the backward nodes that the roots need.
+
+        Where a node returns a tuple, include all its items, because phases exchange tensors.
+        """
+        stack, reached = list(roots), set()
+        while stack:
+            node = stack.pop()
+            if node in self.backward and node not in reached:
+                reached.add(node)
+                stack += node.all_input_nodes
+        tuples = [node for node in reached if isinstance(node.meta.get("val"), tuple | list)]
+        return reached.union(user for node in tuples for user in node.users if user in self.backward)
+
+    def _made(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
+        """Return the values that BI computes and BW need not compute again.
+
+        These are BI's own values, and the ones it recomputes at some cost.
+        """
+        made = self._closure(inner)
+        if self.keep is None:
+            return made
+        again = {node for node in self._needs(inner).body if node not in self.backward and not cheap(node)}
+        return made | again | {user for node in again for user in node.users if takes_one(user)}
+
+    def _saved(self, node: fx.Node) -> bool:
+        """Return whether a value that a backward phase reads is saved by F."""
+        if node.op == "placeholder" or node in self.backward:
+            return node in self.overwritten
+        return self.keep is None or node in self.keep
+
+    def _carried(self, node: fx.Node) -> bool:
+        """Return whether a value that BW reads is handed on by BI."""
+        return node.op != "placeholder" and not self._saved(node)
+
+    def _needs(self, roots: Sequence[fx.Node], made: Collection[fx.Node] = ()) -> _Needs:
+        """Return what a backward phase reads and runs for the roots. `made`: computed by another phase."""
+        needs = _Needs(set(), set(), {})
+        stack, lengths = list(roots), dict[fx.Node, None]()
+        while stack or lengths:
+            if not stack:  # now that the reads are known, take sizes off one of them
+                size, _ = lengths.popitem()
+                if found := _axis_with(size, needs.reads):
+                    needs.lengths[size] = found
+                else:
+                    needs.body.add(size)
+                    stack += size.all_input_nodes
+                continue
+            node = stack.pop()
+            if node in needs.body or node in needs.reads or node in needs.lengths:
+                continue
+            if node.target is _aten.sym_size.int:
+                lengths[node] = None
+            elif node.op != "placeholder" and self._runs(node, made):
+                needs.body.add(node)
+                stack += node.all_input_nodes
+            else:
+                needs.reads.add(node)
+        return needs
+
+    def _runs(self, node: fx.Node, made: Collection[fx.Node]) -> bool:
+        """Return whether a backward phase computes a value itself, rather than reads it."""
+        if not isinstance(node.meta.get("val"), Tensor | tuple | list):
+            return True  # a number
+        if recomputable(node) or node in self.casts:
+            return True
+        return node not in made and not self._saved(node)
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        """Return an output without the copy around it, where the copy is not needed."""
+        source = node.all_input_nodes[0] if node.target is _aten.clone.default else node
+        while source.target is _aten.detach.default:
+            source = source.all_input_nodes[0]
+        given = {memory_of(placeholder) for placeholder in self.given}
+        return source if source.meta["val"].is_contiguous() and memory_of(source) not in given else node
+
+    def _backward(
+        self,
+        needs: _Needs,
+        saved: Mapping[fx.Node, int],
+        carried: Mapping[fx.Node, int],
+        grad_inputs: Mapping[int, fx.Node],
+        grad_params: Mapping[int, fx.Node],
+        hands_on: Sequence[fx.Node] = (),
+    ) -> Section:
+        reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
+        for node in needs.reads:
+            if self._saved(node):
+                reads["saved"][saved[node]] = node
+            elif self._carried(node):
+                reads["carried"][carried[node]] = node
+            else:
+                kind, position = self.given[node]
+                reads[kind][position] = node
+        return Section(
+            reads=_in_order(reads),
+            body=self._late(needs.body),
+            lengths=needs.lengths,
+            writes=self._gradients([*grad_inputs.values(), *grad_params.values()], hands_on, needs),
+            grad_inputs=tuple(grad_inputs),
+            grad_params=tuple(grad_params),
+        )
+
+    def _gradients(
+        self, gradients: Sequence[fx.Node], hands_on: Sequence[fx.Node], needs: _Needs
+    ) -> list[Write]:
+        """Return the results of a backward phase.
+
+        Each has its own memory, because readers add to it or free it.
+
+        A carried value keeps its strides, since it stays on the device. A gradient may be sent and is dense.
+        """
+        taken = {memory_of(node) for node in needs.reads if not self._carried(node)}
+        taken |= {memory_of(node) for node in hands_on}
+        writes = []
+        for node in gradients:
+            writes.append(Write(node=node, copy=memory_of(node) in taken or not _fills_memory(node)))
+            taken.add(memory_of(node))
+        return [*writes, *(Write(node=node) for node in hands_on)]
+
+    def _forward(self, outputs: Sequence[fx.Node], saved: Sequence[fx.Node]) -> Section:
+        mutated = [self.joint.mutated[position] for position in sorted(self.joint.mutated)]
+        body: set[fx.Node] = set()
+        reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
+        stack = [*outputs, *saved, *mutated]
+        while stack:
+            node = stack.pop()
+            if node.op == "placeholder":
+                kind, position = self.given[node]
+                reads[kind][position] = node
+            elif node not in body:
+                body.add(node)
+                stack += node.all_input_nodes
+        kept = {memory_of(node) for node in [*outputs, *saved, *self.given]}
+        return Section(
+            reads=_in_order(reads),
+            body=self._sorted(body),
+            lengths={},
+            writes=[
+                *(Write(node=node) for node in outputs),
+                *(Write(node=node, copy=node.op == "placeholder") for node in saved),
+                *(Write(node=node, copy=memory_of(node) in kept) for node in mutated),
+            ],
+        )
+
+
+def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[int, fx.Node]]:
+    return {kind: dict(sorted(found.items())) for kind, found in reads.items()}
+
+
+def _fills_memory(node: fx.Node) -> bool:
+    """Return whether a tensor is contiguous and fills its storage."""
+    value = node.meta["val"]
+    size: int = value.numel() * value.element_size()
+    return bool(value.is_contiguous() and value.untyped_storage().nbytes() == size)
+
+
+def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the forward's casts of parameters.
+
+    If they were saved, each microbatch would hold a copy of the weights.
+    """
+    params = set(joint.params.values())
+    found: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "call_function" and sources and all(s in params or s in found for s in sources):
+            copies = node.target in (_aten._to_copy.default, _aten.clone.default) or is_view(node)
+            if copies and node not in backward:
+                found.add(node)
+    return found
+
+
+def backward_nodes(joint: Joint) -> set[fx.Node]:
+    """Return the nodes of the backward: those torch marks so, and all that depend on a gradient."""
+    found = set(joint.tangents.values())
+    for node in joint.graph.nodes:
+        marked = node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward"
+        if marked or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _axis_with(size: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
+    """Return an axis of a tensor the phase reads whose length is the wanted size. None: there is none."""
+    wanted = size.meta["val"]
+    for node in sorted(reads, key=lambda read: read.name):
+        for tensor in tensors_in(node):
+            for axis, length in enumerate(tensor.shape):
+                if isinstance(length, torch.SymInt) and length.node.expr == wanted.node.expr:
+                    return node, axis
+    return None

@@ -1,0 +1,143 @@
+"""Chooses which values of a forward are saved for the backward, and which the backward recomputes.
+
+The saved values are a minimum cut of the forward, in bytes, between values that must not be recomputed and
+those the backward reads. A compiler fuses cheap operations with their readers, so in compiled code these may
+always be recomputed. A budget allows more operations, cheapest per freed byte first, until it is met.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.autodiff.aliases import (
+    cheap,
+    draws_random,
+    memory_of,
+    read_from_memory,
+    recomputable,
+    takes_one,
+    tensors_in,
+)
+from piper.capture.autodiff.mincut import INFINITE, Network
+from piper.capture.autodiff.partition import Partition, backward_nodes, casts
+from piper.capture.cost.estimate import flops_of, traffic_of
+
+_FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The values of a forward that are saved. A backward recomputes all others."""
+
+    keep: frozenset[fx.Node]
+    budget: float | None
+    kept_bytes: int
+    all_bytes: int  # saved when nothing is recomputed
+
+
+def choose(plain: Partition, budget: float | None, *, joined: bool) -> Choice:
+    """Choose the saved values of a chunk whose partition without recomputation is `plain`.
+
+    budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
+    joined: a compiler fuses cheap operations with their readers.
+    """
+    return _Chooser(plain, joined).run(budget)
+
+
+class _Chooser:
+    """Weighs the bytes of the values of one joint graph against the cost of recomputing them."""
+
+    def __init__(self, plain: Partition, joined: bool) -> None:
+        joint = plain.joint
+        self.plain, self.sizes = plain, joint.sizes
+        self.backward = backward_nodes(joint)
+        self.casts = casts(joint, self.backward)
+        self.overwritten = {joint.buffers[position] for position in joint.mutated}
+        self.region = self._region()
+        candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
+        free = {node for node in candidates if joined and cheap(node) and not self._in_memory(node)}
+        self.free = free | {node for node in self.region if self._passes(node)}
+        self.costly = sorted((node for node in candidates if node not in self.free), key=self._density)
+
+    def run(self, budget: float | None) -> Choice:
+        everything = self._bytes(self.plain.saved)
+        keep = self._cut(0)
+        if budget is not None and self.costly and self._bytes(keep) > budget * everything:
+            few, many = 1, len(self.costly)  # the fewest that are enough; all of them, where none are
+            while few < many:
+                middle = (few + many) // 2
+                if self._bytes(self._cut(middle)) <= budget * everything:
+                    many = middle
+                else:
+                    few = middle + 1
+            keep = self._cut(few)
+        return Choice(keep=frozenset(keep), budget=budget, kept_bytes=self._bytes(keep), all_bytes=everything)
+
+    def _region(self) -> list[fx.Node]:
+        """Return the nodes that the saved values depend on, and buffers that the forward overwrites."""
+        stack, found = list(self.plain.saved), set[fx.Node]()
+        while stack:
+            node = stack.pop()
+            given = node.op == "placeholder" and node not in self.overwritten
+            if node not in found and not given and tensors_in(node):  # sizes are read off any tensor
+                found.add(node)
+                stack += node.all_input_nodes
+        return [node for node in self.plain.joint.graph.nodes if node in found]
+
+    def _bytes(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the bytes that values hold, with each storage counted once."""
+        return sum({memory_of(node): self.sizes.storage_bytes(node.meta["val"]) for node in nodes}.values())
+
+    def _passes(self, node: fx.Node) -> bool:
+        """Return whether a value is recomputed anyway, or is one result of an operation with several."""
+        return recomputable(node) or node in self.casts or takes_one(node)
+
+    def _fixed(self, node: fx.Node) -> bool:
+        """Return whether a value must not be recomputed: it is random, or a choice such as where a row goes.
+
+        A choice that is recomputed from numbers that differ in their last bit could come out differently.
+        Attention's integer results are no choice: they are the state of a generator that it does not use.
+        """
+        if self._passes(node):
+            return False
+        if not isinstance(node.target, torch._ops.OpOverload) or draws_random(node):
+            return True
+        whole = any(not t.is_floating_point() and t.dtype is not torch.bool for t in tensors_in(node))
+        return whole and not {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & {*node.target.tags}
+
+    def _in_memory(self, node: fx.Node) -> bool:
+        """Return whether the backward needs a value in memory, so that recomputing it would cost a kernel."""
+        return read_from_memory(node, self.backward.__contains__)
+
+    def _density(self, node: fx.Node) -> float:
+        """Return the cost of recomputing a value, per byte that it holds."""
+        held = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
+        cost = flops_of(node, self.sizes) + _FLOPS_PER_BYTE * traffic_of(node, self.sizes)
+        return cost / max(held, 1)
+
+    def _cut(self, allowed: int) -> list[fx.Node]:
+        """Return the values to save if the first `allowed` of the costly operations may be recomputed."""
+        may = {*self.free, *self.costly[:allowed]}
+        network = Network()
+        into = {node: network.place() for node in self.region}
+        out = {node: network.place() for node in self.region}
+        for node in self.region:
+            network.join(into[node], out[node], self._weight(node))
+            if node not in may:
+                network.join(network.source, into[node])
+            for source in node.all_input_nodes:
+                if source in out:
+                    network.join(out[source], into[node])
+        for node in self.plain.saved:
+            network.join(out[node], network.sink)
+        behind = network.behind_cut()
+        return [node for node in self.region if out[node] in behind and into[node] not in behind]
+
+    def _weight(self, node: fx.Node) -> int:
+        """Return the bytes that saving a value takes. Infinite: it cannot be saved."""
+        several = not isinstance(node.meta["val"], Tensor)
+        if several or recomputable(node) or node in self.casts:
+            return INFINITE
+        return max(1, self.sizes.storage_bytes(node.meta["val"]))

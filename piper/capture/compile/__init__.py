@@ -1,0 +1,1 @@
+"""Compiles the phases of chunks, and caches compiled code."""

@@ -1,0 +1,96 @@
+"""Names code by what it does, so that identical stages are traced and compiled once."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from piper.capture.trace.piece import Body
+
+
+def structural_key(
+    body: Body,
+    trained: Sequence[bool],
+    tangents: Sequence[int],
+    ways: int,
+    device: torch.device,
+    variant: str = "",
+) -> str:
+    """Return a hash of all that decides a body's code. Parameters count by shape, not by name.
+
+    variant: the settings by which the code is made from the body. Empty: the default ones.
+    """
+    lines = _lines(body, trained, tangents, ways, device)
+    return digest_of([*lines, variant] if variant else lines)[:16]
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """Return a hash of lines of text."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _lines(
+    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
+) -> Iterator[str]:
+    yield f"{body.experts} / {ways} on {device}"
+    for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
+        for tensor in tensors:
+            grad = tensor.requires_grad if group == "input" else ""
+            yield f"{group} {_shape(tensor)} {tensor.dtype} {grad}"
+    yield f"trained {list(trained)} tangents {list(tangents)}"
+    yield from graph_lines(body.graph, body.root)
+
+
+def graph_lines(graph: fx.Graph, root: nn.Module) -> Iterator[str]:
+    """Yield a graph as text: each operation and its arguments, without the names that the trace chose."""
+    numbers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        numbers[node] = len(numbers)
+        shown = [_text(argument, numbers) for argument in node.args]
+        named = [f"{key}={_text(argument, numbers)}" for key, argument in sorted(node.kwargs.items())]
+        yield f"{node.op} {_target(node, root)} {' '.join(shown + named)}"
+
+
+def _shape(tensor: Tensor) -> str:
+    """Return a shape without the names of its symbols, which differ between otherwise equal layers."""
+    return ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
+
+
+def _target(node: fx.Node, root: nn.Module) -> str:
+    if node.op == "placeholder":
+        return ""
+    if node.op == "get_attr":  # the body of a higher-order operation
+        held: object = root
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        match held:
+            case fx.GraphModule():
+                return str(held.graph)
+            case Tensor() if not isinstance(held, FakeTensor):
+                return f"{held.dtype} {list(held.shape)} {held.tolist()}"
+            case _:
+                return f"{type(held)} {id(held)}"
+    target = node.target
+    if isinstance(target, str):
+        return target
+    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    return f"{name} {str(target).split(' at 0x')[0]}"  # an address is no part of what it does
+
+
+def _text(argument: object, numbers: Mapping[fx.Node, int]) -> str:
+    match argument:
+        case fx.Node():
+            return f"%{numbers[argument]}"
+        case tuple() | list():
+            return "[" + " ".join(_text(part, numbers) for part in argument) + "]"
+        case dict():
+            return "{" + " ".join(f"{key}:{_text(part, numbers)}" for key, part in argument.items()) + "}"
+        case slice():
+            return f"slice{_text((argument.start, argument.stop, argument.step), numbers)}"
+        case _:
+            return repr(argument)

@@ -1,0 +1,257 @@
+"""Compiles the phases of chunks with Inductor: each distinct one once, cached on disk, sent as bytes.
+
+Inductor unpickles the files of its own cache. So it works in a folder of this process alone, which holds only
+files that this process wrote or that our cache has verified; see `capture/compile/cache.py`.
+"""
+
+import functools
+import importlib
+import inspect
+import pickle
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import sympy  # type: ignore[import-untyped]  # torch's symbols are its
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._inductor import standalone_compile
+from torch._inductor.codecache import CacheBase, torch_key
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir, temporary_cache_dir
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from piper.capture.compile.cache import Cache, Entry
+from piper.capture.compile.hashing import digest_of, graph_lines
+from piper.capture.trace.blame import quiet, reason
+from piper.errors import CaptureError, PiperError
+from piper.ir.chunk import Phase
+from piper.private_files import private_folder
+
+_PATCHES = {
+    "fallback_random": True,  # the same random numbers as without a compiler
+    # Inductor compiles a phase as inference, and moves results that only the caller reads to the end. In a
+    # backward these are all weight gradients, so the values they are computed from would live until then.
+    "reorder_for_locality": False,
+}
+_OPTIONS = {"config_patches": _PATCHES}
+_IN_ARTIFACT = {"aotautograd", "fxgraph", "locks", "__pycache__"}  # folders that loading an artifact fills
+_HINT = 1013  # a prime that no real size equals, for sizes that routing decides
+_BROKEN = (AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError, EOFError, ImportError)
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+class Compiled:
+    """A compiled phase, called as its `PhaseSpec` says. It is sent between processes as bytes.
+
+    `boxed` takes the arguments in a list and empties it, so that memory with no other reference is
+    free for reuse while the phase still runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        artifact: bytes,
+        cache: Cache,
+        modules: Sequence[str],
+        plain: Callable[..., tuple[Tensor, ...]] | None = None,
+    ) -> None:
+        """Load a compiled phase.
+
+        `name`: the name of its entry in the cache. `plain`: the same code, not compiled, which stays in this
+        process.
+        """
+        self.name, self.artifact, self.cache = name, artifact, cache
+        self.modules, self.plain = tuple(modules), plain
+        entry = cache.find(name)
+        if entry is not None and entry.artifact == artifact:
+            cache.restore(entry)  # else its kernels are compiled again from the artifact
+        self.boxed: Boxed = _load(artifact, cache, modules)
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        if self.plain is not None and torch.is_grad_enabled() and any(map(_is_traced, arguments)):
+            return self.plain(*arguments)  # compiled code cannot be differentiated
+        return tuple(self.boxed(list(arguments)))
+
+    def __reduce__(self) -> tuple[type["Compiled"], tuple[str, bytes, Cache, tuple[str, ...]]]:
+        for module in self.modules:
+            if not _importable(module):
+                raise pickle.PicklingError(f"{module} defines an operator, and no worker can import it")
+        return Compiled, (self.name, self.artifact, self.cache, self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A phase as a graph, with example arguments."""
+
+    module: fx.GraphModule
+    arguments: Sequence[Tensor]  # fakes of any mode
+
+
+def compile_phase(source: Source, cache: Cache, chunk: str, phase: Phase) -> Compiled:
+    """Return the compiled form of a phase, from the cache or compiled now and stored there."""
+    graph = source.module.graph
+    name, modules = _name(source), sorted(_modules(graph))
+    found = cache.find(name)
+    if found is not None:
+        try:
+            return Compiled(name, found.artifact, cache, modules, source.module)
+        except PiperError:
+            raise
+        except _BROKEN:
+            pass  # this torch cannot load it: compile it again
+    try:
+        artifact = _compile(source, cache)
+        made = Compiled(name, artifact, cache, modules, source.module)
+        cache.keep(name, Entry(artifact=artifact, files=_made_files(cache)))
+    except PiperError:
+        raise
+    except _BROKEN as error:
+        raise CaptureError(
+            f"{phase} cannot be compiled",
+            by=chunk,
+            facts={"why": reason(error)},
+            hint="leave compile=True out; the chunk then runs operation by operation",
+        ) from error
+    return made
+
+
+@contextmanager
+def _working(cache: Cache) -> Iterator[None]:
+    """Let Inductor work quietly, in this process's folder, and keep this thread's gradient mode."""
+    private_folder(Path(default_cache_dir()), "cache")  # precompiled headers are here in any case
+    folder = str(cache.working_folder())
+    with quiet(), torch.set_grad_enabled(torch.is_grad_enabled()), temporary_cache_dir(folder):
+        yield
+
+
+def _made_files(cache: Cache) -> dict[str, bytes]:
+    """Return the libraries and sources that the compiler has made, by path within the working folder."""
+    folder, found = cache.working_folder(), dict[str, bytes]()
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if path.is_file() and not _IN_ARTIFACT & set(inner.parts):
+            with suppress(FileNotFoundError):  # a draft that the compiler has renamed since
+                found[inner.as_posix()] = path.read_bytes()
+    return found
+
+
+def _compile(source: Source, cache: Cache) -> bytes:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    arguments = _stand_ins(source.arguments, mode)
+    with _working(cache), tracing(TracingContext(mode)), tempfile.TemporaryDirectory() as folder:
+        artifact = standalone_compile(
+            source.module, [*arguments], dynamic_shapes="from_tracing_context", options=_OPTIONS
+        )
+        path = Path(folder) / "artifact"
+        artifact.save(path=str(path), format="binary")
+        return path.read_bytes()
+
+
+def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> Boxed:
+    for module in modules:
+        importlib.import_module(module)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "artifact"
+        path.write_bytes(artifact)
+        with _working(cache):
+            loaded = CompiledArtifact.load(path=str(path), format="binary")
+    # An artifact takes its arguments one by one, and so keeps them alive; its inner function takes a list.
+    inner = inspect.getclosurevars(loaded._compiled_fn).nonlocals.get("compiled_fn")
+    return inner if callable(inner) else lambda arguments: loaded(*arguments)
+
+
+def _name(source: Source) -> str:
+    """Return a hash of all that decides the compiled form: graph, arguments, torch and machine."""
+    return digest_of(_lines(source))
+
+
+def _lines(source: Source) -> Iterator[str]:
+    yield torch.__version__
+    yield torch_key().hex()
+    yield str(_OPTIONS)
+    yield _machine(source.arguments[0].device.type if source.arguments else "cpu")
+    for value in source.arguments:
+        yield f"{_known(value.shape)} {_known(value.stride())} {value.dtype} {value.device.type}"
+    yield from graph_lines(source.module.graph, source.module)
+
+
+def _known(sizes: Sequence[int | torch.SymInt]) -> str:
+    """Return sizes as text, with every symbol that routing decides written as `rows`."""
+    shown = []
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            names = {symbol: sympy.Symbol("rows") for symbol in size.node.expr.free_symbols}
+            shown.append(str(size.node.expr.subs(names)))
+        else:
+            shown.append(str(size))
+    return ",".join(shown)
+
+
+@functools.cache
+def _machine(device: str) -> str:
+    """Return the properties of this machine on which code for a kind of device depends."""
+    if device == "cpu":
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{device} {CacheBase.get_system()}"
+
+
+def _modules(graph: fx.Graph) -> Iterator[str]:
+    """Yield the modules that define the custom operators which a graph calls."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            defined = OPDEFS.get(node.target.name().partition(".")[0])
+            if defined is not None:
+                yield defined._init_fn.__module__
+
+
+def _is_traced(value: Tensor) -> bool:
+    return value.requires_grad
+
+
+def _importable(module: str) -> bool:
+    """Return whether another process can import a module by its name."""
+    top = module.partition(".")[0]
+    return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
+
+
+def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    """Return fake tensors of `mode` like the given ones. Sizes that routing decides become new symbols."""
+    shapes, symbols = mode.shape_env, dict[sympy.Symbol, sympy.Symbol]()
+    assert shapes is not None
+
+    def unknown(symbol: sympy.Symbol) -> sympy.Symbol:
+        if symbol not in symbols:
+            symbols[symbol] = shapes.create_symbol(
+                _HINT, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC
+            )
+        return symbols[symbol]
+
+    def size(given: int | torch.SymInt) -> int | torch.SymInt:
+        if not isinstance(given, torch.SymInt) or not given.node.expr.free_symbols:
+            return int(given)
+        expression = given.node.expr
+        fresh = expression.subs({symbol: unknown(symbol) for symbol in expression.free_symbols})
+        hint = int(fresh.subs({symbol: _HINT for symbol in fresh.free_symbols}))
+        made = shapes.create_symintnode(fresh, hint=hint)
+        assert isinstance(made, torch.SymInt)
+        return made
+
+    with mode:
+        return [
+            torch.empty_strided(
+                [size(length) for length in value.shape],
+                [size(step) for step in value.stride()],
+                dtype=value.dtype,
+                device=value.device,
+            )
+            for value in values
+        ]

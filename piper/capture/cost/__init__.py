@@ -1,0 +1,1 @@
+"""Estimates what a phase computes, moves and holds."""

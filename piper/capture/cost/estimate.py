@@ -1,0 +1,106 @@
+"""Estimates the cost of a phase: arithmetic, memory traffic, and temporary memory."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from piper.capture.autodiff.aliases import cheap, is_view, memories, read_from_memory, storages
+from piper.capture.autodiff.partition import Section
+from piper.capture.cost.workspace import workspace_of
+from piper.capture.trace.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The cost of one phase, with balanced sizes."""
+
+    flops: int
+    bytes_moved: int
+    workspace: int  # peak bytes beyond arguments and results; negative if these never coexist
+
+
+def cost_of(
+    section: Section, sizes: Sizes, *, joined: bool = False, lasting: Collection[fx.Node] = ()
+) -> Cost:
+    """Add up the operations of a phase.
+
+    joined: a compiler fuses cheap operations with their readers, so the values between them need no memory.
+    lasting: values that a later phase reads again.
+    """
+    fleeting = _fleeting(section) if joined else None
+    flops = moved = 0
+    for node in section.body:
+        if isinstance(node.target, torch._ops.OpOverload) and not is_view(node):
+            flops += flops_of(node, sizes)
+            moved += traffic_of(node, sizes, fleeting or ())
+    return Cost(flops=flops, bytes_moved=moved, workspace=workspace_of(section, sizes, fleeting, lasting))
+
+
+def _fleeting(section: Section) -> set[int]:
+    """Return the storages that a compiled phase never allocates, because their producers are fused."""
+    body = set(section.body)
+    written = {memory for write in section.writes for memory in memories(write.node)}
+    found: set[int] = set()
+    for node in section.body:
+        if cheap(node) and not read_from_memory(node, body.__contains__):
+            found |= set(memories(node)) - written
+    return found
+
+
+def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> int:
+    """Return the bytes an operation reads and writes, without the storages in `fleeting`."""
+    return sum(
+        sizes.nbytes(tensor)
+        for storage, tensor in storages([node, *node.all_input_nodes])
+        if storage not in fleeting
+    )
+
+
+def flops_of(node: fx.Node, sizes: Sizes) -> int:
+    """Return the floating-point operations of a node, by torch's own table."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if target.name().startswith("piper::grouped_mm"):
+        return _grouped_flops(node, sizes)
+    if "_scaled_dot_product_" in target.name():
+        return _attention_flops(node, sizes, backward="backward" in target.name())
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is None:
+        return 0
+
+    def shaped(argument: Any) -> Any:  # noqa: ANN401  an argument is anything
+        # The formulas need only shapes.
+        value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
+        return torch.Size(sizes.shape(value)) if isinstance(value, Tensor) else value
+
+    arguments = [fx.node.map_aggregate(argument, shaped) for argument in node.args]
+    named = {key: fx.node.map_aggregate(argument, shaped) for key, argument in node.kwargs.items()}
+    result = fx.node.map_aggregate(node.meta["val"], shaped)
+    return int(formula(*arguments, **named, out_val=result))
+
+
+def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
+    """Return the floating-point operations of a grouped matrix product.
+
+    Each row meets one expert: rows x d x f, for any number of experts.
+    """
+    first, second = (sizes.shape(source.meta["val"]) for source in node.all_input_nodes[:2])
+    made = sizes.shape(node.meta["val"])
+    rows, width = first
+    return 2 * rows * width * (second[-1] if len(made) == 3 else made[1])
+
+
+def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
+    """Return the floating-point operations of attention.
+
+    The forward has two products, scores and values. The backward has five, because it recomputes the scores.
+    """
+    sources = [source for source in node.args if isinstance(source, fx.Node)]
+    query, key, value = (sizes.shape(source.meta["val"]) for source in sources[backward : backward + 3])
+    batch, heads, length, width = query
+    scores = 2 * batch * heads * length * key[2]
+    return scores * (3 * width + 2 * value[3] if backward else width + value[3])

@@ -1,0 +1,165 @@
+"""Predicts the memory that lives only while a phase runs."""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+
+import torch
+from torch import fx
+
+from piper.capture.autodiff.aliases import (
+    cheap,
+    is_view,
+    memories,
+    memory_of,
+    recomputable,
+    storages,
+    tensors_in,
+)
+from piper.capture.autodiff.partition import Section
+from piper.capture.trace.sizes import Sizes
+
+_aten = torch.ops.aten
+_WRITES_INTO = (
+    _aten.index_put.default,
+    _aten._unsafe_index_put.default,
+    _aten._unsafe_masked_index_put_accumulate.default,
+    _aten.scatter.src,
+    _aten.scatter.value,
+    _aten.scatter_add.default,
+)
+
+
+def workspace_of(
+    section: Section, sizes: Sizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
+) -> int:
+    """Return the peak memory of a phase in bytes, beyond its arguments and its results.
+
+    It can be negative for compiled code, which frees a saved value after its last read. Most saved values are
+    freed before the last results are allocated, so the two are never in memory together.
+
+    fleeting: the storages that compiled code never allocates. None: the phase is not compiled.
+    """
+    results = {memory_of(write.node) for write in section.writes}
+    kept = _kept(section, lasting) - results if fleeting is not None else set()
+    outside = {memory_of(node) for node in section.read_nodes} - kept | set(fleeting or ())
+    if fleeting is None:
+        outside |= results
+    reused = {} if fleeting is None else _reused(section)
+    bytes_of: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    until = _until(section.body, set(fleeting or ()))
+    together = {} if fleeting is None else _together(section.body, sizes, set(fleeting))
+    for position, node in enumerate(section.body):
+        for made, tensor in storages([node, *node.all_input_nodes]):
+            storage = reused.get(made, made)
+            if storage not in outside:
+                bytes_of[storage] = max(sizes.storage_bytes(tensor), bytes_of.get(storage, 0))
+                first.setdefault(storage, 0 if storage in kept else position)
+                last[storage] = max(until[node], together.get(made, 0), last.get(storage, 0))
+                if storage in results:
+                    last[storage] = len(section.body) - 1
+    boundary = sum(nbytes for storage, nbytes in bytes_of.items() if storage in kept or storage in results)
+    return peak(len(section.body), bytes_of, first, last) - boundary
+
+
+def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
+    """Return the position in the body after which each operation has read its arguments.
+
+    An operation whose result has no memory is fused into its readers, and reads its arguments there.
+    """
+    found: dict[fx.Node, int] = {}
+    for position in reversed(range(len(body))):
+        node = body[position]
+        readers = [found[user] for user in node.users if user in found]
+        joined = bool(tensors_in(node)) and fleeting >= set(memories(node))
+        found[node] = max(readers, default=position) if joined else position
+    return found
+
+
+def _together(body: Sequence[fx.Node], sizes: Sizes, fleeting: Set[int]) -> dict[int, int]:
+    """Return, by storage, the position of the last result of a kernel that makes several.
+
+    Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
+    depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
+    """
+    place = {node: position for position, node in enumerate(body)}
+    readers = _joined_readers(body, fleeting)
+    results = dict.fromkeys(node for nodes in readers.values() for node in nodes)
+    apart = _apart(body, results)
+    found: dict[int, int] = {}
+    for nodes in readers.values():
+        for first, later in itertools.combinations(nodes, 2):
+            same = _length(first, sizes) == _length(later, sizes)
+            if same and not apart(first, later):
+                found[memory_of(first)] = max(place[later], found.get(memory_of(first), 0))
+    return found
+
+
+def _length(node: fx.Node, sizes: Sizes) -> int:
+    return math.prod(sizes.shape(node.meta["val"]))
+
+
+def _joined_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, list[fx.Node]]:
+    """Return, for each storage, the fusible operations that read it directly or through fused operations."""
+    sources: dict[fx.Node, set[int]] = {}  # the storages that a value without its own is computed from
+    found: dict[int, list[fx.Node]] = {}
+    for node in body:
+        made_of: set[int] = set()
+        for source in node.all_input_nodes:
+            own = set(memories(source))
+            made_of |= own if own and own.isdisjoint(fleeting) else sources.get(source, set())
+        if fleeting >= set(memories(node)) or is_view(node):
+            sources[node] = made_of
+        elif cheap(node):
+            for memory in made_of:
+                found.setdefault(memory, []).append(node)
+    return found
+
+
+def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[fx.Node, fx.Node], bool]:
+    """Return a function that says whether an operation that cannot be fused lies between two results."""
+    bit = {node: 1 << number for number, node in enumerate(results)}
+    reached: dict[fx.Node, int] = {}
+    behind: dict[fx.Node, int] = {}
+    for node in body:
+        inner = [source for source in node.all_input_nodes if source in reached]
+        reached[node] = functools.reduce(operator.or_, (reached[source] for source in inner), 0)
+        behind[node] = functools.reduce(operator.or_, (behind[source] for source in inner), 0)
+        if not cheap(node) and not recomputable(node):
+            behind[node] = reached[node]
+        reached[node] |= bit.get(node, 0)
+    return lambda first, later: bool(behind[later] & bit[first])
+
+
+def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
+    """Return the storages that other phases save for this phase alone."""
+    given = [*section.reads.get("saved", {}).values(), *section.reads.get("carried", {}).values()]
+    return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
+
+
+def _reused(section: Section) -> dict[int, int]:
+    """Return, for results that compiled code writes in place, the storage that each one reuses."""
+    body, found = set(section.body), dict[int, int]()
+    for node in section.body:
+        if node.target in _WRITES_INTO:
+            start = node.all_input_nodes[0]
+            if start in body and len(start.users) == 1:
+                found[memory_of(node)] = found.get(memory_of(start), memory_of(start))
+    return found
+
+
+def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: Mapping[int, int]) -> int:
+    """Return the most bytes alive at any of `length` positions."""
+    change: list[int] = [0] * (length + 1)
+    for storage, nbytes in size.items():
+        change[first[storage]] += nbytes
+        change[last[storage] + 1] -= nbytes
+    most = alive = 0
+    for step in change:
+        alive += step
+        most = max(most, alive)
+    return most

@@ -1,0 +1,1 @@
+"""Traces a model and its loss, and cuts the trace into chunks."""

@@ -1,0 +1,249 @@
+"""Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, fx
+
+from piper.capture.divide.collective import how_of
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.cut import Cut
+from piper.capture.trace.effects import draws, marker
+from piper.capture.trace.emit import emit
+from piper.capture.trace.functionalize import memory_of, value, written_memory
+from piper.capture.trace.piece import Body, Experts, Made, Piece, Segment
+from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
+from piper.capture.trace.regions import Regions
+from piper.capture.trace.segments import split_nodes
+from piper.capture.trace.sizes import Sizes
+from piper.errors import CaptureError
+from piper.ir.chunk import Chunk, Output, Source, TensorSpec
+
+
+class Assembler:
+    """Builds the pieces of one recording."""
+
+    def __init__(self, recording: Recording, regions: Regions, cuts: Sequence[Cut]) -> None:
+        self.recording, self.regions, self.cuts = recording, regions, cuts
+        self.home = {node: cut for cut in cuts for node in cut.nodes}
+        self.sizes, self.experts = _routed_sizes(regions, cuts)
+        self.results = {cut.name: self._results(cut) for cut in cuts}
+
+    def pieces(self) -> list[Piece]:
+        """Return the piece of every chunk, in the order of the cuts."""
+        markers = ("route", "unroute", "collective")
+        pieces = [self._marker(cut) if cut.kind in markers else self._compute(cut) for cut in self.cuts]
+        _check_buffers([piece.chunk for piece in pieces])
+        return pieces
+
+    def output(self, node: fx.Node) -> Output:
+        """Return the name by which other chunks refer to a value."""
+        home = self.home[node]
+        if home.kind == "route":  # its results are read through getitems, several for one result
+            index = node.args[1]
+            assert isinstance(index, int)
+            return Output(chunk=home.name, index=index)
+        return Output(chunk=home.name, index=self.results[home.name].index(node))
+
+    def _results(self, cut: Cut) -> list[fx.Node]:
+        """Return the values of a chunk that other chunks read or the loss returns."""
+        if cut.kind in ("route", "unroute", "collective"):
+            return [node for node in cut.nodes if isinstance(value(node), Tensor)]
+        inside = set(cut.nodes)
+        return [
+            node for node in cut.nodes if node in self.recording.results or self._read_outside(node, inside)
+        ]
+
+    def _read_outside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        return any(user in self.home and user not in inside for user in node.users)
+
+    def _source(self, node: fx.Node) -> Source:
+        if node in self.home:
+            return self.output(node)
+        origin = self.recording.origins[node]
+        assert not isinstance(origin, FromParameter | FromBuffer), "state is no input"
+        return origin
+
+    def _spec(self, cut: Cut, node: fx.Node) -> TensorSpec:
+        result = value(node)
+        if not isinstance(result, Tensor):
+            raise CaptureError(
+                "a number that is read off a tensor leaves its region",
+                by=f"{node.name}{node_line(node)}",
+                facts={"region": cut.name},
+                hint="keep .item(), nonzero() and whatever depends on their sizes within one region",
+            )
+        return self.sizes.spec(result)
+
+    def _marker(self, cut: Cut) -> Piece:
+        """Return a `route`, `unroute` or collective: inputs and outputs, no code."""
+        node = next(node for node in cut.nodes if marker(node))
+        reads = [source for source in node.args[:2] if isinstance(source, fx.Node)]
+        made = value(node)
+        results = made if isinstance(made, tuple | list) else [made]
+        chunk = Chunk(
+            name=cut.name,
+            tags=cut.tags,
+            kind=cut.kind,
+            inputs=tuple(self._source(source) for source in reads),
+            input_specs=tuple(self._spec(cut, source) for source in reads),
+            outputs=tuple(self.sizes.spec(result) for result in results if isinstance(result, Tensor)),
+            experts=self.experts.get(cut.name, 0),
+            collective=how_of(node) if cut.kind == "collective" else None,
+        )
+        return Piece(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)
+
+    def _compute(self, cut: Cut) -> Piece:
+        nodes = self._with_copies(cut)
+        reads = self._reads(nodes)
+        inputs, params, buffers = reads
+        results = self.results[cut.name]
+        written = written_memory(nodes)
+        chunk = Chunk(
+            name=cut.name,
+            tags=cut.tags,
+            kind=cut.kind,
+            inputs=tuple(self._source(node) for node in inputs),
+            input_specs=tuple(self._spec(cut, node) for node in inputs),
+            params=tuple(self._name(node) for node in params),
+            buffers=tuple(self._name(node) for node in buffers),
+            mutated=tuple(self._name(node) for node in buffers if memory_of(node) in written),
+            outputs=tuple(self._spec(cut, node) for node in results),
+            random=any(draws(node) for node in nodes),
+            experts=self.experts.get(cut.name, 0),
+            fixed=tuple(index for index, node in enumerate(results) if node in self.regions.fixed),
+        )
+        body = self._body(nodes, results, _experts(chunk))
+        parts = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
+        whole = cut.kind == "expert" or len(parts) == 1
+        segments = () if whole else self._segments(parts, reads, results)
+        return Piece(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
+
+    def _body(
+        self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
+    ) -> Body:
+        reads = self._reads(nodes)
+        inside = set(nodes)
+
+        def shared(target: fx.Node) -> bool:
+            if isinstance(self.recording.origins.get(target), FromBuffer):
+                return False  # a buffer's new value is a result
+            return target not in inside or self._read_outside(target, inside)
+
+        return Body(
+            graph=emit(
+                nodes,
+                [node for group in reads for node in group],
+                results,
+                modes=self.recording.modes,
+                shared=shared,
+            ),
+            root=self.recording.root,
+            inputs=tuple(_tensor(node) for node in reads[0]),
+            params=tuple(_tensor(node) for node in reads[1]),
+            buffers=tuple(_tensor(node) for node in reads[2]),
+            outputs=tuple(_tensor(node) for node in results),
+            experts=experts,
+        )
+
+    def _segments(
+        self, parts: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
+    ) -> tuple[Segment, ...]:
+        inputs, params, buffers = reads
+        home = {node: number for number, part in enumerate(parts) for node in part}
+        made: dict[fx.Node, Made] = {}
+        segments = []
+        for number, part in enumerate(parts):
+            going = [
+                node
+                for node in part
+                if node in results or any(home.get(user, number) > number for user in node.users)
+            ]
+            made.update({node: Made(segment=number, output=i) for i, node in enumerate(going)})
+            own = self._reads(part)
+            segments.append(
+                Segment(
+                    body=self._body(part, going),
+                    inputs=tuple(made[node] if node in made else inputs.index(node) for node in own[0]),
+                    params=tuple(params.index(node) for node in own[1]),
+                    buffers=tuple(buffers.index(node) for node in own[2]),
+                    returns={results.index(node): i for i, node in enumerate(going) if node in results},
+                )
+            )
+        return tuple(segments)
+
+    def _with_copies(self, cut: Cut) -> list[fx.Node]:
+        """Return the chunk's nodes and those it runs its own copy of, in program order."""
+        extra = self.regions.copied | (self.regions.weights if cut.kind == "expert" else frozenset())
+        nodes, stack = set(cut.nodes), list(cut.nodes)
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source in extra and source not in nodes:
+                    nodes.add(source)
+                    stack.append(source)
+        return sorted(nodes, key=self.regions.order.__getitem__)
+
+    def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """Return the inputs, parameters and buffers that the nodes read, each in the order of first use."""
+        inside = set(nodes)
+        found = dict.fromkeys(
+            source for node in nodes for source in node.all_input_nodes if source not in inside
+        )
+        params = [node for node in found if isinstance(self.recording.origins.get(node), FromParameter)]
+        buffers = [node for node in found if isinstance(self.recording.origins.get(node), FromBuffer)]
+        state = {*params, *buffers}
+        return [node for node in found if node not in state], params, buffers
+
+    def _name(self, node: fx.Node) -> str:
+        origin = self.recording.origins[node]
+        assert isinstance(origin, FromParameter | FromBuffer)
+        return origin.name
+
+
+def _tensor(node: fx.Node) -> Tensor:
+    result = value(node)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _experts(chunk: Chunk) -> Experts | None:
+    if chunk.kind != "expert":
+        return None
+    return Experts(
+        total=chunk.experts,
+        rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
+        counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
+    )
+
+
+def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[Sizes, Mapping[str, int]]:
+    """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
+    balanced: dict[str, int] = {}
+    rows: set[str] = set()
+    experts: dict[str, int] = {}
+    for cut in cuts:
+        node = cut.nodes[0]
+        if cut.kind == "route":
+            x, counts = (_tensor(source) for source in node.all_input_nodes[:2])
+            routed, received = node.meta["example_value"]
+            balanced |= {str(routed.shape[0]): x.shape[0], str(received.shape[0]): counts.shape[0]}
+            rows.add(str(routed.shape[0]))
+            experts[cut.name] = counts.shape[0]
+    names = {cut.nodes[0]: cut.name for cut in cuts if cut.kind == "route"}
+    for cut in cuts:
+        if cut.kind in ("expert", "unroute"):
+            experts[cut.name] = experts[names[regions.areas[cut.nodes[0]]]]
+    return Sizes(balanced, frozenset(rows)), experts
+
+
+def _check_buffers(chunks: Sequence[Chunk]) -> None:
+    """Refuse a buffer that one region changes and another reads: they may be on different devices."""
+    for chunk in chunks:
+        for name in chunk.mutated:
+            for other in chunks:
+                if name in other.buffers and other.tags != chunk.tags:
+                    raise CaptureError(
+                        f"{name} is changed by one region and read by another",
+                        by="model",
+                        facts={"changed": chunk.name, "read": other.name},
+                        hint="give each region a module of its own, or put both uses into one region",
+                    )

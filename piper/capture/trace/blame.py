@@ -1,0 +1,88 @@
+"""Turns torch's report on a model that cannot be captured into one clear error."""
+
+import contextlib
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._guards import TracingContext
+
+from piper.errors import CaptureError
+
+_PACKAGE = Path(__file__).parents[2]
+_OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
+_HINT = (
+    "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
+)
+
+
+@contextmanager
+def quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Hide torch's logs and warnings about a trace. Yield the list that collects the warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield caught
+    finally:
+        logging.disable(before)
+
+
+def refused(what: str, error: Exception, *, hint: str = _HINT) -> CaptureError:
+    """Return the error that says where and why the user's code could not be traced."""
+    where = user_line(error)
+    return CaptureError(
+        what,
+        by=f"capture ({where})" if where else "capture",
+        facts={"why": reason(error)},
+        hint=hint,
+    )
+
+
+def user_line(error: Exception) -> str | None:
+    """Return the line of the user's code that raised an error, as `llama.py:41`. None: there is none."""
+    frames = [*(getattr(error, "real_stack", None) or ()), *traceback.extract_tb(error.__traceback__)]
+    traced = len(getattr(error, "real_stack", None) or ())
+    # The traced stack comes first: the interpreter's shows only the tracer.
+    for group in (frames[:traced], frames[traced:]):
+        for frame in reversed(group):
+            if not frame.filename.startswith(_OURS):
+                return f"{Path(frame.filename).name}:{frame.lineno}"
+    return None
+
+
+def reason(error: Exception) -> str:
+    """Return the reason for an error, in one line."""
+    text = str(error)
+    for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
+        if found := re.search(pattern, text, re.MULTILINE):
+            return _one_line(re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", found.group(1)))
+    return _one_line(f"{type(error).__name__}: {text}")
+
+
+def _one_line(text: str, width: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def node_line(node: torch.fx.Node) -> str:
+    """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
+    files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    for name, line in reversed(files):
+        if not name.startswith(_OURS):
+            return f" ({Path(name).name}:{line})"
+    return ""
+
+
+def tracing_line() -> str:
+    """Return the line of the user's code that a trace is at, for errors: ` (llama.py:41)`, or nothing."""
+    for frame in reversed(TracingContext.extract_stack()):
+        if not frame.filename.startswith((*_OURS, contextlib.__file__)):
+            return f" ({Path(frame.filename).name}:{frame.lineno})"
+    return ""

@@ -1,0 +1,164 @@
+"""Cuts the captured graph into chunks: as few as the regions allow, without a cycle between chunks."""
+
+import heapq
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from piper.capture.divide.collective import how_of
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import marker
+from piper.capture.trace.functionalize import Entangled
+from piper.capture.trace.recording import Recording
+from piper.capture.trace.regions import Regions
+from piper.errors import CaptureError
+from piper.ir.chunk import ChunkKind, Tags
+
+
+@dataclass(slots=True)
+class Group:
+    """The nodes of one chunk, while it grows."""
+
+    tags: Tags
+    kind: ChunkKind
+    number: int
+    nodes: list[fx.Node] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)  # groups whose results this one reads
+    behind: int = 0  # bit i: this group runs after group i, directly or not; its own bit too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One chunk: a name, a region and the nodes that run in it."""
+
+    name: str
+    tags: Tags
+    kind: ChunkKind
+    nodes: tuple[fx.Node, ...]
+
+
+def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) -> list[Cut]:
+    """Cut the graph; the chunks come in an order in which they can run."""
+    groups = _Groups()
+    placed: dict[fx.Node, Group] = {}
+    bundles: dict[int, Group] = {}
+    route_of: dict[fx.Node, Group] = {}
+    for node in sorted(regions.homes, key=regions.order.__getitem__):
+        sources = {placed[source].number for source in node.all_input_nodes if source in placed}
+        holder = node.args[0] if node.target is operator.getitem else None
+        if isinstance(holder, fx.Node) and holder in placed and not _indexes_tensor(holder):
+            group = placed[holder]  # chunks exchange tensors: the parts of a tuple stay with it
+        elif kind := marker(node):
+            group = groups.new(regions.homes[node], kind)
+        elif route := regions.areas.get(node):
+            if route not in route_of:
+                route_of[route] = groups.new(regions.homes[route], "expert")
+            group = route_of[route]
+        elif bundle := recording.bundles.get(node):
+            if bundle not in bundles:
+                bundles[bundle] = groups.new(regions.homes[node], "compute")
+            group = bundles[bundle]
+        else:
+            group = groups.fitting(regions.homes[node], sources)
+        groups.add(group, node, sources)
+        placed[node] = group
+    _check_entangled(entangled, placed)
+    return _named(groups.sorted(regions.order))
+
+
+def _indexes_tensor(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("example_value"), tuple | list)
+
+
+class _Groups:
+    """Groups of nodes, and which run after which."""
+
+    def __init__(self) -> None:
+        self.all: list[Group] = []
+        self.by_tags: dict[Tags, list[Group]] = {}
+
+    def new(self, tags: Tags, kind: ChunkKind) -> Group:
+        group = Group(tags, kind, len(self.all), behind=1 << len(self.all))
+        self.all.append(group)
+        if kind == "compute":
+            self.by_tags.setdefault(tags, []).append(group)
+        return group
+
+    def fitting(self, tags: Tags, sources: set[int]) -> Group:
+        """Return the latest group of a region that a reader of `sources` can join, or a new one.
+
+        A group can be joined where that makes no cycle between groups.
+        """
+        for group in reversed(self.by_tags.get(tags, [])):
+            others = sources - {group.number}
+            if not any(self.all[other].behind >> group.number & 1 for other in others):
+                return group
+        return self.new(tags, "compute")
+
+    def add(self, group: Group, node: fx.Node, sources: set[int]) -> None:
+        group.nodes.append(node)
+        fresh = sources - {group.number} - group.sources
+        group.sources |= fresh
+        behind = group.behind
+        for source in fresh:
+            behind |= self.all[source].behind
+        if behind != group.behind:
+            for other in self.all:
+                if other.behind >> group.number & 1:
+                    other.behind |= behind
+
+    def sorted(self, order: Mapping[fx.Node, int]) -> list[Group]:
+        """Return the groups in topological order. Groups that could run at once keep program order."""
+        waits = {group.number: len(group.sources) for group in self.all}
+        readers: dict[int, list[int]] = {}
+        for group in self.all:
+            for source in group.sources:
+                readers.setdefault(source, []).append(group.number)
+        ready = [(order[group.nodes[0]], group.number) for group in self.all if not waits[group.number]]
+        heapq.heapify(ready)
+        done: list[Group] = []
+        while ready:
+            _, number = heapq.heappop(ready)
+            done.append(self.all[number])
+            for reader in readers.get(number, []):
+                waits[reader] -= 1
+                if not waits[reader]:
+                    heapq.heappush(ready, (order[self.all[reader].nodes[0]], reader))
+        assert len(done) == len(self.all), "chunks wait for each other"
+        return done
+
+
+def _named(groups: list[Group]) -> list[Cut]:
+    """Name each chunk by its region: `PP=0`, its second piece `PP=0 #1`, a marker `PP=0 EP=0 route`.
+
+    A collective is a region of its own, counted along its axis: `PP=0 TP=3`.
+    """
+    taken: dict[str, int] = {}
+    collectives: dict[str, int] = {}
+    cuts = []
+    for group in groups:
+        if group.kind == "collective":
+            axis = how_of(group.nodes[0]).axis
+            collectives[axis] = collectives.get(axis, -1) + 1
+            group.tags = (*group.tags, (axis, collectives[axis]))
+        name = " ".join(f"{tag}={index}" for tag, index in group.tags) or "all"
+        if group.kind in ("route", "unroute"):
+            name += f" {group.kind}"
+        piece = taken.get(name, 0)
+        taken[name] = piece + 1
+        full = f"{name} #{piece}" if piece else name
+        cuts.append(Cut(name=full, tags=group.tags, kind=group.kind, nodes=tuple(group.nodes)))
+    return cuts
+
+
+def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, Group]) -> None:
+    for group in entangled:
+        homes = {placed[node].number for node in group.nodes if node in placed}
+        if len(homes) > 1:
+            raise CaptureError(
+                "a tensor is changed in place while another region sees it under another name",
+                by=f"{group.write.name}{node_line(group.write)}",
+                hint="write x = x + y instead of x += y there, or clone the view first",
+            )

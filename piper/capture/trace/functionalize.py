@@ -1,0 +1,146 @@
+"""Rewrites a recorded graph so that operations depend on exactly their arguments, and it can be cut."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import marker, name_of, store, writes
+from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
+from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant
+
+_FILLS = {
+    "new_zeros": torch.zeros,
+    "zeros_like": torch.zeros,
+    "new_ones": torch.ones,
+    "ones_like": torch.ones,
+    "new_empty": torch.empty,
+    "empty_like": torch.empty,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entangled:
+    """A write that other names of the same memory see: all of `nodes` must stay in one chunk."""
+
+    write: fx.Node
+    nodes: frozenset[fx.Node]
+
+
+def value(node: fx.Node) -> object:
+    """Return the fake result of a node."""
+    return node.meta.get("example_value")
+
+
+def simplify(recording: Recording) -> Sequence[Entangled]:
+    """Make dependencies through memory explicit, in place. Return the writes for which that fails."""
+    _fill_by_size(recording)
+    _merge_results(recording)
+    return _explicit_writes(recording)
+
+
+def _fill_by_size(recording: Recording) -> None:
+    """Make tensors of a known size from that size, not from a tensor that happens to have it.
+
+    x.new_zeros(4, 8)
+    -->
+    torch.zeros((4, 8), ...)
+
+    Otherwise x would travel to another chunk for its shape alone.
+    """
+    for node in list(recording.graph.nodes):
+        made = value(node)
+        if (
+            node.op in ("call_function", "call_method")
+            and name_of(node) in _FILLS
+            and isinstance(made, Tensor)
+            and all(isinstance(size, int) for size in made.shape)
+            and not made.requires_grad
+        ):
+            node.op, node.target = "call_function", _FILLS[name_of(node)]
+            node.args = (tuple(made.shape),)
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
+
+
+def _merge_results(recording: Recording) -> None:
+    """Read each result of a `route` through one node: a trace takes sizes off a second one."""
+    first: dict[tuple[fx.Node, object], fx.Node] = {}
+    for node in recording.graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and marker(source) == "route":
+            kept = first.setdefault((source, node.args[1]), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+
+
+def _explicit_writes(recording: Recording) -> list[Entangled]:
+    """Make the reads of a value after a write in place depend on the write.
+
+    y = x.add_(1); z = x * 2
+    -->
+    y = x.add_(1); z = y * 2
+    """
+    order = {node: position for position, node in enumerate(recording.graph.nodes)}
+    owners = {memory_of(node): node for node in recording.origins}
+    entangled = []
+    for node in list(recording.graph.nodes):
+        for written in writes(node):
+            owner = owners.get(memory_of(written))
+            _check_owner(node, written, owner, recording.origins.get(owner) if owner else None)
+            if written is owner and isinstance(recording.origins[owner], FromBuffer):
+                continue  # comes out of the chunk as a new value of the buffer
+            if node.target is operator.setitem:
+                node.target = store
+                node.meta["example_value"] = value(written)
+            if isinstance(value(node), Tensor):
+                _replace_later(written, node, order)
+            # A view made after the write already depends on it.
+            aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
+            seen = [user for other in aliases for user in other.users if order[user] > order[node]]
+            if seen:
+                entangled.append(Entangled(write=node, nodes=frozenset([node, *aliases, *seen])))
+    return entangled
+
+
+def _check_owner(node: fx.Node, written: fx.Node, owner: fx.Node | None, origin: Origin | None) -> None:
+    """Refuse a write to a tensor that the forward must not change."""
+    match origin:
+        case FromParameter(name=name):
+            raise CaptureError(
+                f"the forward changes the parameter {name}",
+                by=f"{node.name}{node_line(node)}",
+                hint="compute a new tensor instead, or keep what changes in a buffer",
+            )
+        case Batch() | Constant() if written is not owner:
+            raise CaptureError(
+                "the forward changes a part of an input in place",
+                by=f"{node.name}{node_line(node)}",
+                hint="clone the input first: x = x.clone()",
+            )
+
+
+def _replace_later(node: fx.Node, by: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: order[user] > order[by])
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """Return the storage id of a node's value. None: it is no tensor, or a tensor inside vmap."""
+    made = value(node)
+    if not isinstance(made, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(made):
+        return None  # inside vmap a tensor has no memory of its own to ask for
+    memory: int = made.untyped_storage()._cdata
+    return memory
+
+
+def written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """Return the storage ids that the nodes write in place, directly or through a view."""
+    return {memory_of(target) for node in nodes for target in writes(node)}
+
+
+def _aliases(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    memory = memory_of(node)
+    return [other for other in graph.nodes if memory is not None and memory_of(other) == memory]

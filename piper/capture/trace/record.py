@@ -1,0 +1,265 @@
+"""Records one forward and loss as a single graph, with the region and mode of each call."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import autocast_mode
+from torch.nn.utils.parametrizations import _SpectralNorm
+
+from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
+from piper.capture.trace.blame import node_line, quiet, refused
+from piper.capture.trace.hooks import no_tensor_hooks
+from piper.capture.trace.recording import (
+    FromBuffer,
+    FromParameter,
+    Mode,
+    Origin,
+    Recording,
+    number_regions,
+    places_of,
+)
+from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant
+
+LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
+
+
+class Step(nn.Module):
+    """The module that is traced: the user's loss of the user's model."""
+
+    def __init__(self, model: nn.Module, loss: LossFn) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = (loss,)  # in a tuple: a loss that is itself a module must not become a submodule
+
+    def forward(self, batch: dict[str, Tensor]) -> object:
+        begin_trace()
+        return self.loss[0](self.model, batch)
+
+
+def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recording:
+    """Trace `loss(model, batch)`, all of it, into one graph."""
+    step = Step(model, loss)
+    settings = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+        allow_rnn=True,
+    )
+    with quiet() as warned, settings, entered_regions() as entered:
+        try:
+            with no_tensor_hooks():
+                captured = dynamo_graph_capture_for_export(step)(batch)
+        except CaptureError:
+            raise
+        except Exception as error:
+            # Torch raises these when there is no operation, or when the loss returns no result of one.
+            if "backend_input" in str(error) or isinstance(error, SyntaxError):
+                raise _not_a_loss("it returns no tensor") from error
+            raise refused("the model and its loss cannot be captured", error) from error
+        _check_side_effects(model, (str(warning.message) for warning in warned))
+        flat = captured.graph._codegen.process_inputs(batch)
+        returned = _structure(captured)
+    tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
+    regions = [*listed_regions(model), *entered]
+    return _Reader(captured, tensors, _sources(model, batch), regions).read(returned)
+
+
+def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
+    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for text in warnings:
+        if found := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
+            path = re.findall(r"'([^']+)'", found.group(1))[1:]
+            if isinstance(modules.get(".".join(path)), _SpectralNorm):
+                continue  # it writes into its buffers through `out=`, and assigns each to itself
+            raise CaptureError(
+                "the forward replaces a buffer or parameter",
+                by="model",
+                facts={"module": ".".join(path) or "the model itself"},
+                hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
+            )
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
+    """Return where each tensor comes from, by identity. A tied parameter goes by its first name."""
+    found: dict[int, Origin] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(id(parameter), FromParameter(name=name))
+    for name, buffer in model.named_buffers():
+        found.setdefault(id(buffer), FromBuffer(name=name))
+    return {**found, **{id(tensor): Batch(field=name) for name, tensor in batch.items()}}
+
+
+def _structure(captured: fx.GraphModule) -> tuple[object, ...]:
+    """Return what the loss returned, with graph nodes in place of computed tensors."""
+    flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
+    try:
+        returned = captured.graph._codegen.process_outputs(flat)
+    except AttributeError as error:  # a Python number is read off a tensor after the graph
+        raise _not_a_loss("it returns a Python number") from error
+    values = returned if isinstance(returned, tuple) else (returned,)
+    if len(values) not in (1, 2) or not all(isinstance(value, fx.Node | Tensor) for value in values):
+        kinds = ", ".join(
+            "a tensor" if isinstance(value, fx.Node | Tensor) else type(value).__name__ for value in values
+        )
+        raise _not_a_loss(f"it returns {'(' + kinds + ')' if isinstance(returned, tuple) else kinds}")
+    return values
+
+
+def _not_a_loss(got: str) -> CaptureError:
+    return CaptureError(
+        "the loss is not a loss",
+        by="loss",
+        facts={"got": got},
+        hint="return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors",
+    )
+
+
+class _Reader:
+    """Copies a captured graph without the nodes that compute nothing, and notes what those meant."""
+
+    def __init__(
+        self,
+        captured: fx.GraphModule,
+        tensors: Mapping[fx.Node, object],
+        sources: Mapping[int, Origin],
+        regions: Sequence[Region],
+    ) -> None:
+        self.captured, self.tensors, self.sources, self.regions = captured, tensors, sources, regions
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[int, fx.Node] = {}  # placeholders by their tensor's identity
+        self.origins: dict[fx.Node, Origin] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.modes: dict[fx.Node, Mode] = {}
+        self.bundles: dict[fx.Node, int] = {}
+        self.mode = Mode()
+        self.depth = 0
+        self.bundle = 0
+
+    def read(self, returned: tuple[object, ...]) -> Recording:
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node, self.tensors[node])
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op != "output" and not self._context(node):
+                self._copy(node)
+        results = tuple(self._result(value) for value in returned)
+        _check_results(results)
+        marks = {node: node.meta.get("custom") or {} for node in self.graph.nodes}
+        return Recording(
+            graph=self.graph,
+            root=self.root,
+            origins=self.origins,
+            results=results,
+            tags=number_regions(marks, self.regions),
+            places=places_of(self.regions),
+            modes=self.modes,
+            bundles=self.bundles,
+            constants=self.constants,
+        )
+
+    def _input(self, node: fx.Node, tensor: object) -> fx.Node:
+        """Make one placeholder for a tensor that comes from outside, even if it has several names."""
+        if id(tensor) not in self.inputs:
+            origin = self.sources.get(id(tensor)) or self._constant(node, tensor)
+            copy = self.graph.placeholder(node.name)
+            copy.meta["example_value"] = node.meta.get("example_value", tensor)
+            self.origins[copy], self.inputs[id(tensor)] = origin, copy
+        self.copies[node] = self.inputs[id(tensor)]
+        return self.copies[node]
+
+    def _constant(self, node: fx.Node, tensor: object) -> Constant:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
+            raise CaptureError(
+                "the model uses a tensor that is neither a parameter nor a buffer",
+                by="model",
+                facts={"tensor": _attribute_name(self.captured, tensor) or str(node.target)},
+                hint="make it known: self.register_buffer(name, tensor, persistent=False)",
+            )
+        self.constants[node.name] = tensor.detach().contiguous()
+        return Constant(name=node.name)
+
+    def _attribute(self, node: fx.Node) -> None:
+        """Read a tensor as a constant; keep the graph that a higher-order operation runs."""
+        held: object = self.captured
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if isinstance(held, Tensor):
+            self._input(node, held)
+        else:
+            self._copy(node)
+            self.copies[node].target = node.name
+            setattr(self.root, node.name, held)
+
+    def _copy(self, node: fx.Node) -> None:
+        copy = self.graph.node_copy(node, lambda used: self.copies[used])
+        self.copies[node], self.modes[copy] = copy, self.mode
+        if self.depth:
+            self.bundles[copy] = self.bundle
+
+    def _context(self, node: fx.Node) -> bool:
+        """Return whether a node computes nothing. If it opens or closes a mode, note that."""
+        target = node.target
+        if target is torch._C._set_grad_enabled:
+            self.mode = Mode(grad=bool(node.args[0]), autocast=self.mode.autocast)
+        elif target is autocast_mode._enter_autocast:
+            self.mode = Mode(grad=self.mode.grad, autocast=(*self.mode.autocast, node.args))
+        elif target is autocast_mode._exit_autocast:
+            self.mode = Mode(grad=self.mode.grad, autocast=self.mode.autocast[:-1])
+        elif (name := getattr(target, "__name__", "")).endswith("_increment_nesting"):
+            self.bundle += not self.depth
+            self.depth += 1
+            return False  # vmap's levels are part of what runs, so they stay, with all between them
+        elif name.endswith("_decrement_nesting"):
+            self._copy(node)
+            self.depth -= 1
+        else:
+            return name in ("lazy_load_decompositions", "_log_api_usage_once") or "_assert" in str(target)
+        return True
+
+    def _result(self, value: object) -> fx.Node:
+        """Return the node of a value that the loss returned, even if that value is an input."""
+        if isinstance(value, fx.Node):
+            return self.copies[value]
+        return self._input(fx.Graph().placeholder("result"), value)
+
+
+def _attribute_name(module: nn.Module, value: object) -> str | None:
+    """Return the name under which a module holds an unregistered value. None: no module holds it."""
+    for path, part in module.named_modules():
+        for name, held in vars(part).items():
+            if held is value:
+                return f"{path}.{name}".removeprefix("model.")
+    return None
+
+
+def _check_results(results: tuple[fx.Node, ...]) -> None:
+    values = [node.meta["example_value"] for node in results]
+    for what, value in zip(("loss", "weight"), values, strict=False):
+        if value.dim():
+            raise _not_a_loss(f"its {what} has shape {list(value.shape)}")
+    if len(values) == 2 and values[1].requires_grad:
+        raise CaptureError(
+            "the weight of the loss depends on parameters",
+            by="loss" + node_line(results[1]),
+            facts={"but": "gradients are those of the sum, divided by the total weight of the batch"},
+            hint="detach it: return loss, weight.detach(); or return a mean, whose gradient is that of both",
+        )
+    if not values[0].requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter",
+            by="loss" + node_line(results[0]),
+            hint="check for detach(), no_grad() and requires_grad=False between the parameters and the loss",
+        )

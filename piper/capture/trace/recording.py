@@ -1,0 +1,107 @@
+"""The captured graph of one forward and loss, with the facts about its nodes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from piper.capture.trace.annotate import PREFIX, Mark, Region
+from piper.capture.trace.effects import writes
+from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant, Place, Tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromParameter:
+    """A graph input that is a parameter of the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromBuffer:
+    """A graph input that is a buffer of the model."""
+
+    name: str
+
+
+Origin = Batch | Constant | Place | FromParameter | FromBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """The mode an operation runs in: whether autograd records it, and inside which autocasts."""
+
+    grad: bool = True
+    autocast: tuple[tuple[fx.node.Argument, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The captured graph. Calls that only change a mode are left out; `modes` has their effect."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
+    origins: Mapping[fx.Node, Origin]  # of each placeholder
+    results: tuple[fx.Node, ...]  # the loss, or its sum and its weight
+    tags: Mapping[fx.Node, Tags]
+    modes: Mapping[fx.Node, Mode]
+    bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    places: Mapping[tuple[str, int], str] = field(default_factory=dict)  # the line of each region
+
+
+def number_regions(
+    marks: Mapping[fx.Node, Mapping[str, Mark]], regions: Iterable[Region] = ()
+) -> dict[fx.Node, Tags]:
+    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made.
+
+    regions: all that were entered or listed. A region without operations counts too, so that indices agree
+    with the user's count.
+    """
+    seen: dict[str, set[Mark]] = {}
+    for region in regions:
+        seen.setdefault(PREFIX + region.tag, set()).add(region.mark)
+    for custom in marks.values():
+        for key, mark in custom.items():
+            if key.startswith(PREFIX):
+                seen.setdefault(key, set()).add(mark)
+    indices = {key: {mark: index for index, mark in enumerate(sorted(found))} for key, found in seen.items()}
+    for key in seen:
+        _check_tag(key.removeprefix(PREFIX))
+    return {
+        node: tuple(
+            (key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices
+        )
+        for node, custom in marks.items()
+    }
+
+
+def places_of(regions: Sequence[Region]) -> dict[tuple[str, int], str]:
+    """Return the line or modules of each region, by its tag and index."""
+    found: dict[tuple[str, int], str] = {}
+    for tag in {region.tag for region in regions}:
+        places = {region.mark: region.where for region in regions if region.tag == tag}
+        found |= {(tag, index): places[mark] for index, mark in enumerate(sorted(places))}
+    return found
+
+
+def _check_tag(tag: str) -> None:
+    if not tag.isidentifier() or tag == "PASS":
+        raise CaptureError(
+            f"{tag!r} cannot name a region",
+            by="annotate",
+            hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
+        )
+
+
+def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that the results, or writes in place, depend on."""
+    stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
+    reached: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack += node.all_input_nodes
+    return reached

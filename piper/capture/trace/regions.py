@@ -1,0 +1,211 @@
+"""Decides to which region each node of the captured graph belongs, and which nodes belong to none."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import draws, marker
+from piper.capture.trace.functionalize import Entangled, memory_of, value, written_memory
+from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, live
+from piper.errors import CaptureError
+from piper.ir.chunk import Batch, Constant, Place, Tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """The region in which every node runs."""
+
+    order: Mapping[fx.Node, int]  # position in the program
+    homes: Mapping[fx.Node, Tags]  # of each node that runs in one place
+    copied: frozenset[fx.Node]  # made from state alone: every chunk that needs one makes its own
+    weights: frozenset[fx.Node]  # made from parameters alone: an expert region makes its own
+    areas: Mapping[fx.Node, fx.Node]  # nodes after a `route` up to and with its `unroute`, and that `route`
+    fixed: frozenset[fx.Node]  # the same for all samples
+
+
+def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Regions:
+    """Sort the nodes into regions."""
+    graph = recording.graph
+    needed = live(graph, recording.results)
+    bundles = {recording.bundles[node] for node in needed if node in recording.bundles}
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op != "placeholder" and (node in needed or recording.bundles.get(node) in bundles)
+    ]
+    order = {node: position for position, node in enumerate(nodes)}
+    tied = frozenset(node for group in entangled for node in group.nodes)
+    copied = _made_from(recording, nodes, (FromBuffer, Constant, Place), tied)
+    weights = _made_from(recording, nodes, (FromBuffer, Constant, Place, FromParameter), tied) - copied
+    areas = _expert_areas(recording, nodes, copied | weights)
+    sunk = _only_for_experts(nodes, weights, areas)
+    routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
+    # A marker has no code, so it cannot run its own copy of what it reads.
+    placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
+    homes = _homes(recording, placed)
+    crossing = _crossing(recording, nodes, weights - routed, homes)
+    return Regions(
+        order=order,
+        homes={node: home for node, home in homes.items() if node not in crossing},
+        copied=copied | crossing,
+        weights=weights,
+        areas=areas,
+        fixed=_fixed(recording, nodes),
+    )
+
+
+def _crossing(
+    recording: Recording, nodes: list[fx.Node], weights: frozenset[fx.Node], homes: Mapping[fx.Node, Tags]
+) -> frozenset[fx.Node]:
+    """Return the nodes made from parameters alone that another region than their own reads.
+
+    Every region that reads one makes its own copy from the parameters, which are then tied: a value without
+    samples has no slices, so it could not travel between sets of devices of different sizes.
+    """
+    readers: dict[fx.Node, set[Tags]] = {}
+    for node in reversed(nodes):
+        if node in weights:
+            readers[node] = {
+                home
+                for user in node.users
+                for home in (readers[user] if user in readers else {homes[user]} if user in homes else ())
+            }
+    return frozenset(
+        node
+        for node, regions in readers.items()
+        if node in homes and node not in recording.results and regions - {homes[node]}
+    )
+
+
+def _fixed(recording: Recording, nodes: list[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes that depend on no sample, draw nothing and read no buffer that the forward writes."""
+    written = written_memory(nodes)
+    fixed = {
+        node
+        for node, origin in recording.origins.items()
+        if not isinstance(origin, Batch) and memory_of(node) not in written
+    }
+    for node in nodes:
+        if all(source in fixed for source in node.all_input_nodes) and not draws(node):
+            fixed.add(node)
+    return frozenset(fixed)
+
+
+def _made_from(
+    recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], tied: frozenset[fx.Node]
+) -> frozenset[fx.Node]:
+    """Return the nodes that depend on inputs of these kinds alone, with the same result on every device."""
+    written = written_memory(nodes)
+    made = {
+        node
+        for node, origin in recording.origins.items()
+        if isinstance(origin, kinds) and memory_of(node) not in written
+    }
+    trains = FromParameter in kinds
+    found = set()
+    for node in nodes:
+        result = value(node)
+        fixed = isinstance(result, Tensor | tuple | list) or node.op == "get_attr"
+        if (
+            fixed
+            and all(source in made for source in node.all_input_nodes)
+            and not draws(node)
+            and marker(node) is None
+            and node not in recording.bundles
+            and node not in tied
+            and (trains or not (isinstance(result, Tensor) and result.requires_grad))
+        ):
+            made.add(node)
+            found.add(node)
+    return frozenset(found)
+
+
+def _expert_areas(
+    recording: Recording, nodes: list[fx.Node], made_anywhere: frozenset[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Return the nodes between each `route` and its `unroute`, each with its `route`.
+
+    These are the nodes that depend on routed rows.
+    """
+    anywhere = {node for node, origin in recording.origins.items() if not isinstance(origin, Batch)}
+    anywhere |= made_anywhere
+    routed: dict[fx.Node, fx.Node] = {}  # what a `route` returns and what is made of it
+    area: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        reads = [source for source in node.all_input_nodes if source not in anywhere]
+        routes = {routed[source] for source in reads if source in routed}
+        if _is_result_of_route(node):
+            routed[node] = reads[0]
+        elif marker(node) == "unroute":
+            rows, counts = node.all_input_nodes[:2]
+            if not _is_result_of_route(counts) or routed.get(rows) is not routed[counts]:
+                raise _not_routed(node)
+            area[node] = routed[counts]
+        elif routes:
+            outside = [source for source in reads if source not in routed]
+            if outside or len(routes) > 1 or marker(node) or node in recording.results:
+                raise _leaves_area(node, outside)
+            routed[node] = area[node] = routes.pop()
+    return area
+
+
+def _is_result_of_route(node: fx.Node) -> bool:
+    return node.target is operator.getitem and marker(node.all_input_nodes[0]) == "route"
+
+
+def _not_routed(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        "these rows and counts do not come from one route",
+        by=f"unroute{node_line(node)}",
+        hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+    )
+
+
+def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
+    if outside:
+        fact = {"uses": f"{outside[0].name}{node_line(outside[0])}, which was not routed"}
+        hint = "route it with the rows, or use it after unroute: the rows may be on another device"
+    else:
+        fact = {"uses": "rows of a route that has not been unrouted"}
+        hint = "call unroute before anything else uses what route returned"
+    return CaptureError(
+        "what lies between route and unroute must come from the rows, the counts and the weights",
+        by=f"{node.name}{node_line(node)}",
+        facts=fact,
+        hint=hint,
+    )
+
+
+def _only_for_experts(
+    nodes: list[fx.Node], weights: frozenset[fx.Node], areas: Mapping[fx.Node, fx.Node]
+) -> frozenset[fx.Node]:
+    """Return the nodes made from parameters that only expert regions use. They move into those regions."""
+    sunk: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node in weights and node.users and all(user in areas or user in sunk for user in node.users):
+            sunk.add(node)
+    return frozenset(sunk)
+
+
+def _homes(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags]:
+    """Give nodes outside every annotation the region of their producers, else of their users."""
+    homes = {node: recording.tags[node] for node in nodes if recording.tags[node]}
+    loss = recording.results[0]
+    first: dict[Tags, int] = {}
+    for position, node in enumerate(nodes):
+        if node in homes:
+            first.setdefault(homes[node], position)
+    for node in nodes:
+        if node not in homes:
+            producers = [homes[source] for source in node.all_input_nodes if source in homes]
+            if producers:
+                homes[node] = max(producers, key=first.__getitem__)
+    for node in reversed(nodes):
+        if node not in homes:
+            users = [homes[user] for user in node.users if user in homes]
+            # What nothing reads is a result, and runs where the loss does.
+            homes[node] = min(users, key=lambda tags: first.get(tags, 0)) if users else homes.get(loss, ())
+    return homes

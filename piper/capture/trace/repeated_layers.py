@@ -1,0 +1,106 @@
+"""Finds the repeated blocks of a model without annotations, and tags each as a layer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from piper.capture.trace.annotate import annotate_modules, listed_regions
+from piper.errors import ConfigError
+
+TAG = "LAYER"
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+SHARE = 1 / 4  # of the largest stack's parameters, or block's, from which on another one counts too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The repeated blocks of one container."""
+
+    blocks: tuple[str, ...]  # their paths, in order
+    kinds: frozenset[type[nn.Module]]
+    size: int  # parameters of all blocks
+
+
+def annotate_layers(model: nn.Module) -> nn.Module:
+    """Tag the repeated blocks of a model LAYER=0, LAYER=1, ... in the order it lists them; return the model.
+
+    The blocks are those of the container (`ModuleList`, `Sequential` or `ModuleDict`) that holds the most
+    parameters in blocks of one class. A model with several such containers, such as an encoder and a decoder,
+    has its layers numbered consecutively. Operations outside the layers join their neighbours.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{model!r} is not a module",
+            by="annotate_layers",
+            hint="give it the model: annotate_layers(LlamaForCausalLM(config))",
+        )
+    if any(region.tag == TAG for region in listed_regions(model)):
+        raise ConfigError(
+            f"the model has regions {TAG} already",
+            by="annotate_layers",
+            hint="annotate a model once",
+        )
+    layers = find_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated layers",
+            by="annotate_layers",
+            facts={"looked for": "a ModuleList, Sequential or ModuleDict with two blocks of one class"},
+            hint=f'name its regions yourself: annotate_modules(model, {{"{TAG}": ["first", "second"]}})',
+        )
+    return annotate_modules(model, {TAG: [[path] for path in layers]})
+
+
+def find_layers(model: nn.Module) -> list[str]:
+    """Return the paths of a model's layers, in order; none where nothing repeats."""
+    stacks: list[Stack] = []
+    for path, module in model.named_modules():
+        inside = any(_within(path, block) for stack in stacks for block in stack.blocks)
+        if isinstance(module, CONTAINERS) and not inside and (stack := _stack(path, module)) is not None:
+            stacks.append(stack)
+    if not stacks:
+        return []
+    largest = max(stacks, key=lambda stack: stack.size)
+    return [
+        block
+        for stack in stacks
+        if stack.kinds & largest.kinds or stack.size >= SHARE * largest.size
+        for block in stack.blocks
+    ]
+
+
+def _stack(path: str, container: nn.Module) -> Stack | None:
+    """Return the repeated blocks of a container. None: it has no two of one class with parameters."""
+    sizes = {name: _parameters(child) for name, child in container.named_children()}
+    children = dict(container.named_children())
+    repeated = dict(_repeated(children, sizes))
+    if not repeated:
+        return None
+    # Containers that alternate two classes of blocks count both; a small projection is no block.
+    least = SHARE * max(sum(sizes[name] for name in names) / len(names) for names in repeated.values())
+    kinds = {kind for kind, names in repeated.items() if sum(sizes[n] for n in names) >= least * len(names)}
+    blocks = [name for name in children if type(children[name]) in kinds]
+    return Stack(
+        blocks=tuple(f"{path}.{name}" if path else name for name in blocks),
+        kinds=frozenset(kinds),
+        size=sum(sizes[name] for name in blocks),
+    )
+
+
+def _repeated(
+    children: Mapping[str, nn.Module], sizes: Mapping[str, int]
+) -> Iterator[tuple[type[nn.Module], Sequence[str]]]:
+    """Yield the classes of which a container has two children or more, with those that have parameters."""
+    for kind in dict.fromkeys(map(type, children.values())):
+        names = [name for name, child in children.items() if type(child) is kind and sizes[name]]
+        if len(names) > 1:
+            yield kind, names
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _within(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")

@@ -1,0 +1,72 @@
+"""Finds means in a captured loss whose divisor depends on the data: slices of a batch may weigh unevenly.
+
+A mean over an axis of fixed size divides every slice of a batch by the same number. These do not: a mean
+cross entropy over several labels per sample, because labels can be ignored; one with a weight for each class;
+a mean over rows that a mask selects; a sum divided by a count of the batch.
+"""
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import argument, name_of
+from piper.capture.trace.functionalize import value
+from piper.capture.trace.recording import Recording, live
+from piper.ir.chunk import Batch
+
+_ENTROPIES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
+_DIVISIONS = (operator.truediv, torch.div, torch.true_divide)
+
+
+def uneven_means(recording: Recording, rows: int) -> tuple[str, ...]:
+    """Return each mean of a loss whose slices may count unevenly, with its line. rows: the samples traced."""
+    if len(recording.results) > 1:
+        return ()  # a sum with its weight
+    needed = live(recording.graph, recording.results[:1])
+    found = (
+        text for node in recording.graph.nodes if node in needed for text in _uneven(recording, node, rows)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _uneven(recording: Recording, node: fx.Node, rows: int) -> Iterator[str]:
+    result = value(node)
+    if not isinstance(result, Tensor) or result.dim() or not result.requires_grad:
+        return
+    name = name_of(node)
+    if name in _ENTROPIES and argument(node, "reduction", "mean") == "mean":
+        labels = value(node.all_input_nodes[1])
+        several = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.numel() > rows
+        if several or isinstance(argument(node, "weight"), fx.Node):
+            yield f"{name}{node_line(node)}"
+    elif name == "mean" and _dynamic(value(node.all_input_nodes[0])):
+        yield f"mean{node_line(node)}"
+    elif (node.target in _DIVISIONS or name in ("div", "__truediv__")) and len(node.all_input_nodes) == 2:
+        below = node.all_input_nodes[1]
+        if node.args[1] is below and _counts_batch(recording, below):
+            yield f"division{node_line(node)}"
+
+
+def _dynamic(tensor: object) -> bool:
+    """Return whether a size of a tensor depends on values."""
+    return isinstance(tensor, Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _counts_batch(recording: Recording, node: fx.Node) -> bool:
+    """Return whether a number depends on the batch and constants alone."""
+    stack, reached, fields = [node], set[fx.Node](), 0
+    while stack:
+        current = stack.pop()
+        if current in reached:
+            continue
+        reached.add(current)
+        if current.op == "placeholder":
+            origin = recording.origins[current]
+            if not isinstance(origin, Batch):
+                return False
+            fields += 1
+        stack += current.all_input_nodes
+    return fields > 0

@@ -1,0 +1,184 @@
+"""Restores a worker's state from a checkpoint that was saved under any strategy."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.json_state import Plain, decode, dtype_named
+from piper.checkpoint.layout import (
+    Span,
+    buffers_of,
+    by_parameter,
+    held_buckets,
+    length_of,
+    owned_range,
+    spans,
+)
+from piper.checkpoint.metadata import FILE, Record
+from piper.checkpoint.save import RefusedError, copied, model_part
+from piper.checkpoint.storage import CheckpointReader, Part
+from piper.ir.chunk import CapturedModel
+from piper.plan.plan import Bucket
+from piper.runtime.setup import Initial
+from piper.runtime.worker import Worker
+
+WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
+
+
+def blank_values(outline: CapturedModel) -> Initial:
+    """Return values of the right shape that take no memory, for a worker that is about to load others."""
+    known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
+    known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}
+
+    def blank(name: str) -> Tensor:
+        shape, dtype = known[name]
+        return torch.zeros((), dtype=dtype_named(dtype)).expand(shape)
+
+    return blank
+
+
+def read_state(worker: Worker, shelf: CheckpointReader) -> list[Callable[[], None]]:
+    """Read a worker's part of a checkpoint or version, and return what gives it to the worker.
+
+    The worker's state changes only when these are called: after every worker has read and verified its part.
+    """
+    record = shelf.record
+    found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
+    for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
+        length = value.numel()
+        flat = torch.empty(length, dtype=value.dtype)
+        key, size = f"model.{name}", share.ways * length
+        shelf.read([Part(key=key, size=size, start=share.part * length, tensor=flat)])
+        found.append(partial(copy_buffer, value, flat))
+    if worker.env.state.optimizer is not None and record.seed is not None:
+        found.append(read_optimizer(worker, worker.env.state.optimizer, shelf))
+        scheduler = worker.env.state.scheduler
+        if scheduler is not None:
+            schedule = cast("dict[str, object]", decode(record.trainer.schedule))
+            check_settings(schedule, scheduler.state_dict(), "last_epoch")
+            found.append(partial(scheduler.load_state_dict, schedule))
+    return [*found, partial(renew, worker, record.step)]
+
+
+def copy_buffer(value: Tensor, flat: Tensor) -> None:
+    """Give a buffer the elements that were read."""
+    value.copy_(flat.view(value.shape))
+
+
+def renew(worker: Worker, step: int) -> None:
+    """Let a worker continue after the given number of steps."""
+    worker.env.step = step
+    worker.renew()
+
+
+def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
+    """Refuse settings of an optimizer or a scheduler that lack what it always has."""
+    if not isinstance(saved, dict) or (key in here and key not in saved):
+        raise StorageError(f"{FILE}: trainer has no {key}")
+
+
+def read_bucket(worker: Worker, bucket: Bucket, shelf: CheckpointReader) -> Callable[[], None]:
+    """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
+    holding = worker.env.state.holdings[bucket.name]
+    own = owned_range(bucket, worker.device)
+    low, high = own if bucket.zero == 3 else (0, bucket.numel)
+    if holding.master is None:
+        exact = copied(holding.flat)
+    else:
+        exact = torch.zeros(len(holding.flat), dtype=torch.float32)
+    shelf.read(parts_between(worker, bucket, (low, high), exact))
+
+    def adopt() -> None:
+        holding.flat.detach().copy_(exact)
+        if holding.master is not None:
+            holding.master.copy_(exact if bucket.zero == 3 else exact[own[0] : own[1]])
+
+    return adopt
+
+
+def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor) -> Iterator[Part]:
+    """Yield the parts of parameters between two elements of a bucket, over a tensor that begins there."""
+    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    low, high = between
+    for span in spans(bucket, worker.device, low, high):
+        first = span.at - low
+        yield model_part(span, sizes[span.name], flat[first : first + span.length])
+
+
+def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: CheckpointReader) -> Callable[[], None]:
+    """Read an optimizer's settings and what it keeps for each parameter."""
+    record = shelf.record
+    groups = cast("list[dict[str, object]]", decode(record.trainer.groups))
+    here = optimizer.state_dict()["param_groups"]
+    if len(groups) != len(here):
+        raise RefusedError(
+            "the optimizer has other groups of parameters",
+            {"saved": f"{len(groups)} groups", "here": f"{len(here)} groups"},
+            "go on with the same optimizer",
+        )
+    for saved, now in zip(groups, here, strict=True):
+        check_settings(saved, now, "lr")
+    numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    state: dict[int, dict[str, object]] = {}
+    for name, segments in worker.env.state.segments.items():
+        bucket = worker.setup.plans.buckets[name]
+        tensors = dict(segments)
+        own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
+        for called, held in by_parameter(own).items():
+            kept = moments_of(held, tensors[called], shelf)
+            if kept:
+                state[numbers[id(tensors[called])]] = kept
+    merged = [
+        {**now, **saved, **{key: now[key] for key in WAYS if key in now}}
+        for now, saved in zip(here, groups, strict=True)
+    ]
+    return partial(adopt_optimizer, optimizer, state, merged, numbers)
+
+
+def adopt_optimizer(
+    optimizer: Optimizer,
+    state: dict[int, dict[str, object]],
+    groups: list[dict[str, object]],
+    numbers: Mapping[int, int],
+) -> None:
+    """Give an optimizer what was read; `numbers`: which number its state has for which parameter."""
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in state.get(numbers[id(parameter)], {}).items():
+                now = optimizer.state[parameter][key]
+                if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
+                    optimizer.state[parameter][key] = value.to(now.device)
+
+
+def moments_of(held: Sequence[Span], trained: Tensor, shelf: CheckpointReader) -> dict[str, object]:
+    """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
+    record, owner = shelf.record, held[0].name
+    found: dict[str, object] = {}
+    for key, shape in record.moments.get(owner, {}).items():
+        name = f"optimizer.{owner}.{key}"
+        stored = record.tensors[name]
+        like = shape is None or (shape == () and goes_with_elements(record, key))
+        flat = torch.empty(length_of(held) if like else stored.size, dtype=dtype_named(stored.dtype))
+        runs = flat.split([span.length for span in held]) if like else [flat]
+        starts = [span.start for span in held] if like else [0]
+        shelf.read(
+            Part(key=name, size=stored.size, start=start, tensor=run)
+            for start, run in zip(starts, runs, strict=True)
+        )
+        found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
+    plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
+    return found | {key: decode(value) for key, value in plain.items()}
+
+
+def goes_with_elements(record: Record, key: str) -> bool:
+    """Return whether the optimizer's tensors of a name have an element for each element of their parameter.
+
+    One parameter that shows it is enough: a parameter that is a single number does not.
+    """
+    return any(keys.get(key, ()) is None for keys in record.moments.values())

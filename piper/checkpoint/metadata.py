@@ -1,0 +1,367 @@
+"""The record of a checkpoint: `checkpoint.json`, next to the files that hold its tensors.
+
+[Note: seal] The record holds a digest of its own text, taken with zeros in place of the digest. So a change
+of any byte of it is noticed, as is a change of any byte of the files, whose digests it lists. Sections repeat
+each other on purpose: one that was emptied contradicts the rest.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Size
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from piper.checkpoint.blocks import BLOCK, DIGEST, FileRecord, digest_of
+from piper.checkpoint.json_state import Plain, dtype_named
+from piper.errors import ConfigError
+
+FILE = "checkpoint.json"
+SUFFIX = ".safetensors"
+OURS = re.compile(r"checkpoint\.json|(?:device-\d+|values-\d+|driver)\.safetensors")  # names in a checkpoint
+FORMAT, VERSION, UNSEALED = "piper checkpoint", 2, 1  # UNSEALED: the version that had no digests
+UNSIGNED = "0" * DIGEST  # stands for the digest while it is computed
+LARGEST = 2**63  # integers beyond it are no step and no size
+
+
+class DamagedError(ConfigError):
+    """A checkpoint whose files are not as they were written."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            "this checkpoint is damaged",
+            by="load",
+            facts={"path": str(path), "why": why},
+            hint="load an earlier one; a save that is interrupted never leaves one like this",
+        )
+        self.path, self.why = path, why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A parameter or buffer: its full shape and exact type. None: not known, and not compared."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    trainable: bool | None = None
+
+    def __str__(self) -> str:
+        kind = {True: " trained", False: " frozen", None: ""}[self.trainable]
+        return f"{list(self.shape)} {self.dtype or 'of any type'}{kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """How parameters change: the optimizer and scheduler by name, with their settings."""
+
+    optimizer: str | None = None
+    groups: Plain = None
+    scheduler: str | None = None
+    schedule: Plain = None
+    kept: Mapping[str, tuple[str, ...]] | None = None  # what the optimizer keeps, by parameter. None: unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor on disk: flat pieces, each as (offset, length, file)."""
+
+    dtype: str
+    size: int  # elements in all
+    pieces: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Everything a checkpoint holds except the tensors' elements."""
+
+    step: int
+    seed: int | None = None  # None: values only, of no particular run
+    trainer: Trainer = field(default_factory=Trainer)
+    data: Plain = None
+    model: Mapping[str, Spec] = field(default_factory=dict)  # parameters and buffers
+    moments: Mapping[str, Mapping[str, tuple[int, ...] | None]] = field(default_factory=dict)
+    # ^ the optimizer's tensors: parameter -> key -> shape; None: one element for each of the parameter's
+    numbers: Mapping[str, Mapping[str, Plain]] = field(default_factory=dict)  # its other state, by parameter
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    block: int = BLOCK  # bytes of a file for which there is one digest
+
+    @property
+    def sealed(self) -> bool:
+        """Return whether all files have digests."""
+        return all(file.digests is not None for file in self.files.values())
+
+    def to_json(self) -> str:
+        """Return the record as text that holds its own digest."""
+        return seal(asdict(self))
+
+    def metadata(self) -> Metadata:
+        """Return the metadata by which torch.distributed.checkpoint describes a checkpoint."""
+        tensors = {
+            key: TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype_named(stored.dtype)),
+                size=Size([stored.size]),
+                chunks=[
+                    ChunkStorageMetadata(offsets=Size([offset]), sizes=Size([length]))
+                    for offset, length, _ in stored.pieces
+                ],
+            )
+            for key, stored in self.tensors.items()
+        }
+        files = {
+            MetadataIndex(key, [offset]): file
+            for key, stored in self.tensors.items()
+            for offset, _, file in stored.pieces
+        }
+        return Metadata(state_dict_metadata=dict(tensors), storage_data=files)
+
+
+def seal(fields: Mapping[str, object]) -> str:
+    """Return the text of a record with these fields, see [Note: seal]."""
+    head = {"format": FORMAT, "version": VERSION, "digest": UNSIGNED}
+    text = json.dumps({**head, **{k: v for k, v in fields.items() if k not in head}}) + "\n"
+    return text.replace(UNSIGNED, digest_of(text.encode()), 1)
+
+
+def read_record(folder: Path) -> Record:
+    """Read the record of a checkpoint, and check that its files are there in full length."""
+    try:
+        text = (folder / FILE).read_bytes().decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            "there is no complete checkpoint here",
+            by="load",
+            facts={"path": str(folder), "missing": FILE},
+            hint="give the folder of one checkpoint, such as the newest that latest(folder) finds",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(folder, f"{FILE}: {error}") from error
+    record = parse(folder, text)
+    for name, file in record.files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != file.size:
+            had = "is missing" if found is None else f"has {found} bytes, not {file.size}"
+            raise DamagedError(folder, f"{name} {had}")
+    for path in sorted(folder.iterdir()):
+        if OURS.fullmatch(path.name) and path.name not in (FILE, *record.files):
+            raise DamagedError(
+                folder, f"{path.name} is not a file of this checkpoint: {FILE} does not list it"
+            )
+    return record
+
+
+def parse(folder: Path, text: str) -> Record:
+    """Read a record from its text; refuse one whose digest, fields or sections do not agree."""
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"it is not a {FORMAT}")
+        version = found["version"]
+        if type(version) is not int or version not in (UNSEALED, VERSION):
+            raise ValueError(f"it has version {version!r}, and this Piper reads version {VERSION}")
+        if (version == UNSEALED) == ("digest" in found):
+            raise ValueError(f"it has version {version} and {'a' if 'digest' in found else 'no'} digest")
+        if version == VERSION:
+            check_seal(text, found["digest"])
+        record = record_of(found)
+        if (version == VERSION) != record.sealed and record.files:
+            raise ValueError(f"it has version {version} and {'' if record.sealed else 'no '}digests of files")
+        check_sections(record)
+        return record
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise DamagedError(folder, f"{FILE}: {type(error).__name__}: {error}") from error
+
+
+def check_seal(text: str, digest: object) -> None:
+    """Refuse a text that is not the one whose digest it holds."""
+    if not isinstance(digest, str) or digest_of(text.replace(digest, UNSIGNED, 1).encode()) != digest:
+        raise ValueError("its text is not what was written (its digest differs)")
+
+
+def record_of(found: Mapping[str, Any]) -> Record:
+    """Return the record in a JSON object. Check the type of each field."""
+    files = {plain_name(name): file_of(file) for name, file in table(found, "files").items()}
+    tensors = {
+        key: Stored(
+            dtype=str(stored["dtype"]),
+            size=whole_number(stored["size"], "a size"),
+            pieces=tuple(
+                (whole_number(a, "an offset"), whole_number(n, "a length"), plain_name(f))
+                for a, n, f in stored["pieces"]
+            ),
+        )
+        for key, stored in table(found, "tensors").items()
+    }
+    trainer = table(found, "trainer")
+    names = [name for name in Trainer.__slots__ if name != "kept"]
+    kept = trainer["kept"] if found["version"] != UNSEALED else None
+    seed = found["seed"]
+    if seed is not None and type(seed) is not int:
+        raise TypeError(f"seed is {seed!r}, not an integer")
+    return Record(
+        step=whole_number(found["step"], "step"),
+        seed=seed,
+        trainer=Trainer(
+            **{name: trainer[name] for name in names},
+            kept=None if kept is None else {name: tuple(map(str, keys)) for name, keys in kept.items()},
+        ),
+        data=cast(Plain, found["data"]),
+        model={name: spec_of(spec) for name, spec in table(found, "model").items()},
+        moments={
+            name: {key: None if shape is None else shape_of(shape) for key, shape in keys.items()}
+            for name, keys in table(found, "moments").items()
+        },
+        numbers={name: table(table(found, "numbers"), name) for name in table(found, "numbers")},
+        tensors=tensors,
+        files=files,
+        block=whole_number(found["block"], "block") if "block" in found else BLOCK,
+    )
+
+
+def whole_number(value: object, what: str) -> int:
+    """Return a count: an integer that is not negative and not a bool."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ValueError(f"{what} is {value!r}, not a count")
+    return value
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Return the shape of a tensor."""
+    if not isinstance(value, list):
+        raise TypeError(f"a shape is {value!r}, not a list")
+    return tuple(whole_number(size, "a dimension") for size in value)
+
+
+def spec_of(found: Mapping[str, Any]) -> Spec:
+    """Return the spec of a parameter or buffer."""
+    if found["dtype"] is not None:
+        dtype_named(found["dtype"])
+    if not (found["trainable"] is None or isinstance(found["trainable"], bool)):
+        raise TypeError(f"trainable is {found['trainable']!r}")
+    return Spec(shape=shape_of(found["shape"]), dtype=found["dtype"], trainable=found["trainable"])
+
+
+def file_of(found: object) -> FileRecord:
+    """Return the record of a file. Without digests it holds only the size."""
+    if not isinstance(found, dict):
+        return FileRecord(size=whole_number(found, "the size of a file"))
+    digests = tuple(found["digests"])
+    if not all(isinstance(digest, str) and len(digest) == DIGEST for digest in digests):
+        raise ValueError("a digest of a file is not one")
+    return FileRecord(size=whole_number(found["size"], "the size of a file"), digests=digests)
+
+
+def table(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that must be a JSON object."""
+    value = found[name]
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is not an object")
+    return value
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a file. Refuse a path to anywhere but the checkpoint's own folder."""
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file")
+    return name
+
+
+def check_sections(record: Record) -> None:
+    """Refuse a record whose sections contradict each other: each tensor is whole, listed and of its type."""
+    check_files(record)
+    for key, stored in record.tensors.items():
+        dtype_named(stored.dtype)
+        covered(stored)
+        if len({(offset, file) for offset, _, file in stored.pieces}) != len(stored.pieces):
+            raise ValueError(f"{key} lies twice in one file")
+    wanted = {f"model.{name}": spec for name, spec in record.model.items()}
+    for key, spec in wanted.items():
+        check_size(record, key, spec.shape)
+        found = record.tensors.get(key)
+        if found is not None and spec.dtype not in (None, found.dtype):
+            raise ValueError(f"{key} is stored as {found.dtype}, and its type is {spec.dtype}")
+    states = {f"optimizer.{name}.{key}" for name, keys in record.moments.items() for key in keys}
+    for name, keys in record.moments.items():
+        for key, shape in keys.items():
+            check_size(
+                record, f"optimizer.{name}.{key}", record.model[name].shape if shape is None else shape
+            )
+    if extra := sorted(record.tensors.keys() - wanted.keys() - states):
+        raise ValueError(f"{extra[0]} is stored, and no section lists it")
+    check_trainer_section(record)
+
+
+def check_files(record: Record) -> None:
+    """Refuse files that no tensor lies in, tensors without a file, and files with too few digests."""
+    used = {file for stored in record.tensors.values() for _, _, file in stored.pieces}
+    if differ := sorted(used ^ record.files.keys()):
+        raise ValueError(
+            f"{differ[0]} is {'listed' if differ[0] in record.files else 'used'} and not the other"
+        )
+    if record.block < 1:
+        raise ValueError(f"block is {record.block}")
+    for name, file in record.files.items():
+        if file.digests is not None and len(file.digests) != -(-file.size // record.block):
+            raise ValueError(f"{name} has {len(file.digests)} digests for {file.size} bytes")
+
+
+def check_size(record: Record, key: str, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor that is missing, or has another number of elements than its shape."""
+    stored, size = record.tensors.get(key), math.prod(shape)
+    if (0 if stored is None else stored.size) != size:
+        raise ValueError(f"{key} has {0 if stored is None else stored.size} elements, not {size}")
+
+
+def check_trainer_section(record: Record) -> None:
+    """Refuse optimizer or scheduler state without its settings, and optimizer state with values missing."""
+    trainer = record.trainer
+    if (trainer.optimizer is None) != (trainer.groups is None):
+        raise ValueError("trainer has an optimizer or its groups, and not both")
+    if (trainer.scheduler is None) != (trainer.schedule is None):
+        raise ValueError("trainer has a scheduler or its state, and not both")
+    if trainer.groups is not None and not (isinstance(trainer.groups, list) and all(trainer.groups)):
+        raise ValueError("trainer has groups without settings")
+    found = kept_by(record.moments, record.numbers)
+    if trainer.kept is None and trainer.optimizer is not None and record.sealed:
+        raise ValueError("trainer does not list what the optimizer keeps")
+    if trainer.kept is not None and dict(trainer.kept) != found:
+        differ = sorted(n for n in trainer.kept.keys() | found.keys() if trainer.kept.get(n) != found.get(n))
+        raise ValueError(f"the optimizer's state of {differ[0]} is not all there")
+    if found and trainer.optimizer is None:
+        raise ValueError("it has an optimizer's state and no optimizer")
+    for name in record.numbers:
+        record.model[name]
+    if record.seed is None and (record.step or trainer.optimizer is not None):
+        raise ValueError("it is of a run, and has no seed")
+
+
+def kept_by(
+    moments: Mapping[str, Mapping[str, object]], numbers: Mapping[str, Mapping[str, object]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the values that an optimizer saves for each parameter, in order."""
+    return {
+        name: tuple(sorted(moments.get(name, {}).keys() | numbers.get(name, {}).keys()))
+        for name in sorted(moments.keys() | numbers.keys())
+    }
+
+
+def covered(stored: Stored) -> None:
+    """Check that the pieces of a tensor hold every element exactly once."""
+    end = 0
+    for offset, length, _ in sorted(stored.pieces):
+        if offset != end or length < 0:
+            raise ValueError(f"a tensor has a gap or an overlap at element {end}")
+        end = offset + length
+    if end != stored.size:
+        raise ValueError(f"a tensor of {stored.size} elements ends at {end}")

@@ -1,0 +1,161 @@
+"""Copies what a worker writes into a checkpoint: its own runs of parameters, moments and buffers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from piper.checkpoint.json_state import Plain, encode
+from piper.checkpoint.layout import (
+    Span,
+    by_parameter,
+    length_of,
+    owned_range,
+    saved_buckets,
+    saved_buffers,
+    spans,
+)
+from piper.checkpoint.metadata import Trainer
+from piper.checkpoint.storage import Part
+from piper.errors import ConfigError
+from piper.plan.divided import buffer_shares
+from piper.plan.plan import Bucket
+from piper.runtime.worker import Worker
+
+T = TypeVar("T")
+Take = Callable[[Tensor], Tensor]
+Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a parameter; None: like it
+
+
+class RefusedError(Exception):
+    """A state that a worker cannot save or load as it is asked to; its driver reports it."""
+
+    def __init__(self, what: str, facts: Mapping[str, str], hint: str) -> None:
+        super().__init__(what, facts, hint)  # as given, so that it can be sent
+        self.what, self.facts, self.hint = what, facts, hint
+
+    def as_config_error(self, by: str, path: Path) -> ConfigError:
+        """Return the error that the user sees."""
+        return ConfigError(self.what, by=by, facts={"path": str(path), **self.facts}, hint=self.hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A worker's state at one moment, in memory of its own."""
+
+    parts: list[Part]
+    trainer: Trainer
+    moments: dict[str, Shapes]
+    numbers: dict[str, dict[str, Plain]]
+    step: int
+
+
+def copied(value: Tensor) -> Tensor:
+    """Copy a tensor to memory of its own on the host."""
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+def copy_state(worker: Worker, copied: Take = copied) -> Copied:
+    """Copy all that a worker is the one to write down; `copied`: how, for a caller that copies by itself."""
+    plans, device = worker.setup.plans, worker.device
+    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    parts: list[Part] = []
+    moments: dict[str, Shapes] = {}
+    numbers: dict[str, dict[str, Plain]] = {}
+    for bucket in saved_buckets(plans, device):
+        low, high = owned_range(bucket, device)
+        owned = worker.env.state.holdings[bucket.name].trained
+        states = states_of(worker, bucket)
+        for name, held in by_parameter(spans(bucket, device, low, high)).items():
+            size = sizes[name]
+            for span in held:
+                first = span.at - low
+                parts.append(model_part(span, size, copied(owned[first : first + span.length])))
+            for key, value in states.get(name, {}).items():
+                if not isinstance(value, Tensor):
+                    numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
+                elif found := moment_parts(held, size, key, value, copied):
+                    parts += found
+                    like = elementwise(held, value)
+                    moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
+    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
+    for name, (share, value) in worker.buffers(saved_buffers(shares, device)).items():
+        if length := value.numel():
+            key, size = f"model.{name}", share.ways * length
+            parts.append(Part(key=key, size=size, start=share.part * length, tensor=copied(value).view(-1)))
+    return Copied(
+        parts=parts, trainer=trainer_of(worker), moments=moments, numbers=numbers, step=worker.env.step
+    )
+
+
+def model_part(span: Span, size: int, tensor: Tensor) -> Part:
+    """Return a run of a parameter's own elements."""
+    return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor)
+
+
+def elementwise(held: Sequence[Span], value: Tensor) -> bool:
+    """Return whether a tensor of the optimizer has an element for each that a device holds of a parameter."""
+    return value.dim() > 0 and value.numel() == length_of(held)
+
+
+def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copied: Take) -> list[Part]:
+    """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
+
+    held: the runs of the parameter that the device has. What does not go with the elements is the same on all
+    devices that share the parameter: only the one that has the first element writes it down.
+    """
+    name, length = f"optimizer.{held[0].name}.{key}", length_of(held)
+    if elementwise(held, value):
+        runs = copied(value).view(-1).split([span.length for span in held])
+        return [
+            Part(key=name, size=size, start=span.start, tensor=run)
+            for span, run in zip(held, runs, strict=True)
+        ]
+    if value.dim() and length != size:
+        raise RefusedError(
+            "the optimizer's state cannot be written down from shards",
+            {"state": f"{name} of shape {list(value.shape)}", "shard": f"{length} of {size} elements"},
+            "use zero=0, or an elementwise optimizer such as AdamW or SGD",
+        )
+    if held[0].start:
+        return []
+    return [Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
+
+
+def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
+    """Return what the optimizer keeps for the parameters of a bucket."""
+    state = worker.env.state
+    if state.optimizer is None:
+        return {}
+    found = state.optimizer.state
+    return {name: found[tensor] for name, tensor in state.segments.get(bucket.name, ()) if tensor in found}
+
+
+def trainer_of(worker: Worker) -> Trainer:
+    """Return the state of a worker's optimizer and scheduler, in words and numbers."""
+    optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
+    if optimizer is None:
+        return Trainer()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Trainer(
+        optimizer=name_of(optimizer),
+        groups=encode(groups, "optimizer.param_groups"),
+        scheduler=None if scheduler is None else name_of(scheduler),
+        schedule=None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
+    )
+
+
+def name_of(value: object) -> str:
+    """Return the full name of an object's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
+    """Merge the tables of all workers into one, by parameter."""
+    found: dict[str, dict[str, T]] = {}
+    for table in tables:
+        for name, keys in table.items():
+            found.setdefault(name, {}).update(keys)
+    return found

@@ -1,0 +1,179 @@
+"""Measures the machine it runs on, as an entry for the simulator's clusters."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper.compiler import compile
+from piper.errors import ConfigError
+from piper.files import write_output
+from piper.launchers.launch import launcher
+from piper.runtime.worker import Options
+from piper.simulate.calibrate import samples_of
+from piper.simulate.cluster import Cluster, Link
+from piper.simulate.regression import line_through
+from piper.train.profiling import profile_of
+
+WIDTHS = (32, 128, 256, 512, 1024)  # of the layers whose gradients travel: 4 KiB to 4 MiB
+STEPS, WARM = 6, 3  # recorded, and taken in all before
+ROUNDS = 2  # of an all-reduce between two
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SIDE = {"cpu": 256, "cuda": 8192}  # of the matrices that are multiplied
+COPIED = {"cpu": 2**26, "cuda": 2**30}  # bytes
+MOST = 1.0  # seconds for one measurement
+
+
+class Layers(nn.Module):
+    """Square layers of several widths, each a region of its own, so that each travels by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(width, width)) for width in WIDTHS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum()
+        for weight in self.weights:
+            with piper.annotate("LAYER"):
+                total = total + (weight * x.sum()).mean()
+        return total
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return a number that depends on every layer."""
+    return cast(Tensor, model(batch["x"]))
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Return small batches, enough for all steps."""
+    return [{"x": torch.ones(2, 4)} for _ in range(STEPS + WARM)]
+
+
+def measure() -> Cluster:
+    """Measure this machine: its arithmetic and memory, and the links between two of its processes."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a worker has
+    try:
+        flops = {name: arithmetic(kind, dtype) for name, dtype in TYPES.items()}
+        bandwidth = traffic(kind)
+    finally:
+        torch.set_num_threads(threads)
+    speech = conversation()
+    cores = os.cpu_count() or 1
+    devices = torch.cuda.device_count() if kind == "cuda" else 64
+    return Cluster(
+        name="measured",
+        links=(Link(name="node", devices=0, bandwidth=speech.bandwidth, latency=speech.latency),),
+        flops=flops,
+        memory=memory(kind),
+        memory_bandwidth=bandwidth,
+        launch=speech.gap,
+        devices=devices,
+        cores=0 if kind == "cuda" else cores,
+    )
+
+
+def best(run: Callable[[], object], kind: str) -> float:
+    """Return the shortest of several runs, in seconds."""
+    run()
+    shortest, until = float("inf"), perf_counter() + MOST
+    while perf_counter() < until:
+        begin = perf_counter()
+        run()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        shortest = min(shortest, perf_counter() - begin)
+    return shortest
+
+
+def arithmetic(kind: str, dtype: torch.dtype) -> float:
+    """Return the operations per second of a large matrix product."""
+    side = SIDE[kind] if dtype != torch.float64 or kind == "cpu" else SIDE[kind] // 4
+    a, b = (torch.ones(side, side, dtype=dtype, device=kind) for _ in range(2))
+    return 2 * side**3 / best(lambda: a @ b, kind)
+
+
+def traffic(kind: str) -> float:
+    """Return the bytes per second that a copy reads and writes."""
+    source = torch.zeros(COPIED[kind], dtype=torch.uint8, device=kind)
+    target = torch.empty_like(source)
+    return 2 * COPIED[kind] / best(lambda: target.copy_(source), kind)
+
+
+def memory(kind: str) -> float:
+    """Return the bytes of memory of a device."""
+    if kind == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speech:
+    """How two workers communicate."""
+
+    latency: float
+    bandwidth: float
+    gap: float  # between an instruction and the next
+
+
+def conversation() -> Speech:
+    """Run a small job on two workers and see how long its sums take by their size."""
+    job = piper.Job(
+        model=Layers,
+        loss=loss,
+        data=batches,
+        strategy=[piper.replicate(piper.at(), [0, 1])],
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        steps=STEPS + WARM,
+    )
+    program = compile(job)
+    with launcher(program, "local", Options(profile=STEPS)) as run:
+        for batch in batches():
+            run.step(batch)
+        profile = profile_of(run, program, "", "local")
+    samples = samples_of(profile, shared=False)
+    quickest: dict[float, float] = {}  # by size: what else the machine does can only slow it down
+    for nbytes, took in samples.talks["all_reduce"]:
+        quickest[nbytes] = min(took, quickest.get(nbytes, took))
+    line = line_through(list(quickest.items()))
+    gaps = sorted(samples.gaps)
+    return Speech(
+        latency=line.base / ROUNDS,
+        bandwidth=1 / line.slope if line.slope else 1e12,
+        gap=gaps[len(gaps) // 2] if gaps else 0.0,
+    )
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """Write a cluster's file."""
+    lines = [
+        "# Measured by `piper profile --cluster-out`.",
+        f"devices = {cluster.devices}",
+        f"cores = {cluster.cores}",
+        f"memory = {cluster.memory:.4g}",
+        f"memory_bandwidth = {cluster.memory_bandwidth:.4g}",
+        f"attained = {cluster.attained:g}",
+        f"launch = {cluster.launch:.3g}",
+        "",
+        "[flops]",
+        *(f"{name} = {peak:.4g}" for name, peak in cluster.flops.items()),
+    ]
+    for link in cluster.links:
+        lines += ["", "[[link]]", f'name = "{link.name}"', f"devices = {link.devices}"]
+        lines += [f"bandwidth = {link.bandwidth:.4g}", f"latency = {link.latency:.3g}"]
+    try:
+        write_output(path, "\n".join(lines) + "\n", lines[0])
+    except OSError as error:
+        raise ConfigError(
+            "the cluster cannot be written",
+            by=str(path),
+            facts={"why": error.strerror or str(error)},
+            hint="name a file in a folder you own",
+        ) from None

@@ -1,0 +1,177 @@
+"""Reports a program for `piper plan`: as tables for people, as one object for programs."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from piper.compiler import Program
+from piper.devices import show
+from piper.errors import ConfigError
+from piper.files import write_output
+from piper.format import count, size
+from piper.ids import AGAIN
+from piper.plan.instr import Instr
+from piper.plan.memory import timeline
+from piper.plan.ops import OPS
+from piper.plan.plan import Plan
+from piper.plan.text import show_plans
+from piper.runtime.debug.check import Report
+from piper.view.stages import stage_tags
+from piper.view.text_grid import grid
+
+MOST_PROGRAMS = 16  # shown in a table
+MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
+COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("devices", "left"),
+    ("instructions", "right"),
+    ("sent", "right"),
+    ("peak", "right"),
+    ("held", "right"),
+    ("at the peak", "left"),
+)
+
+
+def moved(plan: Plan) -> int:
+    """Return the bytes one device sends in a step."""
+    return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and OPS[ins.op].sends)
+
+
+def plan_report(program: Program) -> dict[str, object]:
+    """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
+    rows = {device: plan for plan in program.plans for device in plan.devices}
+    peaks = {id(plan): timeline(plan).peak for plan in program.plans}
+    devices = sorted(rows)
+    return {
+        "devices": devices,
+        "nodes": len(program.work.line),
+        "instructions": [len(rows[device].instrs) for device in devices],
+        "comm_bytes": [moved(rows[device]) for device in devices],
+        "peak_bytes": [peaks[id(rows[device])] for device in devices],
+    }
+
+
+def print_plan(program: Program, console: Console, *, device: int | None, why: bool) -> None:
+    """Print the grid, a table of what each device runs, sends and holds, and that the plans are proven."""
+    plans = program.plans
+    outermost = {chunk.name: chunk.tags for chunk in program.outline.chunks}
+    tags = stage_tags(outermost, program.graph.orderings)
+    again = any(ins.again for plan in plans for ins in plan.instrs)
+    forwards = f"F forward, {AGAIN} forward again" if again else "F forward"
+    console.print(f"Pipeline (stage, pass, part; {forwards}, B backward, I and W its halves)", style="bold")
+    for row in grid(plans, tags).splitlines():
+        cut = console.is_terminal and len(row) > console.width
+        console.print(row[: console.width - 1] + "…" if cut else row, markup=False, soft_wrap=True)
+    console.print()
+    print_programs(program, console)
+    console.print()
+    for kind, nbytes in sorted(bytes_by_kind(program).items()):
+        console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
+    if device is not None:
+        print_device(program, console, device, most=None)
+    else:
+        for plan in plans.plans[:MOST_PROGRAMS]:
+            print_device(program, console, plan.devices[0], most=MOST_INSTRUCTIONS)
+    if why:
+        console.print()
+        for reason in plans.why or ("nothing was decided against the strategy",):
+            console.print(f"why: {reason}", markup=False)
+    for warning in program.warnings:
+        console.print(f"\nWarning: {warning}", markup=False)
+    devices = sum(len(plan.devices) for plan in plans)
+    console.print()
+    what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.line), "node")]
+    console.print(
+        f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
+        "written before it is read and freed once, every read sees the value that the model means, every "
+        "gradient holds each sample once.",
+        markup=False,
+    )
+
+
+def print_programs(program: Program, console: Console) -> None:
+    """Print a table of the programs: what their devices do, send and hold."""
+    plans = program.plans
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in COLUMNS:
+        table.add_column(heading, justify=justify)
+    for plan in plans.plans[:MOST_PROGRAMS]:
+        times = timeline(plan)
+        counts = [str(len(plan.instrs)), size(moved(plan)), size(times.peak), size(times.resident)]
+        table.add_row(show(plan.devices), *counts, plan.instrs[times.peak_at].node)
+    console.print(table)
+    if len(plans) > MOST_PROGRAMS:
+        console.print(f"... and {len(plans) - MOST_PROGRAMS} programs more")
+
+
+def bytes_by_kind(program: Program) -> dict[str, int]:
+    """Return the bytes sent in a step over all devices, by operation."""
+    total: dict[str, int] = {}
+    for plan in program.plans:
+        for ins in plan.instrs:
+            if ins.comm is not None and ins.op != "recv":
+                total[ins.does] = total.get(ins.does, 0) + ins.nbytes * len(plan.devices)
+    return total
+
+
+def print_device(program: Program, console: Console, device: int, *, most: int | None) -> None:
+    """Print one device's instructions with the memory live at each, or the first of them."""
+    try:
+        plan = program.plans.of(device)
+    except KeyError:
+        raise ConfigError(
+            f"there is no device {device}",
+            by="piper plan",
+            facts={"devices": ", ".join(show(plan.devices) for plan in program.plans)},
+            hint="name one of the devices that the strategy uses",
+        ) from None
+    times = timeline(plan)
+    console.print()
+    console.print(f"Device {device}, in the order it issues", style="bold")
+    for place, ins in enumerate(plan.instrs[:most]):
+        console.print(instruction_line(place, ins, times.live[place]), markup=False, soft_wrap=True)
+    if most is not None and len(plan.instrs) > most:
+        console.print(f"  ... and {len(plan.instrs) - most} more: --device {device}", markup=False)
+
+
+def instruction_line(place: int, ins: Instr, live: int) -> str:
+    """Return one instruction as a line of text."""
+    waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
+    signals = f"  signals {ins.signals}" if ins.signals is not None else ""
+    comm = f"  over {ins.comm}" if ins.comm else ""
+    moving = f"  {size(ins.nbytes)}" if ins.comm else ""
+    return (
+        f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.does:14} {ins.node}{comm}{moving}{waits}{signals}"
+    )
+
+
+def write_text(program: Program, path: Path) -> None:
+    """Write the plans in their text form."""
+    try:
+        write_output(path, show_plans(program.plans), "plans  seed=")
+    except OSError as error:
+        raise ConfigError(
+            "the plans cannot be written",
+            by=str(path),
+            facts={"why": str(error)},
+            hint="name a file in a folder you own",
+        ) from None
+
+
+def check_report(report: Report) -> dict[str, object]:
+    """Return what `piper check --json` prints; a difference that is not a finite number is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(report).items()
+    }
+
+
+def check_text(report: Report, what: str) -> str:
+    """Return what `piper check` says: the verdict, how far the numbers are apart, and notes."""
+    verdict = "The same numbers as one device." if report.ok else f"Not the same numbers: {report.first_bad}"
+    apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
+    summary = f"{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
+    return "\n".join([verdict, summary, *(f"note: {note}" for note in report.notes)]) + "\n"

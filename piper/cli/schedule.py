@@ -1,0 +1,91 @@
+"""`piper schedule`: a pipeline schedule as a grid, as CSV or as a picture."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper.cli.view import write_schedule
+from piper.errors import ConfigError
+from piper.schedules.grid import Grid
+from piper.schedules.names import KNOWN, SYNTHESISED, grid_for
+from piper.schedules.picture import picture
+from piper.schedules.simulate import UNIT, Costs
+from piper.schedules.synthesis.alike import Alike, summary, synthesised
+from piper.schedules.torch_csv import to_csv
+
+STAGES_PER_RANK = 2
+
+
+def schedule(
+    name: Annotated[str, typer.Argument(help=", ".join(KNOWN), metavar="NAME")],
+    ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")],
+    microbatches: Annotated[int, typer.Option(help="Parts of the batch.")],
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="Stages on each rank, where the schedule lets you choose.")
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="synthesised: the share of 1F1B's activations that a rank may hold; else 1."),
+    ] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="synthesised: the times of F, I and W; else 1,1,1.", metavar="F,I,W")
+    ] = None,
+    last: Annotated[
+        float | None, typer.Option(help="synthesised: how many times slower the last stage is; else 1.")
+    ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write it as an SVG picture instead.")] = None,
+) -> None:
+    """Show a pipeline schedule as a grid, as CSV that torch reads, or as a picture.
+
+    `synthesised` searches for a short schedule within a memory limit, and says how far it is from the best.
+    """
+    grid: Grid
+    times: Costs = UNIT
+    below = ""
+    if name == SYNTHESISED:
+        pipeline = Alike(
+            ranks=ranks,
+            microbatches=microbatches,
+            stages_per_rank=STAGES_PER_RANK if stages_per_rank is None else stages_per_rank,
+            memory=1.0 if memory is None else memory,
+            costs=parsed_costs("1,1,1" if costs is None else costs),
+            last=1.0 if last is None else last,
+        )
+        found = synthesised(pipeline)
+        grid, times, below = found.grid, found.costs, f"\n{summary(pipeline, found)}\n"
+    else:
+        refuse_options(name, memory=memory, costs=costs, last=last)
+        grid = grid_for(name, ranks, microbatches, stages_per_rank)
+    if svg is not None:
+        write_schedule(grid, f"{name}, {ranks} ranks, {microbatches} microbatches", svg, times)
+    else:
+        sys.stdout.write(to_csv(grid) if csv else f"{picture(grid, times)}\n{below}")
+
+
+def parsed_costs(text: str) -> tuple[float, float, float]:
+    """Read the times of F, I and W."""
+    try:
+        forward, inputs, weights = (float(word) for word in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--costs {text} is not three numbers",
+            by="piper schedule",
+            hint="give the times of F, I and W: --costs 1,1,1",
+        ) from error
+    return forward, inputs, weights
+
+
+def refuse_options(name: str, **given: object) -> None:
+    """Refuse options that only a synthesised schedule has."""
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} does not take --{option}",
+                by="piper schedule",
+                hint=f"leave it out, or use {SYNTHESISED}",
+            )

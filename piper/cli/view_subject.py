@@ -1,0 +1,162 @@
+"""The subject of `piper view`: a compiled recipe, or a run's folder with its measurements."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper.cli.prices import Prices, prices_of
+from piper.errors import ConfigError, PiperError
+from piper.plan.plan import Plans
+from piper.plan.text import read_plans, show_plans
+from piper.simulate.costs import Unit
+from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
+from piper.simulate.simulate import simulate
+from piper.view.background import Background, read_background
+from piper.view.stages import stage_tags
+from piper.view.subject import Subject, said_by
+
+if TYPE_CHECKING:
+    from piper.compiler import Program
+
+CLUSTER = "h100"
+CPU = "cpu"
+
+
+def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
+    """Find what a target names: `file.py:function`, or the folder of a run."""
+    if Path(target).is_dir():
+        return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
+    if ":" not in target:
+        raise ConfigError(
+            "there is no such recipe or run",
+            by=target,
+            hint="name a recipe, file.py:function, or the folder that `piper train --out` wrote",
+        )
+    if measured:
+        raise ConfigError(
+            "a recipe has not been measured",
+            by=target,
+            hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
+        )
+    prices = prices_of(cluster or CLUSTER, costs)
+    program = compiled(target)
+    return of_background(recipe_background(program, target), program.plans, prices)
+
+
+def of_background(
+    background: Background, plans: Plans, prices: Prices, profile: Profile | None = None
+) -> Subject:
+    """Return plans of which all is known, timed at some prices, with what a run measured."""
+    prices.check(background.outline)
+    return Subject(
+        title=background.title,
+        plans=plans,
+        planned=simulate(plans, background.outline, prices.costs),
+        clock=prices.name,
+        tags=stage_tags(
+            {chunk.name: chunk.tags for chunk in background.outline.chunks}, background.orderings
+        ),
+        orderings=background.orderings,
+        strategy=background.strategy,
+        origins=background.origins,
+        temporal=background.temporal,
+        measured=profile.timelines() if profile else {},
+        about=about_run(profile) if profile else "",
+        source=background.source,
+        source_name=background.source_name,
+    )
+
+
+def compiled(recipe: str) -> "Program":
+    """Compile a recipe."""
+    from piper.compiler import compile  # torch is paid for only where it is used
+    from piper.recipe import load_recipe
+
+    return compile(load_recipe(recipe))
+
+
+def recipe_background(program: "Program", recipe: str) -> Background:
+    """Return the background of a recipe's plans."""
+    from piper.train.background import background_of  # which imports torch
+
+    return background_of(program, recipe)
+
+
+def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
+    """Return a run: its plans as they were, with the background that it saved.
+
+    A run that saved none is shown with its directives and costs if its recipe still makes the same plans.
+    """
+    has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
+    profile = read_profile(folder) if has_profile or measured else None
+    plans = profile.plans if profile else plans_of_run(folder)
+    prices = prices_of(cluster or (CPU if profile and profile.accelerator == "cpu" else CLUSTER), costs)
+    kept = read_background(folder, plans)
+    if kept is None and profile is not None:  # of an earlier layout, which the profile has kept
+        kept = read_background(folder / FOLDER, plans)
+    if kept is not None:
+        return of_background(kept, plans, prices, profile)
+    recipe = recipe_of(folder, profile)
+    program, why = same_program(recipe, plans)
+    if program is not None:
+        return of_background(recipe_background(program, recipe), plans, prices, profile)
+    strategy = folder / "strategy.txt"
+    return Subject(
+        title=folder.resolve().name,
+        plans=plans,
+        planned=simulate(plans, None, Unit()),
+        clock="whole units",
+        tags={name: chunk.tags for name, chunk in plans.chunks.items()},
+        strategy=said_by(strategy.read_text(encoding="utf-8").splitlines()) if strategy.is_file() else (),
+        measured=profile.timelines() if profile else {},
+        about=about_run(profile) if profile else "",
+        notes=(f"Only the plans are shown, in whole units of time: {why}.",),
+    )
+
+
+def about_run(profile: Profile) -> str:
+    """Return which step is shown, and how far the devices' clocks can be trusted."""
+    where = f" on {profile.on}" if profile.on else ""
+    which = f", the typical of {profile.count}" if profile.count > 1 else ""
+    error = f", clocks within {profile.error * 1e6:.0f} µs" if profile.error else ""
+    return f"measured{where} in step {profile.first + profile.typical}{which}{error}"
+
+
+def plans_of_run(folder: Path) -> Plans:
+    """Read the plans that a run wrote."""
+    path = folder / "plan.txt"
+    try:
+        return read_plans(path.read_text(encoding="utf-8"), str(path))
+    except OSError:
+        raise ConfigError(
+            "this folder holds no run",
+            by=str(folder),
+            facts={"looked": f"for {path}"},
+            hint="name the folder that `piper train --out DIR` wrote, or a recipe: file.py:function",
+        ) from None
+
+
+def recipe_of(folder: Path, profile: Profile | None) -> str:
+    """Return the recipe that a run was started with, empty if the folder does not say."""
+    if profile and profile.recipe:
+        return profile.recipe
+    try:
+        recipe = json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return recipe if isinstance(recipe, str) else ""
+
+
+def same_program(recipe: str, plans: Plans) -> tuple["Program | None", str]:
+    """Return the recipe compiled, if it still makes these plans. None: the second value says why not."""
+    if not recipe:
+        return None, "the folder does not say which recipe it ran"
+    if not Path(recipe.rpartition(":")[0]).is_file():
+        return None, f"its recipe {recipe} is not there"
+    try:
+        program = compiled(recipe)
+    except PiperError as error:
+        return None, f"its recipe {recipe} no longer compiles ({str(error).splitlines()[0]})"
+    if show_plans(program.plans) != show_plans(plans):
+        return None, f"its recipe {recipe} makes other plans by now"
+    return program, ""

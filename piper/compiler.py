@@ -1,0 +1,289 @@
+"""Compiles a job into a proven program: capture, directives, lowering, proof."""
+
+import atexit
+import math
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile.cache import CACHE, KEY, Cache
+from piper.capture.trace.trace import Traced, divided, trace
+from piper.data.taking import batches_of
+from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
+from piper.directives.json import load_strategy
+from piper.divisions import requests_of
+from piper.errors import CaptureError, ConfigError, ScheduleError
+from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.graph import Graph, start
+from piper.job import Batch, Job
+from piper.lower.buckets import make_buckets
+from piper.lower.explain import explain, origins
+from piper.lower.lower import lower
+from piper.lower.state import Completed, LoweringState, Settings
+from piper.lower.validate import parts_of
+from piper.optimizer_probe import Probe, probe_optimizer
+from piper.plan.plan import Bucket, Piece, Plans
+from piper.runtime.setup import device_kind, device_of
+from piper.runtime.trainers import empty_optimizer, try_scheduler
+from piper.usercode import defined_at, named
+
+MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A job compiled and proven: the graph, the plans, and the code they call."""
+
+    job: Job
+    graph: Graph
+    plans: Plans
+    work: LoweringState
+    codes: Mapping[int, Captured]  # by the samples in a slice: usually one
+    device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
+    warnings: tuple[str, ...] = ()  # what the user may not have meant
+
+    @property
+    def outline(self) -> CapturedModel:
+        """Return the model's chunks, each as captured for its own microbatch size."""
+        return self.graph.outline
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Return the tensors that the trace lifted out of the model."""
+        return {name: value for code in self.codes.values() for name, value in code.constants.items()}
+
+    def code(self, chunk: Chunk, phase: Phase) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the code of one phase of a chunk, called as its `PhaseSpec` says."""
+        for captured in self.codes.values():
+            if chunk.key in captured.codes:
+                return captured.phase(chunk.key, phase)
+        raise KeyError(chunk.key)
+
+    def explain(self, node: str) -> str:
+        """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
+        return explain(self.work, self.plans, node)
+
+    def origins(self, node: str) -> list[str]:
+        """Return the directives that shaped a node, each with its source line."""
+        return origins(self.work, node)
+
+
+def compile(  # the contract's name; `builtins.compile` is of no use to our users
+    job: Job, *, device: str | None = None, compile: bool = False, cache: Path | str = CACHE
+) -> Program:
+    """Capture a job's model, apply its strategy, lower it to plans and prove them.
+
+    device: the kind of device the job is captured for and runs on, `cpu` or `cuda`. None: CUDA if available.
+    compile: compile the chunks with Inductor, each on first use, unless `cache` already has it. False: chunks
+    run operation by operation.
+    """
+    kind = device_kind(device)
+    strategy = strategy_of(job)
+    batch = first_batch(job)
+    samples = len(next(iter(batch.values())))
+    settings = Settings(
+        samples=samples,
+        clip=job.clip_norm is not None,
+        state_bytes=0,  # known when the optimizer has been tried
+        master_bytes=MASTER_BYTES[job.precision],
+    )
+    codes: dict[int, Captured] = {}
+    kept = usable_cache(Path(cache)) if compile else None
+
+    def recorded_at(rows: int) -> Traced:
+        return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
+
+    def traced_at(rows: int) -> Traced:
+        return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
+
+    def captured(graph: Graph) -> Completed:
+        probe = probed(job, graph, settings)
+        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+        outline = outline_by_slice(graph, samples, codes)
+        probe = probed(job, replace(graph, outline=outline), settings, probe)
+        return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
+
+    with placing(job, strategy, batch):
+        traced = recorded_at(likely_rows(strategy, samples))
+        divides = any(isinstance(directive, ShardAxis) for directive in strategy)
+        graph = apply(start(traced.outline), strategy, orders=not divides)
+        requests = requests_of(graph, strategy)
+        if requests:  # collectives are nodes that directives see
+            traced = divided(traced, requests)
+        if divides:
+            graph = apply(start(traced.outline), strategy)
+        plans, work = lower(graph, settings, captured)
+    reasons = [reason for code in codes.values() for reason in code.reasons()]
+    return Program(
+        job=job,
+        graph=work.graph,
+        plans=replace(plans, why=(*plans.why, *reasons)),
+        work=work,
+        codes=codes,
+        device=kind,
+        warnings=uneven_slices(traced, work.graph, samples),
+    )
+
+
+def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
+    """Return a warning if the batch is sliced and the loss is a mean whose slices may weigh unevenly."""
+    if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
+        return ()
+    return (
+        f"the loss is a mean that divides by a number of the data: {', '.join(traced.means)}. Replicas and "
+        "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
+        "see piper.losses",
+    )
+
+
+def usable_cache(folder: Path) -> Cache:
+    """Return the cache in a folder. One that cannot be written is replaced by one for this process alone."""
+    try:
+        there = folder.expanduser()
+        there.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keys = KEY.expanduser().parent
+        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=there), tempfile.TemporaryFile(dir=keys):
+            return Cache(folder=folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        warnings.warn(
+            f"the cache {folder} cannot be written ({error}), so compiled code is not kept for the next run; "
+            "name another folder with compile(job, compile=True, cache=...)",
+            stacklevel=3,
+        )
+        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        return Cache(folder=made, key=made / "key")
+
+
+@contextmanager
+def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
+    """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
+    try:
+        yield
+    except CaptureError as error:
+        blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
+        where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
+        fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+        facts = {"batch": fields} if "cannot be captured" in error.what else {}
+        raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
+    except ScheduleError as error:
+        if error.by != "strategy" or not strategy:
+            raise
+        raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
+
+
+def strategy_of(job: Job) -> list[Directive]:
+    """Return a job's directives, read from its file where it names one."""
+    if isinstance(job.strategy, Path | str):
+        return load_strategy(Path(job.strategy))
+    return list(job.strategy)
+
+
+def first_batch(job: Job) -> Batch:
+    """Return the first batch of a job's data: its shapes and types stand for all."""
+    batch = next(batches_of(job.data), None)
+    if batch is None:
+        raise ConfigError(
+            "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
+        )
+    return batch
+
+
+def likely_rows(strategy: list[Directive], samples: int) -> int:
+    """Estimate the samples of one slice, as if all device sets had one size. A wrong guess costs a trace."""
+    sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard | ShardAxis)}
+    shared = math.prod(
+        d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values()
+    )
+    sizes = {max(1, size // shared) for size in sizes}
+    parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
+    return max(1, samples // max(1, max(sizes, default=1) * parts))
+
+
+def rows_of(graph: Graph, samples: int) -> dict[str, int]:
+    """Return how many samples each chunk gets at a time."""
+    homes = {
+        node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
+    }
+    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
+
+
+def capture_slices(
+    graph: Graph,
+    samples: int,
+    traces: dict[int, Traced],
+    traced_at: Callable[[int], Traced],
+    cache: Cache | None = None,
+) -> dict[int, Captured]:
+    """Differentiate the model for every slice size that its chunks get, and return the code by size."""
+    ways = {
+        chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
+    }
+    needed = sorted(set(rows_of(graph, samples).values()))
+    return {
+        rows: differentiate(traces.get(rows) or traced_at(rows), ways, graph.budgets, cache)
+        for rows in needed
+    }
+
+
+def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
+    """Return one outline, with each chunk as captured for its own slice size."""
+    rows = rows_of(graph, samples)
+    by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
+    first = next(iter(codes.values())).outline
+    names = [chunk.name for chunk in graph.outline.chunks]
+    for size, chunks in by_rows.items():
+        assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
+    return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """The facts about a job's optimizer, and the buckets they were found for."""
+
+    probe: Probe
+    buckets: tuple[Bucket, ...]
+
+
+def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = None) -> Probed:
+    """Try a job's optimizer and scheduler on what each device holds, unless that was tried before.
+
+    Before chunks are differentiated, every parameter that asks for a gradient counts as trained; afterwards
+    only those that a backward reaches, which changes buckets where there are others.
+    """
+    buckets = trained_buckets(graph, settings, known=before is not None)
+    if before is not None and before.buckets == buckets:
+        return before
+    sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
+    policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in buckets}
+    made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
+    probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
+    optimizer = empty_optimizer(job.optimizer, buckets) if job.scheduler is not None else None
+    if optimizer is not None and job.scheduler is not None:
+        try_scheduler(job.scheduler, optimizer, job.steps)
+    return Probed(probe=probe, buckets=buckets)
+
+
+def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Bucket, ...]:
+    """Return the buckets that are trained. known: whether chunks say which parameters a backward reaches."""
+    buckets = make_buckets(LoweringState(graph=graph, settings=settings)).buckets.values()
+    if known:
+        return tuple(bucket for bucket in buckets if bucket.trainable)
+    asking = {p.name for p in graph.outline.parameters if p.trainable}
+    found = []
+    for bucket in buckets:
+        pieces: list[Piece] = []
+        for piece in bucket.pieces:
+            if piece.name in asking:
+                pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
+        if pieces:
+            found.append(replace(bucket, pieces=tuple(pieces), trainable=True))
+    return tuple(found)

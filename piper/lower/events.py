@@ -1,0 +1,157 @@
+"""Events and frees of one program: a stream waits for another only where a slot needs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from piper.ids import SlotId
+from piper.plan.clock import StreamClock
+from piper.plan.instr import Instr, Payload
+from piper.plan.ops import Op
+from piper.plan.plan import Slot
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingInstr:
+    """An instruction before its waits and frees are known."""
+
+    op: Op
+    node: str
+    stream: str
+    reads: tuple[SlotId, ...]
+    writes: tuple[SlotId, ...]
+    keeps: tuple[SlotId, ...] = ()
+    comm: str | None = None
+    payload: Payload = None
+    nbytes: int = 0
+    workspace: int = 0
+
+
+class Accesses:
+    """The last writer of each live slot or shared storage, and its readers since, by stream."""
+
+    def __init__(self, slots: Mapping[SlotId, Slot], lane: Sequence[int]) -> None:
+        self._lane = lane  # the stream of each place
+        self._shares = {
+            name: [share for share, _ in slot.shares] for name, slot in slots.items() if slot.shares
+        }
+        self._writer: dict[SlotId, int] = {}
+        self._readers: dict[SlotId, dict[int, int]] = {}  # by stream: the last place that reads
+
+    def needed(self, place: int, draft: PendingInstr, ending: Sequence[SlotId]) -> set[int]:
+        """Return the places on other streams that must be over before this instruction runs and frees."""
+        found: set[int] = set()
+        for slot in (*draft.reads, *draft.keeps):
+            if slot in self._writer:
+                found.add(self._writer[slot])
+        for slot in (*draft.writes, *ending):
+            if slot in self._writer:
+                found.add(self._writer[slot])
+            if slot in self._readers:
+                found.update(self._readers[slot].values())
+        me = self._lane[place]
+        return {other for other in found if self._lane[other] != me}
+
+    def record(self, place: int, draft: PendingInstr, ending: Sequence[SlotId]) -> None:
+        """Note what an instruction does to its slots and their storages; forget those that end with it."""
+        me = self._lane[place]
+        for slot in (*draft.reads, *draft.keeps):
+            self._readers.setdefault(slot, {})[me] = place
+        for slot in draft.writes:
+            self._writer[slot] = place
+            self._readers.pop(slot, None)
+        if self._shares:
+            for slot in (*draft.reads, *draft.keeps, *draft.writes):
+                for storage in self._shares.get(slot, ()):
+                    self._readers.setdefault(storage, {})[me] = place
+        for slot in ending:
+            self._writer.pop(slot, None)
+            self._readers.pop(slot, None)
+
+
+def synchronised(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
+    """Return the instructions with their events and frees.
+
+    Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
+    be over is left out. A slot is freed by its last user, once the others that used it are known to be done.
+    Where a stream could run ahead and fill the memory, it is held back.
+    """
+    freed, dropped = last_uses(drafts, slots)
+    clock = StreamClock(draft.stream for draft in drafts)
+    lane = clock.lane
+    accesses = Accesses(slots, lane)
+    paced = paces(drafts, slots)
+    waits: list[tuple[int, ...]] = []
+    signalled: dict[int, int] = {}
+    for place, draft in enumerate(drafts):
+        ending = [*freed.get(place, ()), *dropped.get(place, ())]
+        asked: list[int] = []
+        needed = accesses.needed(place, draft, ending)
+        needed.update(other for other in paced.get(place, ()) if lane[other] != lane[place])
+        for other in sorted(needed, reverse=True):
+            if not clock.knows(lane[place], other):  # the latest comes first: it may answer for earlier ones
+                asked.append(signalled.setdefault(other, len(signalled)))
+                clock.learn(lane[place], other)
+        waits.append(tuple(sorted(asked)))
+        clock.issue(place)
+        accesses.record(place, draft, ending)
+    return tuple(
+        Instr(
+            op=draft.op,
+            node=draft.node,
+            stream=draft.stream,
+            reads=draft.reads,
+            writes=draft.writes,
+            frees=tuple(freed.get(place, ())),
+            waits=waits[place],
+            signals=signalled.get(place),
+            comm=draft.comm,
+            payload=draft.payload,
+            nbytes=draft.nbytes,
+            workspace=draft.workspace,
+        )
+        for place, draft in enumerate(drafts)
+    )
+
+
+def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
+    """Return the earlier places that an instruction waits for only to limit memory.
+
+    A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
+    those before have ended and freed what they had gathered. A backward whose gradient is scattered starts
+    when the scatters issued before it have ended, so that no whole gradients pile up behind a slow link.
+    """
+    scattered = {slot for draft in drafts if draft.op == "reduce_scatter" for slot in draft.reads}
+    found: dict[int, list[int]] = {}
+    computed: dict[str, int] = {}  # by stream: the last so far
+    reduced: dict[str, int] = {}
+    for place, draft in enumerate(drafts):
+        if draft.op == "compute":
+            if not scattered.isdisjoint(draft.writes):
+                found[place] = list(reduced.values())
+            computed[draft.stream] = place
+        elif draft.op == "reduce_scatter":
+            reduced[draft.stream] = place
+        elif draft.op == "gather" and not slots.keys().isdisjoint(draft.writes):
+            found[place] = list(computed.values())
+    return found
+
+
+def last_uses(
+    drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]
+) -> tuple[dict[int, list[SlotId]], dict[int, list[SlotId]]]:
+    """Return, for each place, the slots and the shared storages whose last use is there."""
+    last: dict[SlotId, int] = {}
+    for place, draft in enumerate(drafts):
+        for slot in (*draft.reads, *draft.keeps, *draft.writes):
+            last[slot] = place
+    freed: dict[int, list[SlotId]] = {}
+    storages: dict[SlotId, int] = {}
+    for slot, place in last.items():
+        if slot in slots:  # else it outlives the step
+            freed.setdefault(place, []).append(slot)
+            for storage, _ in slots[slot].shares:
+                storages[storage] = max(place, storages.get(storage, -1))
+    dropped: dict[int, list[SlotId]] = {}
+    for storage, place in storages.items():
+        dropped.setdefault(place, []).append(storage)
+    return freed, dropped

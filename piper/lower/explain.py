@@ -1,0 +1,77 @@
+"""Explains in words what a node does and which directives put it there."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from piper.devices import show
+from piper.errors import ConfigError
+from piper.ir.node import Compute, Node
+from piper.lower.state import LoweringState
+from piper.plan.plan import Plans
+
+MOST_READERS = 3
+
+
+def explain(work: LoweringState, plans: Plans, name: str) -> str:
+    """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
+    found = {node.name: node for node in work.line}
+    if name not in found:
+        close = get_close_matches(name, found, n=3)
+        raise ConfigError(
+            f"there is no node {name!r}",
+            by="explain",
+            facts={"close": ", ".join(close)} if close else {},
+            hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
+        )
+    node = found[name]
+    lines = [f"{name}: {(type(node).__doc__ or '').splitlines()[0]}"]
+    lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
+    lines += [f"  made by  {work.graph.directives[number]}" for number in node.origin]
+    if isinstance(node, Compute):
+        if node.again:
+            lines.append(f"  again    {work.graph.reruns[node.chunk]} keeps only what comes into it")
+        chunk = work.graph.chunks[node.chunk]
+        gflop = chunk.phases[node.phase].flops / 1e9
+        lines.append(f"  work     {gflop:.3g} GFLOP, {len(chunk.params)} parameters, code {chunk.key[:12]}")
+    lines += values(work, node)
+    lines += [f"  after    {text}" for text in orders_before(work, name)]
+    lines += positions(plans, name)
+    return "\n".join(lines)
+
+
+def origins(work: LoweringState, name: str) -> list[str]:
+    """Return the directives that shaped a node, each with its source line."""
+    node = next((node for node in work.line if node.name == name), None)
+    return [work.graph.directives[number].title for number in node.origin] if node else []
+
+
+def values(work: LoweringState, node: Node) -> Iterator[str]:
+    """Yield a line for each value a node reads, with its writer, and for each it writes, with its readers."""
+    writer = {value: other.name for other in work.line for value in other.writes}
+    readers: dict[str, list[str]] = {}
+    for other in work.line:
+        for value in other.reads:
+            readers.setdefault(value, []).append(other.name)
+    for value in node.reads:
+        where = "from the last step" if value in work.residents else f"from {writer[value]}"
+        yield f"  reads    {value} {where}"
+    for value in node.writes:
+        users = [name for name in readers.get(value, []) if name != node.name]
+        more = f" and {len(users) - MOST_READERS} more" if len(users) > MOST_READERS else ""
+        yield f"  writes   {value}" + (f" for {', '.join(users[:MOST_READERS])}{more}" if users else "")
+
+
+def orders_before(work: LoweringState, name: str) -> Iterator[str]:
+    """Yield the nodes that an order places right before this one."""
+    for first, then, by in work.temporal:
+        if then == name:
+            yield f"{first} ({'our choice' if by < 0 else work.graph.directives[by]})"
+
+
+def positions(plans: Plans, name: str) -> Iterator[str]:
+    """Yield a line for each plan that runs a node, with the instruction numbers."""
+    for plan in plans:
+        at = [i for i, ins in enumerate(plan.instrs) if ins.node == name]
+        if at:
+            numbers = ", ".join(map(str, at))
+            yield f"  in plan  of {show(plan.devices)}: instruction {numbers} of {len(plan.instrs)}"

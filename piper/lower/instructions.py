@@ -1,0 +1,292 @@
+"""The instructions of each node on each program that runs it, with their communicators and byte counts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from piper.devices import Devices, columns, show, strided_groups
+from piper.ids import Pass, SlotId
+from piper.ir.chunk import Chunk, Collective
+from piper.ir.node import (
+    COMPUTE_STREAM,
+    Accumulate,
+    Add,
+    Broadcast,
+    Collect,
+    Compute,
+    Counts,
+    Exchange,
+    Gather,
+    Load,
+    Node,
+    Norm,
+    Reduce,
+    Total,
+    Transfer,
+    Update,
+)
+from piper.lower.events import PendingInstr
+from piper.lower.programs import Channel, channels
+from piper.lower.reductions import final_gradient
+from piper.lower.state import LoweringState
+from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
+from piper.plan.plan import Bucket, Comm
+
+Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
+
+
+@dataclass(slots=True, kw_only=True)
+class Emission:
+    """The programs under construction: a list of drafts for each class of devices."""
+
+    work: LoweringState
+    classes: list[Devices]
+    chunks: dict[str, Chunk]
+    drafts: list[list[PendingInstr]]
+    class_of: dict[int, int]  # device -> the number of its class
+    comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
+    pairs: dict[str, Comm] = field(default_factory=dict)
+    classes_in: dict[int, tuple[Devices, list[int]]] = field(default_factory=dict)
+    # ^ by identity, the set kept alive: nodes share their sets, and hashing hundreds of devices takes long
+    comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
+    begun: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, total): it has something to reduce
+
+    def within(self, devices: Devices) -> list[int]:
+        """Return the numbers of the device classes that make up a set of devices."""
+        found = self.classes_in.get(id(devices))
+        if found is None:
+            found = (devices, list(dict.fromkeys(self.class_of[device] for device in devices)))
+            self.classes_in[id(devices)] = found
+        return found[1]
+
+    def size(self, value: SlotId) -> int:
+        """Return the bytes of a value, including the storages it shares."""
+        slot = self.work.values.get(value.base) or self.work.residents[value]
+        return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
+
+    def comm(
+        self, key: tuple[str, ...], groups: Callable[[], tuple[Devices, ...]], stream: str
+    ) -> tuple[str | None, int]:
+        """Return the name of the communicator of these groups on this stream, and the size of a group.
+
+        The name is None for groups of one device.
+        """
+        if key not in self.comm_cache:
+            made = groups()
+            if len(made[0]) == 1:
+                self.comm_cache[key] = (None, 1)
+            else:
+                label = f"{show(made[0])}{f'x{len(made)}' if len(made) > 1 else ''}:{stream}"
+                taken = {comm.name for comm in self.comms.values()}
+                if (made, stream) not in self.comms:
+                    while label in taken:
+                        label += "'"
+                    self.comms[made, stream] = Comm(name=label, kind="groups", groups=made)
+                self.comm_cache[key] = (self.comms[made, stream].name, len(made[0]))
+        return self.comm_cache[key]
+
+
+def draft_node(emission: Emission, node: Node) -> None:
+    """Add a node's instructions to the programs that run it."""
+    if isinstance(node, Transfer):
+        draft_transfer(emission, node)
+        return
+    for number in emission.within(node.devices):
+        emission.drafts[number].append(draft_for(emission, node, number))
+
+
+def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
+    """Return the draft instruction of a node on one class of its devices."""
+    draft = PendingInstr(
+        op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes
+    )
+    match node:
+        case Compute():
+            draft.payload, draft.keeps = node.run, node.keeps
+            draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
+        case Load():
+            draft.op = "load"
+            draft.payload = Field(
+                name=node.batch_field,
+                part=node.part,
+                devices=node.devices,
+                degree=node.degree,
+                slices=node.slices,
+            )
+            draft.nbytes = emission.size(node.writes[0])
+        case Accumulate():
+            draft.op, draft.payload = "accumulate", Adding(run=node.run)
+            emission.begun.add((number, node.writes[0]))
+        case Add():
+            draft.op = "add"
+        case Norm():
+            draft.op = "norm"
+        case Update():
+            draft.op = "update"
+        case Transfer():
+            raise AssertionError("transfers have two sides")
+        case _:
+            draft_communication(emission, node, draft, number)
+    return draft
+
+
+def draft_communication(emission: Emission, node: Communication, draft: PendingInstr, number: int) -> None:
+    """Add the communicator and the number of bytes moved to the draft of a communication node."""
+    match node:
+        case Counts() | Exchange():
+            draft_exchange(emission, node, draft)
+        case Collect():
+            draft_collective(emission, node, draft)
+        case Gather():
+            bucket = emission.work.buckets[node.bucket]
+            draft.op, draft.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
+            key: tuple[str, ...] = ("b", node.bucket, node.stream)
+            draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
+            draft.nbytes = bucket.nbytes * (size - 1) // size
+        case Reduce():
+            draft_reduce(emission, node, draft, number)
+        case Total():
+            draft.op = "total"
+            draft.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
+            draft.nbytes = emission.size(node.writes[0])
+        case Broadcast():
+            draft.op, draft.payload = "broadcast", OfChunk(chunk=node.chunk)
+            key = ("set", show(node.devices), node.stream)
+            draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
+            draft.nbytes = sum(emission.size(value) for value in node.writes)
+        case _:
+            assert_never(node)
+
+
+def draft_collective(emission: Emission, node: Collect, draft: PendingInstr) -> None:
+    """Fill in the draft of a collective over the devices of each group that differ only along its axis."""
+    ways, stride = node.how.degree, node.stride
+    key = ("axis", show(node.devices), str(ways), str(stride), node.stream)
+    run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
+    if node.how.op == "slice":
+        draft.op, draft.stream = "slice", COMPUTE_STREAM
+        draft.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=stride)
+        return
+    draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, stride), node.stream)
+    draft.op, draft.payload = "collect", Collecting(run=run, how=node.how)
+    draft.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
+
+
+def moved(how: Collective, given: int, made: int) -> int:
+    """Return the bytes that a device sends for a collective."""
+    n = how.degree
+    match how.op:
+        case "all_gather":
+            return made * (n - 1) // n
+        case "reduce_scatter":
+            return given * (n - 1) // n
+        case "all_reduce" | "max":
+            return 2 * given * (n - 1) // n
+        case "all_to_all":
+            return given * (n - 1) // n
+        case "slice" | "none":
+            return 0
+
+
+def draft_exchange(emission: Emission, node: Counts | Exchange, draft: PendingInstr) -> None:
+    """Fill in the draft of an all-to-all within each expert group: of row counts, or of rows."""
+    ways = node.ways
+    key = ("axis", show(node.devices), str(ways), str(node.stride), node.stream)
+    draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, node.stride), node.stream)
+    draft.nbytes = emission.size(node.writes[-1]) * (ways - 1) // ways
+    if isinstance(node, Counts):
+        draft.op, draft.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
+    else:
+        run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
+        draft.op, draft.payload = "exchange", Routing(run=run, outward=node.outward)
+
+
+def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: int) -> None:
+    """Fill in the draft of a reduction over a bucket's replicas, or over the copies of a tied parameter."""
+    work = emission.work
+    bucket = work.buckets[node.bucket]
+    draft.op = "reduce_scatter" if node.scatter else "all_reduce"
+    draft.payload = OfBucket(bucket=node.bucket, run=node.run)
+    if node.run is None:
+        family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
+        device = emission.classes[number][0]
+        mine = next(member for member in family if device in member.devices)
+        rows = columns([member.devices for member in family])
+        draft.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
+        slot = final_gradient(mine)
+        draft.reads, draft.writes = tuple(s for s in node.reads if s == slot), (slot,)
+        draft.nbytes = 2 * emission.size(slot) * (size - 1) // size
+        return
+    draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
+    whole = bucket.nbytes * (size - 1) // size
+    draft.nbytes = whole if node.scatter else 2 * whole
+    if node.scatter:
+        draft.workspace = scatter_workspace(bucket, node, summed=(number, node.reads[0]) in emission.begun)
+    if not node.scatter and (number, node.reads[0]) not in emission.begun:
+        draft.reads = ()  # no backward here reaches this tied parameter: it adds nothing, but gets the sum
+
+
+def scatter_workspace(bucket: Bucket, node: Reduce, *, summed: bool) -> int:
+    """Return the bytes of workspace that a reduce-scatter needs in addition to its slots.
+
+    It flattens the gradients, unless an accumulation already has. It also holds this device's reduced shard
+    before that is added to the shard accumulated so far.
+    """
+    again = len(node.reads) > 1
+    apart = not summed and len(bucket.pieces) > 1
+    return (bucket.numel * bucket.itemsize if apart else 0) + (bucket.shard_nbytes if again else 0)
+
+
+def draft_transfer(emission: Emission, node: Transfer) -> None:
+    """Append the sends and receives of a transfer, and the copies that join a value received in pieces."""
+    name = node.name
+    prefix = f"{node.stream}." if node.stream else ""
+    whole = emission.size(node.reads[0])
+    joined: dict[int, dict[int, SlotId]] = {}
+    for channel in channels(node.source, node.target, node.stream, node.sliced, node.degrees):
+        start, stop, of = channel.rows
+        nbytes = whole * (stop - start) // of
+        rows = None if (start, stop) == (0, of) else Rows(start=start, stop=stop, of=of)
+        number, pieces = channel.piece
+        arrived = node.writes if pieces == 1 else (node.writes[0].of_piece(number),)
+        comm = None if channel.local else pair_comm(emission, channel)
+        send = PendingInstr(
+            op="copy" if channel.local else "send",
+            node=name,
+            stream=COMPUTE_STREAM if channel.local else f"{prefix}send",
+            reads=node.reads,
+            writes=arrived if channel.local else (),
+            comm=comm,
+            payload=rows,
+            nbytes=nbytes,
+        )
+        for at in emission.within(channel.senders):
+            emission.drafts[at].append(send)
+        receivers = emission.within(channel.receivers)
+        if not channel.local:
+            recv = PendingInstr(
+                op="recv",
+                node=name,
+                stream=f"{prefix}recv",
+                reads=(),
+                writes=arrived,
+                comm=comm,
+                nbytes=nbytes,
+            )
+            for at in receivers:
+                emission.drafts[at].append(recv)
+        if pieces > 1:
+            for at in receivers:
+                joined.setdefault(at, {})[number] = arrived[0]
+    for at, found in joined.items():
+        reads = tuple(found[number] for number in sorted(found))  # channels come in no particular order
+        join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
+        emission.drafts[at].append(join)
+
+
+def pair_comm(emission: Emission, channel: Channel) -> str:
+    """Return the name of the communicator of a channel's pairs, and register it if it is new."""
+    if channel.name not in emission.pairs:
+        pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
+        emission.pairs[channel.name] = Comm(name=channel.name, kind="pairs", groups=pairs)
+    return channel.name

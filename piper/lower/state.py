@@ -1,0 +1,55 @@
+"""The state of lowering, from a graph to plans."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from piper.ids import SlotId
+from piper.ir.chunk import CapturedModel
+from piper.ir.graph import Graph
+from piper.ir.node import Node
+from piper.plan.plan import Bucket, Plans, Slot
+
+Temporal = tuple[str, str, int]  # (first node, second node, number of the directive or -1: our own choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The facts of a job, beyond its graph, that lowering needs."""
+
+    samples: int | None = None  # in the global batch; None: any number that divides
+    clip: bool = False  # updates wait for the norm over all parameters
+    state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
+    master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """A model after capture has differentiated its chunks."""
+
+    outline: CapturedModel  # with every phase, each chunk for the slice that it gets
+    state_bytes: int | None = None  # optimizer state per parameter, where that was not known before
+
+
+Capture = Callable[[Graph], Completed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringState:
+    """The state of lowering: a graph, its values, its buckets, and all nodes of the step in one sequence."""
+
+    graph: Graph
+    settings: Settings
+    capture: Capture | None = None  # None: the graph's outline is complete
+    buckets: Mapping[str, Bucket] = field(default_factory=dict)
+    chunk_buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Mapping[SlotId, Slot] = field(default_factory=dict)  # by `SlotId.base`
+    residents: Mapping[SlotId, Slot] = field(default_factory=dict)
+    nodes: tuple[Node, ...] = ()  # with what they read and write, not yet in order
+    temporal: tuple[Temporal, ...] = ()
+    line: tuple[Node, ...] = ()
+    why: tuple[str, ...] = ()
+    plans: Plans | None = None  # at the end
+
+
+Rewrite = Callable[[LoweringState], LoweringState]
+Property = Callable[[LoweringState], Iterator[str]]

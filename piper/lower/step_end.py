@@ -1,0 +1,243 @@
+"""The start and the end of a step: batch fields loaded at first use, then losses, norms and updates."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from piper.devices import Devices, show
+from piper.ids import SlotId
+from piper.ir.chunk import Output
+from piper.ir.graph import Graph
+from piper.ir.node import (
+    Accumulate,
+    Broadcast,
+    Compute,
+    Gather,
+    Load,
+    Node,
+    Norm,
+    Reduce,
+    Total,
+    Transfer,
+    Update,
+)
+from piper.lower.buckets import homes_of, param_slot
+from piper.lower.programs import classes_of
+from piper.lower.reductions import final_gradient
+from piper.lower.sequence import woven
+from piper.lower.state import LoweringState
+from piper.lower.values import buffer_slot, output_slot
+from piper.plan.plan import Bucket, Slot
+from piper.sharding import Sharding
+
+LOSS = SlotId("loss")
+WEIGHT = SlotId("weight")
+NORM = SlotId("norm")
+TOTAL = SlotId("total")
+
+
+def add_loads(work: LoweringState) -> LoweringState:
+    """Load each field of the batch right before its first reader on each set of devices.
+
+    F[PP=0 MB=0] reads batch.tokens
+    -->
+    load[tokens MB=0], F[PP=0 MB=0]
+    """
+    before: dict[int, list[Node]] = {}
+    loaded: set[SlotId] = set()
+    for place, node in enumerate(work.line):
+        if not isinstance(node, Compute):
+            continue
+        for value in node.reads:
+            if value.kind == "batch" and value not in loaded:
+                loaded.add(value)
+                load = Load(
+                    batch_field=value.owner,
+                    part=node.part,
+                    devices=node.devices,
+                    degree=work.graph.policy(node.chunk).degree,
+                    slices=field_slices(work.graph, node.chunk, value.owner),
+                    writes=(value,),
+                    origin=node.origin,
+                )
+                before.setdefault(place, []).append(load)
+    return replace(work, line=woven(work.line, before, {}))
+
+
+def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, ...]:
+    """Return how the devices of a chunk divide a field of the batch beyond its samples."""
+    divided = {held.axis: held for held in graph.outline.fields.get(batch_field, ())}
+    found, stride = [], 1
+    for axis in graph.policy(chunk).axes:
+        held = divided.get(axis.axis)
+        if held is not None and held.dim is not None:
+            found.append(Sharding(dim=held.dim, zigzag=held.zigzag, ways=axis.degree, stride=stride))
+        stride *= axis.degree
+    return tuple(found)
+
+
+def every_field_is_loaded(work: LoweringState) -> Iterator[str]:
+    """Yield each batch value that is read before it is loaded, or loaded twice."""
+    seen: set[SlotId] = set()
+    for node in work.line:
+        for value in node.reads:
+            if value.kind == "batch" and value not in seen:
+                yield f"{node.name} reads {value} before it is loaded"
+        if isinstance(node, Load):
+            seen.update(node.writes)
+
+
+def add_losses(work: LoweringState) -> LoweringState:
+    """Add each microbatch's loss and weight to the step's sums, as soon as they are computed.
+
+    F[PP=1 MB=0]  F[PP=1 MB=1]
+    -->
+    F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
+    """
+    outline = work.graph.outline
+    totals: dict[SlotId, Output] = {LOSS: outline.loss}
+    if outline.weight:
+        totals[WEIGHT] = outline.weight
+    after: dict[int, list[Node]] = {}
+    for total, source in totals.items():
+        result = output_slot(source.chunk, source.index)
+        began = False
+        for place, node in enumerate(work.line):
+            if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
+                continue
+            if node.phase == "F" and node.chunk == source.chunk:
+                value = next(value for value in node.writes if value.base == result)
+                after.setdefault(place, []).append(
+                    Accumulate(
+                        run=node.run,
+                        devices=node.devices,
+                        reads=(value, total) if began else (value,),
+                        writes=(total,),
+                        origin=node.origin,
+                    )
+                )
+                began = True
+    values = {**work.values, LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8)}
+    return replace(work, line=woven(work.line, {}, after), values=values)
+
+
+def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
+    """Yield each value that some device reads before it is written on that device.
+
+    Only an accumulation may read a value that is not there yet.
+    """
+    held: dict[SlotId, Devices] = {}
+    for node in work.line:
+        source, target = (
+            (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
+        )
+        for value in node.reads:
+            home = held.get(value)
+            if home is source or value in work.residents or value.kind == "batch":
+                continue
+            missing = set(source) - set(home or ())
+            if missing and not (isinstance(node, Reduce) and not node.scatter):
+                yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
+        for value in node.writes:
+            if held.setdefault(value, target) != target:
+                held[value] = tuple(sorted({*held[value], *target}))
+
+
+def add_updates(work: LoweringState) -> LoweringState:
+    """End the step: total the norm and the losses, update, then gather parameters and broadcast buffers.
+
+    reduce ...
+    -->
+    reduce ..., norm, total, update, gather (zero 1, 2), broadcast (buffers)
+    """
+    written = {value for node in work.line for value in node.writes}
+    trained = [b for b in work.buckets.values() if final_gradient(b) in written]
+    everyone = work.graph.devices()
+    nodes: list[Node] = []
+    homes = homes_of(work.graph)
+    loss_home = homes[work.graph.outline.loss.chunk].devices
+    weight = work.graph.outline.weight
+    weight_home = homes[weight.chunk].devices if weight else ()
+    extras = {LOSS: loss_home, **({WEIGHT: weight_home} if weight else {})}
+    groups = device_groups(work, trained)
+    waits_for_total = work.settings.clip or weight is not None
+    for devices, buckets in groups.items():
+        reads = [final_gradient(b) for b in buckets]
+        reads += [extra for extra, home in extras.items() if devices[0] in home]
+        nodes.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
+    nodes.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
+    for devices, buckets in groups.items():
+        if buckets:
+            nodes.append(
+                Update(
+                    devices=devices,
+                    reads=(*(final_gradient(b) for b in buckets), *((TOTAL,) if waits_for_total else ())),
+                    writes=tuple(param_slot(b) for b in buckets),
+                    origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
+                )
+            )
+    nodes += [gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2)]
+    nodes += broadcasts(work)
+    return replace(
+        work,
+        line=(*work.line, *nodes),
+        values={**work.values, NORM: Slot(nbytes=24)},
+        residents={
+            **work.residents,
+            TOTAL: Slot(nbytes=24),
+        },  # the step's result: the runtime reads it
+    )
+
+
+def every_gradient_is_applied(work: LoweringState) -> Iterator[str]:
+    """Yield each final gradient that some device of its bucket does not apply after its last write."""
+    applied: dict[SlotId, set[int]] = {}
+    for node in work.line:
+        if isinstance(node, Update):
+            for value in node.reads:
+                applied.setdefault(value, set()).update(node.devices)
+    written = {value for node in work.line for value in node.writes}
+    for bucket in work.buckets.values():
+        slot = final_gradient(bucket)
+        if slot in written and applied.get(slot, set()) != set(bucket.devices):
+            yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
+
+
+def device_groups(work: LoweringState, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
+    """Return the groups of devices that run the same work, with the buckets that each group updates."""
+    sets: dict[Devices, None] = {}
+    for node in work.line:
+        for devices in (node.source, node.target) if isinstance(node, Transfer) else (node.devices,):
+            sets.setdefault(devices)
+    for bucket in trained:
+        sets.setdefault(bucket.devices)
+    members = {devices: frozenset(devices) for devices in sets}
+    return {devices: [b for b in trained if devices[0] in members[b.devices]] for devices in classes_of(sets)}
+
+
+def gather_updated(bucket: Bucket) -> Gather:
+    """Return the gather that brings a bucket's updated shards together on every replica."""
+    return Gather(
+        bucket=bucket.name,
+        run=None,
+        devices=bucket.devices,
+        reads=(param_slot(bucket),),
+        writes=(param_slot(bucket),),
+        stream=bucket.gather_stream,
+        origin=bucket.origin,
+    )
+
+
+def broadcasts(work: LoweringState) -> Iterator[Broadcast]:
+    """Yield a broadcast of the first replica's buffers for each replicated chunk that writes buffers."""
+    homes = homes_of(work.graph)
+    for chunk in work.graph.outline.chunks:
+        home = homes[chunk.name]
+        if chunk.mutated and len(home.devices) > 1:
+            slots = tuple(buffer_slot(name) for name in chunk.mutated)
+            yield Broadcast(
+                chunk=chunk.name,
+                devices=home.devices,
+                reads=slots,
+                writes=slots,
+                origin=home.origin,
+            )

@@ -1,0 +1,255 @@
+"""Decides what directives left open, refuses what cannot run, and gives every chunk its phases."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from piper.devices import show
+from piper.errors import ScheduleError
+from piper.ir.chunk import Chunk
+from piper.ir.graph import Graph, inputs_from_chunks
+from piper.ir.node import Compute
+from piper.lower.expert_buffers import check_expert_buffers
+from piper.lower.state import LoweringState
+
+ROUTED = ("route", "expert", "unroute")
+
+
+def settle(work: LoweringState) -> LoweringState:
+    """Place a strategy without placements on device 0, and run all checks before capture, which is slow.
+
+    F[PP=0]  B[PP=0]
+    -->
+    F[PP=0]@0  B[PP=0]@0
+    """
+    graph = work.graph
+    if not any(node.devices for node in graph.nodes.values()):
+        graph = graph.update(replace(node, devices=(0,)) for node in graph.nodes.values())
+    check_placed(graph)
+    check_one_home(graph)
+    check_groups(graph)
+    check_axes(graph)
+    check_expert_regions(graph)
+    check_buffers(graph)
+    check_reruns(graph)
+    check_batch(graph, work.settings.samples)
+    return replace(work, graph=graph)
+
+
+def every_chunk_has_one_home(work: LoweringState) -> Iterator[str]:
+    """Yield each node that is not placed, or placed on other devices than the rest of its chunk."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for node in work.graph.nodes.values():
+        if not node.devices:
+            yield f"{node.name} is not placed"
+        elif homes.setdefault(node.chunk, node.devices) != node.devices:
+            yield f"{node.name} is on {show(node.devices)}, its chunk on {show(homes[node.chunk])}"
+
+
+def capture(work: LoweringState) -> LoweringState:
+    """Give every chunk its phases, and drop the nodes that then have nothing to do.
+
+    F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
+    -->
+    F[PP=0]  BW[PP=0 MB=1]
+    """
+    graph, settings = work.graph, work.settings
+    if work.capture is not None:
+        made = work.capture(graph)
+        graph = replace(graph, outline=made.outline)
+        if made.state_bytes is not None:
+            settings = replace(settings, state_bytes=made.state_bytes)
+    chunks = graph.chunks
+    graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+    check_expert_buffers(graph)
+    return replace(work, graph=graph, settings=settings, capture=None)  # frees what it holds
+
+
+def every_node_has_a_phase(work: LoweringState) -> Iterator[str]:
+    """Yield each node that has nothing to do.
+
+    The backward of a route or a collective is done in its BI half; it has no BW half.
+    """
+    chunks = work.graph.chunks
+    for node in work.graph.nodes.values():
+        chunk = chunks[node.chunk]
+        moves = chunk.kind in ("route", "unroute", "collective") and node.phase == "BI"
+        if is_idle(chunk, node) or (node.phase not in chunk.phases and not moves):
+            yield f"{node.name} has nothing to do"
+
+
+def is_idle(chunk: Chunk, node: Compute) -> bool:
+    """Return whether a node of this phase would do nothing."""
+    if node.phase == "F" or not chunk.phases:
+        return False
+    if "B" not in chunk.phases:
+        return True
+    if chunk.kind in ("route", "unroute", "collective"):
+        return node.phase == "BW"  # values travel in the first half
+    if node.phase == "BI":
+        spec = chunk.phases["BI"]
+        return not spec.grad_inputs and not chunk.carried
+    return node.phase == "BW" and not chunk.phases["BW"].grad_params
+
+
+def check_placed(graph: Graph) -> None:
+    """Refuse a graph with nodes that are not placed."""
+    unplaced = [node.name for node in graph.nodes.values() if not node.devices]
+    if unplaced:
+        placed = next(node for node in graph.nodes.values() if node.devices)
+        more = len(unplaced) - 4
+        raise ScheduleError(
+            f"{unplaced[0]} is placed on no device",
+            by="strategy",
+            facts={
+                "unplaced": ", ".join(unplaced[:4]) + (f" and {more} more" if more > 0 else ""),
+                "placed": f"{placed.name} on {show(placed.devices)}",
+            },
+            hint="place every region, or none for a single device",
+        )
+
+
+def check_groups(graph: Graph) -> None:
+    """Refuse a divided region whose devices do not form groups, whichever directive placed it last."""
+    for node in graph.nodes.values():
+        degree = graph.policy(node.chunk).degree
+        if len(node.devices) % degree:
+            asked = " x ".join(f"{held.axis}={held.degree}" for held in graph.policy(node.chunk).axes)
+            raise ScheduleError(
+                f"{len(node.devices)} devices cannot form groups of {degree}",
+                by=graph.placed_by(node),
+                facts={"region": node.chunk, "devices": show(node.devices), "groups": asked},
+                hint="place the region on a multiple of the devices that share its samples",
+            )
+
+
+def check_axes(graph: Graph) -> None:
+    """Refuse regions that are divided along different axes, or in another order: lanes would not meet."""
+    first: Compute | None = None
+    for node in graph.nodes.values():
+        axes = graph.policy(node.chunk).axes
+        if not axes:
+            continue
+        first = first or node
+        asked = [" then ".join(held.axis for held in graph.policy(each.chunk).axes) for each in (first, node)]
+        if asked[0] != asked[1]:
+            raise ScheduleError(
+                "two regions are divided along different axes, or in another order",
+                by=graph.placed_by(node),
+                facts={first.chunk: asked[0], node.chunk: asked[1]},
+                hint="shard all divided regions along the same axes, in the same order of directives",
+            )
+
+
+def check_one_home(graph: Graph) -> None:
+    """Refuse a chunk on two sets of devices: its parameters and saved values live where it runs."""
+    homes: dict[str, Compute] = {}
+    for node in graph.nodes.values():
+        first = homes.setdefault(node.chunk, node)
+        if first.devices != node.devices:
+            raise ScheduleError(
+                f"{node.chunk} would live in two places",
+                by=graph.placed_by(node),
+                facts={first.name: f"on {show(first.devices)}", node.name: f"on {show(node.devices)}"},
+                hint="place all passes and parts of a region on the same devices",
+            )
+
+
+def check_expert_regions(graph: Graph) -> None:
+    """Refuse an expert region on two sets of devices: rows after a route belong to no sample."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    chunks = graph.chunks
+    for chunk in graph.outline.chunks:
+        ways = graph.policy(chunk.name).ways
+        home = homes[chunk.name]
+        if chunk.kind in ROUTED and len(home.devices) % ways:
+            raise ScheduleError(
+                f"{len(home.devices)} devices cannot form groups of {ways}",
+                by=graph.placed_by(home),
+                facts={"region": chunk.name, "devices": show(home.devices)},
+                hint="place the region on a multiple of `ways` devices",
+            )
+        if chunk.kind not in ("expert", "unroute"):
+            continue
+        for _, source in inputs_from_chunks(chunk):
+            producer = homes[source.chunk]
+            if chunks[source.chunk].kind not in ("route", "expert"):
+                continue
+            there = graph.policy(producer.chunk).ways
+            if producer.devices != home.devices or there != ways:
+                raise ScheduleError(
+                    "an expert region would be cut apart",
+                    by=graph.placed_by(home),
+                    facts={
+                        producer.chunk: f"on {show(producer.devices)}, ways {there}",
+                        chunk.name: f"on {show(home.devices)}, ways {ways}",
+                    },
+                    hint="select the whole region from its route to its unroute",
+                )
+
+
+def check_buffers(graph: Graph) -> None:
+    """Refuse a written buffer whose readers are on other devices: all readers must see the same values."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    writers = {name: homes[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated}
+    for chunk in graph.outline.chunks:
+        home = homes[chunk.name]
+        for name in chunk.buffers:
+            if name in writers and writers[name].devices != home.devices:
+                raise ScheduleError(
+                    f"the buffer {name} would change on some of its devices only",
+                    by=graph.placed_by(home),
+                    facts={
+                        writers[name].chunk: f"writes it on {show(writers[name].devices)}",
+                        chunk.name: f"uses it on {show(home.devices)}",
+                    },
+                    hint="place the regions that share the buffer on the same devices",
+                )
+
+
+def check_reruns(graph: Graph) -> None:
+    """Refuse to recompute chunks that use written buffers: the second run would read other values."""
+    homes = {node.chunk: node for node in graph.nodes.values()}
+    written = {name for chunk in graph.outline.chunks for name in chunk.mutated}
+    for chunk in graph.outline.chunks:
+        used = dict.fromkeys((*chunk.buffers, *chunk.mutated))
+        changing = [name for name in used if name in written]
+        if chunk.name in graph.reruns and changing:
+            asked = [graph.directives[number] for number in homes[chunk.name].origin]
+            raise ScheduleError(
+                f"{chunk.name} uses buffers that change, so its forward cannot run again",
+                by=next(each.title for each in reversed(asked) if each.verb == "remat"),
+                facts={"buffers": ", ".join(changing)},
+                hint="leave this region out of the filter, or leave across= out",
+            )
+
+
+def cells_per_device(graph: Graph) -> int:
+    """Return the number of slices of the samples before microbatches: every set of devices divides it."""
+    sizes = {(node.chunk, len(node.devices)) for node in graph.nodes.values()}
+    return math.lcm(*{size // graph.policy(chunk).degree for chunk, size in sizes})
+
+
+def parts_of(graph: Graph, chunk: str) -> int:
+    """Return the number of microbatches of a chunk."""
+    return math.prod(size for _, size in graph.parts[chunk])
+
+
+def check_batch(graph: Graph, samples: int | None) -> None:
+    """Refuse a batch whose samples do not divide evenly over devices and microbatches."""
+    if samples is None:
+        return
+    slices = cells_per_device(graph)
+    for chunk in graph.parts:
+        parts = parts_of(graph, chunk)
+        if samples % (slices * parts):
+            axes = " x ".join(f"{axis}={size}" for axis, size in graph.parts[chunk])
+            raise ScheduleError(
+                f"{samples} samples do not divide into {slices * parts} equal pieces",
+                by="strategy",
+                facts={
+                    "devices": f"{slices} slices of the samples",
+                    "parts": f"{parts} in each slice" + (f" ({axes})" if axes else ""),
+                },
+                hint=f"use a batch that is a multiple of {slices * parts}, fewer parts or fewer devices",
+            )

@@ -1,0 +1,94 @@
+"""The environment of a device's kernels: slots, state and communicators."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from piper.ids import SlotId
+from piper.ir.chunk import Chunk
+from piper.plan.plan import Plan
+from piper.runtime.bucket_layout import Layout
+from piper.runtime.comm.base import Comms
+from piper.runtime.setup import Initial, Setup
+from piper.runtime.state import State
+
+Bound = Callable[[], None]  # an instruction with everything it needs resolved
+
+
+class Rows(Protocol):
+    """A field of the global batch: a tensor, or the part of one that a device needs."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
+class Dice:
+    """Seeds torch's generator for one draw at a time: it is one for all threads of a process."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Take the generator of `device`, where the numbers are drawn; its state lives on the host."""
+        self.lock = threading.Lock()
+        self.generator = torch.default_generator
+        if device is not None and device.type == "cuda":
+            self.generator = torch.cuda.default_generators[device.index or 0]
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Draw from this seed inside, and leave the generator as it was."""
+        with self.lock:
+            before = self.generator.get_state()
+            self.generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                self.generator.set_state(before)
+
+
+def draw_seed(seed: int, step: int, where: str) -> int:
+    """Return a seed for one chunk on one microbatch and replica in one step; no two of them are related."""
+    text = f"{seed}/{step}/{where}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class Env:
+    """One device's slots, state and communicators, and what changes from step to step."""
+
+    def __init__(
+        self, setup: Setup, device: int, comms: Comms, initial: Initial, dice: Dice | None = None
+    ) -> None:
+        self.setup, self.device, self.comms = setup, device, comms
+        self.plan: Plan = setup.plans.of(device)
+        self.state = State(setup, device, initial)
+        self.dice = dice or Dice(setup.device)
+        self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
+        self.index = {slot: i for i, slot in enumerate([*self.plan.residents, *self.plan.slots])}
+        self.slots: list[object] = [None] * len(self.index)
+        for slot in self.plan.residents:
+            held = self._seed() if slot.kind == "seed" else self.state.resident(slot, initial)
+            self.slots[self.index[slot]] = held
+        self.layouts: dict[str, Layout] = {n: holding.layout for n, holding in self.state.holdings.items()}
+        self.makers: dict[SlotId, str] = {}  # the stream that made each slot
+        for ins in self.plan.instrs:
+            for slot in ins.writes:
+                self.makers.setdefault(slot, ins.stream)
+        self.batch: Mapping[str, Rows] = {}
+        self.step = 0
+
+    def _seed(self) -> Tensor:
+        """Return the gradient that each microbatch's loss starts from."""
+        loss = self.setup.outline.loss
+        spec = self.chunks[loss.chunk].outputs[loss.index]
+        return torch.full(
+            spec.shape, self.setup.plans.seed, dtype=getattr(torch, spec.dtype), device=self.setup.device
+        )
+
+    def at(self, slot: SlotId) -> int:
+        """Return the number of a slot."""
+        return self.index[slot]

@@ -1,0 +1,1 @@
+"""Checks, measures and records steps, next to the executor."""

@@ -1,0 +1,247 @@
+"""Checks that a strategy gives the same numbers as one device, and finds where they first differ.
+
+The reference is plain PyTorch on the whole, unsliced batch (`reference.py`). Where the run differs
+from it, the same slices run in plain PyTorch too. If the run equals these, the slices are not the batch, and
+`mixing.py` says why: an operation that mixes samples is a note, a mean of uneven slices an error.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from piper.runtime.debug.distance import differences, nan_in, relative
+from piper.runtime.debug.localise import Checked, Launch, Result, first_difference
+from piper.runtime.debug.mixing import Reasons, reasons
+from piper.runtime.debug.reference import Reference
+from piper.runtime.debug.replay import ReplayError
+from piper.runtime.debug.shifted_regions import shifted_regions
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+SHOWN = 3  # operations in a note
+LOSSES = "return (sum, weight), as piper.losses.cross_entropy and piper.losses.huggingface do"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How far a run is from one device, relative to the size of the numbers compared."""
+
+    ok: bool
+    max_loss_diff: float
+    max_grad_diff: float
+    max_param_diff: float
+    first_bad: str | None = None  # the first node that differs, else the first parameter, else the reason
+    notes: tuple[str, ...] = ()  # what a reader must know to rely on the answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """The numbers that a step leaves, all of which are compared."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Worst:
+    """The largest differences so far, and the first that is too large."""
+
+    tol: float
+    largest: dict[str, float] = field(default_factory=lambda: {"loss": 0.0, "grad": 0.0, "param": 0.0})
+    bad: str | None = None
+    buffers: dict[str, str] = field(default_factory=dict)  # those that differ, and how
+
+    def take(self, number: int, found: Iterable[tuple[str, str, float, str]], buffers: set[str]) -> None:
+        """Record the differences of a step; those of buffers apart."""
+        for kind, name, diff, words in found:
+            self.largest[kind] = max(self.largest[kind], diff)
+            if words or not diff <= self.tol:
+                text = f"step {number}: {name} {words or f'differs by {diff:.3g}'}"
+                if kind == "param" and name in buffers and not words:
+                    self.buffers.setdefault(name, text)
+                elif self.bad is None:
+                    self.bad = text
+
+    @property
+    def first(self) -> str | None:
+        """Return what differs first, buffers last. None: nothing differs."""
+        return self.bad or next(iter(self.buffers.values()), None)
+
+
+def numbers(reference: Reference, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Numbers]:
+    """Yield the numbers that each step leaves in plain PyTorch on one device, when they are asked for."""
+    for batch in batches:
+        loss = reference.step(batch)
+        yield Numbers(
+            loss=loss,
+            grad_norm=reference.grad_norm,
+            gradients=reference.gradients,
+            state={name: value.clone() for name, value in reference.state_dict().items()},
+        )
+
+
+def check(
+    program: ProgramLike,
+    launch: Launch,
+    batches: Sequence[Mapping[str, Tensor]],
+    tol: float = 1e-9,
+    options: Options | None = None,
+    wanted: Iterable[Numbers] | None = None,
+) -> Report:
+    """Run a program and plain PyTorch on one device, step by step, and compare all numbers.
+
+    wanted: the numbers of one device on the whole batch, if they are known already.
+    """
+    options = options or Options()
+    return _Check(program, launch, batches, tol, options).report(wanted)
+
+
+class _Check:
+    """One comparison."""
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        launch: Launch,
+        batches: Sequence[Mapping[str, Tensor]],
+        tol: float,
+        options: Options,
+    ) -> None:
+        self.program, self.launch, self.batches, self.tol = program, launch, batches, tol
+        self.options = options
+        self.whole = Worst(tol)
+        self.sliced: Worst | None = None  # since a step differed from the whole batch
+        self.found = Reasons()
+        self.notes: list[str] = []
+        self.buffers = {buffer.name for buffer in program.outline.buffers}
+        self.replays: list[Reference] = []  # whose random numbers are looked at
+
+    def report(self, wanted: Iterable[Numbers] | None) -> Report:
+        """Run the steps and judge them."""
+        plain = Reference(self.program)
+        if self.batches:
+            moved = next(shifted_regions(plain, self.batches[0]), None)
+            if moved is not None:
+                return self._answer(self.whole, moved)
+        if wanted is None:
+            self.replays.append(plain)
+            wanted = numbers(plain, self.batches)
+        try:
+            with self.launch(self.program, replace(self.options, keep_gradients=True)) as run:
+                bad = self._steps(run, iter(wanted))
+        except ReplayError as error:
+            return self._answer(self.whole, f"the random numbers cannot be drawn in plain PyTorch: {error}")
+        judge = self.whole if self.sliced is None else self.sliced
+        if bad is None:
+            problems = (problem for reference in self.replays for problem in reference.replay.problems())
+            return self._answer(judge, next(problems, None) or self._judged())
+        unmatched = [text for reference in self.replays for text in reference.replay.unmatched]
+        number, text = bad
+        named = first_difference(
+            self.program, self.launch, self.batches[: number + 1], self.tol, self.options
+        )
+        return self._answer(judge, "; ".join([named or text, *unmatched[:1]]))
+
+    def _steps(self, run: Checked, wanted: Iterator[Numbers]) -> tuple[int, str] | None:
+        """Run every step; return the number of the first that is wrong, with what is wrong with it."""
+        slices: Reference | None = None
+        whole = True  # the steps so far equal those of the whole batch, but for buffers
+        for number, batch in enumerate(self.batches):
+            result = run.step(batch)
+            asked = whole
+            if whole:
+                single = self._next(wanted)
+                if single is not None:
+                    self.whole.take(number, compared(run, result, single), self.buffers)
+                whole = single is not None and self.whole.bad is None
+                if whole and not self.whole.buffers:
+                    continue
+            if slices is None or self.sliced is None:
+                slices, self.sliced = self._slices(number), Worst(self.tol)
+            if asked and not whole:
+                self.found = reasons(slices, batch)
+            self.sliced.take(number, compared(run, result, next(numbers(slices, [batch]))), self.buffers)
+            if self.sliced.first is not None:
+                return number, self.whole.first or self.sliced.first
+        return None
+
+    def _next(self, wanted: Iterator[Numbers]) -> Numbers | None:
+        """Return the next numbers of the whole batch; None: its random numbers cannot be put together."""
+        try:
+            return next(wanted)
+        except ReplayError as error:
+            self.notes.append(
+                f"random numbers cannot be drawn for the whole batch ({error}); compared with the same "
+                "slices in plain PyTorch"
+            )
+            return None
+
+    def _slices(self, done: int) -> Reference:
+        """Return plain PyTorch on the slices, after the steps that are done."""
+        slices = Reference(self.program, sliced=True)
+        self.replays.append(slices)
+        for batch in self.batches[:done]:
+            slices.step(batch)
+        return slices
+
+    def _judged(self) -> str | None:
+        """Say what is wrong though the run equals plain PyTorch on the same slices; None: nothing is."""
+        if self.sliced is None:
+            return None
+        found = self.found
+        if found.uneven:
+            return f"the loss is a mean of uneven slices: {'; '.join(found.uneven)} on the slices; {LOSSES}"
+        if found.summed and not found.mixing:
+            return f"the loss is a sum over the samples, and slices count as means; {LOSSES}"
+        if self.whole.bad is None:  # random numbers of slices are noted already
+            if self.whole.buffers:
+                self.notes.append(
+                    "these buffers hold what the first replica's slices wrote, as under DDP: "
+                    f"{', '.join(self.whole.buffers)}. The same slices in plain PyTorch agree"
+                )
+            return None
+        apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
+        if not found.mixing and found.narrow and apart <= found.rounding:
+            listed = "; ".join(found.narrow[:SHOWN]) + ("; ..." if len(found.narrow) > SHOWN else "")
+            self.notes.append(
+                f"these operations compute in {found.type}: {listed}. Their rounding depends on the size of "
+                f"a slice. The whole batch agrees to {apart:.2g}, the same slices to {self.tol:g}"
+            )
+            return None
+        if not found.mixing:
+            return (
+                f"{self.whole.bad}, because the loss of the batch is not the mean of the losses of its "
+                f"slices: it is a mean of uneven slices, or it mixes samples; {LOSSES}"
+            )
+        self.notes.append(
+            "these operations mix samples, and see one slice of the batch at a time, as under DDP and "
+            f"gradient accumulation: {'; '.join(found.mixing)}. The same slices in plain PyTorch agree"
+        )
+        return None
+
+    def _answer(self, judge: Worst, bad: str | None) -> Report:
+        if bad is not None and self.whole.bad is not None:
+            judge = self.whole
+        largest = judge.largest
+        return Report(
+            ok=bad is None,
+            max_loss_diff=largest["loss"],
+            max_grad_diff=largest["grad"],
+            max_param_diff=largest["param"],
+            first_bad=bad,
+            notes=tuple(self.notes),
+        )
+
+
+def compared(run: Checked, result: Result, single: Numbers) -> Iterator[tuple[str, str, float, str]]:
+    """Yield how far each number of a step is from one device: its kind, name, difference, and words."""
+    yield "loss", "the loss", relative(result.loss, single.loss), nan_in(result.loss, single.loss)
+    norms = result.grad_norm, single.grad_norm
+    yield "loss", "the gradient's norm", relative(*norms), nan_in(*norms)
+    for name, diff, words in differences(run.gradients(), single.gradients):
+        yield "grad", f"the gradient of {name}", diff, words
+    for name, diff, words in differences(run.state_dict(), single.state):
+        yield "param", name, diff, words

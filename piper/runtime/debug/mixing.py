@@ -1,0 +1,276 @@
+"""Finds why the loss of a whole batch is not the mean of the losses of its slices, in plain PyTorch.
+
+The model runs on the whole batch and on every slice, and the result of each operation on the batch is
+compared with its results on the slices. It is one row for each sample, the same everywhere, or the mean or
+the sum of the slices. An operation whose arguments are of these kinds and whose result is not mixes samples:
+BatchNorm, a load-balancing loss. A mean that divides by a number of the data is listed apart: its slices
+count unevenly.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from piper.runtime.debug.callers import calling_line
+from piper.runtime.debug.distance import distance
+from piper.runtime.debug.reference import Reference, samples_in
+from piper.runtime.debug.replay import ReplayError
+from piper.runtime.debug.slicing import Slice, take
+
+aten = torch.ops.aten
+CLOSE = 1e-9
+NARROW = {
+    name: torch.finfo(dtype).eps
+    for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16))
+}
+MANY, LARGEST = 100.0, 1e-2  # how far the rounding of one operation may grow on its way to a gradient
+SHOWN = 4  # divisors in a message
+NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor)
+MEANS = (aten.mean.default, aten.mean.dim)
+Kind = Literal["same", "rows", "ragged", "mean", "sum", "other"]
+MEAN_REDUCTION = 1  # torch's number for reduction="mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasons:
+    """Why a whole batch differs from its slices."""
+
+    uneven: Sequence[str] = ()  # means whose slices count unevenly
+    mixing: Sequence[str] = ()  # operations that mix samples
+    summed: bool = False  # the loss is the sum of the losses of the slices, not their mean
+    narrow: Sequence[str] = ()  # operations that compute in a narrower type than the job
+    type: str = ""  # the narrowest of these types
+    rounding: float = 0.0  # how far rounding in that type may carry
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One operation that ran."""
+
+    op: Any
+    where: str  # the module and the source line
+    sources: list["Value | None"]  # of each tensor argument; None: nothing that ran made it
+    scalars: list[float]  # arguments that are numbers
+    reduction: int  # of a loss: torch's number
+    results: list["Value"] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Value:
+    """A result: on the whole batch, and its kind once it is compared with those on the slices."""
+
+    tensor: Tensor
+    kind: Kind = "other"
+
+
+Key = tuple[str, str, int]  # the operation, its module, and how often that module ran it before
+
+
+class _Record(TorchDispatchMode):
+    """Records every operation with its results."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.stack: list[str] = []
+        self.calls: dict[Key, Call] = {}
+        self.made: dict[
+            int, tuple[Tensor, Value]
+        ] = {}  # by identity; the tensor is kept so that it is unique
+        self.counts: dict[tuple[str, str], int] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        module = self.stack[-1] if self.stack else ""
+        place = str(op), module
+        self.counts[place] = self.counts.get(place, -1) + 1
+        call = Call(
+            op=op,
+            where=f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({calling_line()})",
+            sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
+            scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
+            reduction=args[3] if op in NLL else 0,
+        )
+        out = op(*args, **kwargs)
+        for result in tree_leaves(out):
+            if isinstance(result, Tensor):
+                value = Value(tensor=result.detach().clone())
+                self.made[id(result)] = result, value
+                call.results.append(value)
+        self.calls[*place, self.counts[place]] = call
+        return out
+
+    def source(self, tensor: Tensor) -> Value | None:
+        """Return the recorded value of a tensor."""
+        found = self.made.get(id(tensor))
+        return found[1] if found is not None and found[0] is tensor else None
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Track which module runs, inside the block."""
+
+        def enter(module: nn.Module, _: object) -> None:
+            self.stack.append(self.names.get(id(module), ""))
+
+        def leave(module: nn.Module, _: object, __: object) -> None:
+            self.stack.pop()
+
+        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
+    """Compare the whole batch with its slices, operation by operation; the reference stays as it is."""
+    given = reference.on_device(batch)
+    slices = [*reference.slicing.slices(reference.program.outline.loss.chunk, samples_in(batch))]
+    try:
+        whole, loss = _record(reference, given, None)
+    except ReplayError:  # the draws differ, so only what does not depend on them is compared
+        whole, loss = _record(reference, given, None, replay=False)
+    recorded = [_record(reference, take(given, part.samples), part) for part in slices]
+    parts, losses = [calls for calls, _ in recorded], [value for _, value in recorded]
+    narrow = {call.where: eps for call in whole.values() if (eps := rounds(call, reference.dtype))}
+    rounding = min(MANY * max(narrow.values(), default=0.0), LARGEST)
+    near = max(CLOSE, rounding)
+    uneven, mixing = dict[str, None](), dict[str, None]()
+    for key, call in whole.items():
+        others = [calls.get(key) for calls in parts]
+        if any(other is None or len(other.results) != len(call.results) for other in others):
+            continue  # control flow that depends on the data: not comparable
+        known = [other for other in others if other is not None]
+        for index, value in enumerate(call.results):
+            each = [other.results[index].tensor for other in known]
+            value.kind = kind_of(value.tensor, each, slices, near)
+        if (divisors := uneven_divisors(call, known)) is not None:
+            listed = ", ".join(f"{number:g}" for number in divisors[:SHOWN])
+            uneven[f"{call.where} divides by {listed}{', ...' if len(divisors) > SHOWN else ''}"] = None
+        elif mixes(call):
+            mixing[call.where] = None
+    weighted = reference.program.outline.weight is not None
+    total = torch.stack(losses).sum(0)
+    return Reasons(
+        uneven=[*uneven],
+        mixing=[*mixing],
+        summed=not weighted and len(losses) > 1 and distance(total, loss) <= near,
+        narrow=[*narrow],
+        type=next((name for name, eps in NARROW.items() if eps == max(narrow.values(), default=0.0)), ""),
+        rounding=rounding,
+    )
+
+
+def rounds(call: Call, dtype: torch.dtype) -> float:
+    """Return the rounding of an operation that computes in a narrower type than the job; else 0."""
+    found = (v.tensor.dtype for v in call.results if v.tensor.is_floating_point())
+    eps = max((torch.finfo(found_type).eps for found_type in found), default=0.0)
+    moves = call.op in REORDERS or call.op.is_view
+    return eps if eps > torch.finfo(dtype).eps and not moves else 0.0
+
+
+def _record(
+    reference: Reference, batch: Mapping[str, Tensor], part: Slice | None, *, replay: bool = True
+) -> tuple[dict[Key, Call], Tensor]:
+    """Run the job's loss, and return every operation that ran, and the loss."""
+    names = {id(module): name for name, module in reference.model.named_modules()}
+    record, draws = _Record(names), reference.replay
+    steps = reference.steps
+    if not replay:
+        drawing: Any = nullcontext()
+    else:
+        drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
+    with reference.unchanged(), torch.no_grad(), drawing, record, record.modules():
+        result = reference.loss(batch)
+    return record.calls, result[0] if isinstance(result, tuple) else result
+
+
+def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice], near: float = CLOSE) -> Kind:
+    """Return how the result on a whole batch comes from those on its slices."""
+    if any(part.dim() != whole.dim() for part in parts):
+        return "other"
+    if all(part.shape == whole.shape for part in parts):
+        return kind_by_value(whole, parts, near)
+    samples = sum(len(part.samples) for part in slices)
+    for axis in range(whole.dim()):
+        if all(part.shape[axis] == whole.shape[axis] for part in parts):
+            continue
+        if whole.shape[axis] % samples == 0 and all(
+            part.shape[axis] * samples == whole.shape[axis] * len(slice_.samples)
+            and close(part, whole.index_select(axis, rows(slice_, whole.shape[axis] // samples, whole)), near)
+            for part, slice_ in zip(parts, slices, strict=True)
+        ):
+            return "rows"
+        if sum(part.shape[axis] for part in parts) == whole.shape[axis]:
+            return "ragged" if close(torch.cat([*parts], axis), whole, near) else "other"
+    return "other"
+
+
+def kind_by_value(whole: Tensor, parts: Sequence[Tensor], near: float) -> Kind:
+    """Return how a result comes from results of its shape."""
+    if all(close(part, whole, near) for part in parts):
+        return "same"
+    if whole.is_complex() or whole.dtype is torch.bool:
+        return "other"
+    total = torch.stack([part.double() for part in parts]).sum(0)
+    if close(total / len(parts), whole, near):
+        return "mean"
+    return "sum" if close(total, whole, near) else "other"
+
+
+def rows(part: Slice, each: int, like: Tensor) -> Tensor:
+    """Return the rows of a slice's samples, where every sample has `each` rows."""
+    return torch.tensor([s * each + i for s in part.samples for i in range(each)], device=like.device)
+
+
+def close(got: Tensor, wanted: Tensor, near: float) -> bool:
+    """Return whether two tensors are equal up to rounding."""
+    if got.shape != wanted.shape:
+        return False
+    if not (got.is_floating_point() or wanted.is_floating_point()):
+        return torch.equal(got, wanted)
+    return distance(got, wanted) <= near
+
+
+def mixes(call: Call) -> bool:
+    """Return whether an operation of known arguments makes a result that the slices do not make up."""
+    if torch.Tag.view_copy in call.op.tags or call.op in REORDERS or call.op.is_view:
+        return False
+    clean = all(source is None or source.kind != "other" for source in call.sources)
+    return clean and any(v.kind == "other" and v.tensor.is_floating_point() for v in call.results)
+
+
+REORDERS = (  # results hold elements of the arguments, in another order
+    *(aten.clone.default, aten._unsafe_view.default, aten.copy_.default, aten.index.Tensor, aten.cat.default),
+    *(aten._reshape_copy.default, aten.index_select.default, aten.gather.default, aten.sort.default),
+    *(aten.stack.default, aten.masked_select.default, aten.empty_like.default, aten.empty.memory_format),
+    *(aten.new_empty.default, aten._to_copy.default, aten.topk.default, aten.flip.default, aten.roll.default),
+)
+
+
+def uneven_divisors(call: Call, parts: Sequence[Call]) -> list[float] | None:
+    """Return by what a mean divides on each slice, if these differ; None: it is no such mean."""
+    divisors: list[float] = []
+    if call.op in NLL and call.reduction == MEAN_REDUCTION:
+        divisors = [part.results[1].tensor.item() for part in parts]
+    elif call.op in DIVISIONS and call.results[0].kind not in ("rows", "ragged"):
+        if len(call.sources) == 2 and (below := call.sources[1]) is not None and below.kind == "sum":
+            values = [part.sources[1] for part in parts]
+            divisors = [v.tensor.item() for v in values if v is not None and v.tensor.numel() == 1]
+        elif len(call.sources) == 1 and call.scalars:
+            scalars = [part.scalars[0] for part in parts if part.scalars]
+            divisors = scalars if sum(scalars) == call.scalars[0] else []
+    elif call.op in MEANS and (above := call.sources[0]) is not None and above.kind == "ragged":
+        counts = [part.sources[0] for part in parts]
+        divisors = [float(v.tensor.numel()) for v in counts if v is not None]
+    return divisors if len(set(divisors)) > 1 else None

@@ -1,0 +1,129 @@
+"""Records when each instruction of a device ran, for as many steps as asked.
+
+On the host an instruction's span is that of its call, and the time its thread computed is recorded apart
+from the time it waited. On an accelerator a span lies between two events on the instruction's stream, read
+after the steps are done.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, thread_time
+
+import torch
+
+from piper.plan.instr import Instr
+from piper.runtime.context import Bound
+from piper.runtime.debug.profiler_labels import labelled
+
+WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
+Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The recorded steps of one device, on its own clock: for each step the times of every instruction."""
+
+    device: int
+    first: int  # step that was recorded, counted from 0 since the worker began
+    steps: tuple[tuple[Times, ...], ...]
+
+
+class Recorder:
+    """Watches the instructions of one device: it skips a few steps, records the next, then stops."""
+
+    def __init__(self, device: int, steps: int, accelerator: torch.device) -> None:
+        self.device, self.most = device, WARM + steps
+        self.rows: list[list[Times]] = []  # by instruction: one entry a step
+        self.cuda = Events(accelerator) if accelerator.type == "cuda" else None
+
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+        """Wrap an instruction to note when it ran, under its node's name in a trace of torch's profiler."""
+        assert place == len(self.rows), "instructions are watched in order"
+        row: list[Times] = []
+        self.rows.append(row)
+        if self.cuda is not None:
+            return labelled(ins.node, self.cuda.watch(row, self.most, run))
+        most = self.most
+
+        def timed() -> None:
+            if len(row) >= most:
+                run()
+                return
+            begin, busy = monotonic(), thread_time()
+            run()
+            row.append((begin, monotonic(), thread_time() - busy))
+
+        return labelled(ins.node, timed)
+
+    def take(self) -> Recording:
+        """Return what has been recorded, without the steps that are not complete."""
+        if self.cuda is not None:
+            self.cuda.resolve()
+        done = min((len(row) for row in self.rows), default=0)
+        steps = tuple(tuple(row[step] for row in self.rows) for step in range(WARM, done))
+        return Recording(device=self.device, first=WARM, steps=steps)
+
+
+class Events:
+    """Pairs of events on the streams of an accelerator, and the host's clock at one of them."""
+
+    def __init__(self, accelerator: torch.device) -> None:
+        self.accelerator = accelerator
+        self.pending: list[tuple[list[Times], torch.cuda.Event, torch.cuda.Event, float]] = []
+        self.lock = threading.Lock()
+        with torch.cuda.device(accelerator):
+            self.base = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            self.base.record()
+            self.base.synchronize()
+            self.began = monotonic()
+
+    def watch(self, row: list[Times], most: int, run: Bound) -> Bound:
+        """Wrap an instruction in two events of the stream that is current when it is issued."""
+        noted = 0
+
+        def timed() -> None:
+            nonlocal noted
+            if noted >= most:
+                run()
+                return
+            noted += 1
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            host = thread_time()
+            begin.record()
+            run()
+            end.record()
+            with self.lock:
+                self.pending.append((row, begin, end, thread_time() - host))
+
+        return timed
+
+    def resolve(self) -> None:
+        """Read the events that have not been read, on the host's clock."""
+        torch.cuda.synchronize(self.accelerator)
+        for row, begin, end, host in self.pending:
+            start = self.began + self.base.elapsed_time(begin) / 1e3
+            row.append((start, start + begin.elapsed_time(end) / 1e3, host))
+        self.pending.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """A worker's clock relative to the driver's: the offset of its times, and the error of that offset."""
+
+    offset: float
+    error: float
+
+
+def compare(ask: Callable[[], float], tries: int = 8) -> Clock:
+    """Estimate a clock's offset by asking for its time: in the shortest round trip it answered half way."""
+    best = Clock(offset=0.0, error=float("inf"))
+    for _ in range(tries):
+        begin = monotonic()
+        there = ask()
+        end = monotonic()
+        error = (end - begin) / 2
+        if error < best.error:
+            best = Clock(offset=there - (begin + end) / 2, error=error)
+    return best

@@ -1,0 +1,191 @@
+"""Plain PyTorch on one device: autograd over the job's own loss on the whole batch.
+
+This module shares no code with what it checks. It builds the model as PyTorch does for the job's seed, and
+knows nothing of captured chunks, plans or hooks. Only random numbers come from the plan's contract
+(`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from piper.runtime.debug.replay import Replay
+from piper.runtime.debug.slicing import slicing_of, take
+from piper.runtime.setup import ProgramLike
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class Reference:
+    """Trains on one device.
+
+    sliced: take the loss of each slice of the batch by itself, and combine them as documented: a mean counts
+    once per slice, a (sum, weight) by its weight. This is the meaning of a strategy for a model whose
+    operations mix samples, such as BatchNorm.
+    """
+
+    def __init__(self, program: ProgramLike, *, sliced: bool = False) -> None:
+        self.program, self.sliced = program, sliced
+        self.job = job = program.job
+        self.device = torch.device("cuda", 0) if program.device == "cuda" else torch.device(program.device)
+        self.dtype = DTYPES[job.precision]
+        self.model = seeded_model(program).to(self.device)
+        exact = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        cast(self.model, self.dtype)
+        self.params = dict(self.model.named_parameters())
+        self.masters: dict[str, Tensor] = {}
+        if job.precision == "bf16":
+            self.masters = {n: exact[n].requires_grad_() for n, p in self.params.items() if p.requires_grad}
+        self.trained = [self.masters.get(n, p) for n, p in self.params.items() if p.requires_grad]
+        self.optimizer = job.optimizer(self.trained)
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+        self.slicing = slicing_of(program.plans, program.outline)
+        self.replay = Replay(program, self.slicing, self.params, dict(self.model.named_buffers()))
+        self.steps = 0
+        self.gradients: dict[str, Tensor] = {}
+        self.grad_norm = 0.0
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """Train on one global batch, and return the loss."""
+        for parameter in self.params.values():  # all of them: the optimizer may hold only some
+            parameter.grad = None
+        given = self.on_device(batch)
+        loss = self._sliced(given) if self.sliced else self._whole(given)
+        self.gradients = {name: p.grad.clone() for name, p in self.params.items() if p.grad is not None}
+        for name, master in self.masters.items():
+            gradient = self.params[name].grad
+            master.grad = None if gradient is None else gradient.float()
+            self.params[name].grad = None
+        limit = self.job.clip_norm
+        norm = nn.utils.clip_grad_norm_(self.trained, float("inf") if limit is None else limit)
+        self.grad_norm = float(norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.params[name].copy_(master)
+        self.steps += 1
+        return loss
+
+    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch on the reference's device, with floating-point fields in the type that computes."""
+        return {
+            name: value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
+            for name, value in batch.items()
+        }
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32."""
+        exact = self.dtype is torch.float64 and self.program.outline.degrees
+        with Exact() if exact else nullcontext():
+            return self.job.loss(self.model, batch)
+
+    def _whole(self, batch: Mapping[str, Tensor]) -> float:
+        """Run the job's loss on all samples at once, and its backward."""
+        with self.replay.whole(self.steps, samples_in(batch)):
+            result = self.loss(batch)
+        loss = result[0] / result[1] if isinstance(result, tuple) else result
+        loss.backward()
+        return loss.item()
+
+    def _sliced(self, batch: Mapping[str, Tensor]) -> float:
+        """Run the job's loss and its backward on each slice; replicas after the first leave no buffers."""
+        slices = [*self.slicing.slices(self.program.outline.loss.chunk, samples_in(batch))]
+        total, weights = 0.0, 0.0
+        before = self.buffers()
+        first: dict[str, Tensor] = {}
+        replica = 0
+        of_weight: dict[str, Tensor] = {}  # the gradient of the weights, where they depend on parameters
+        for part in slices:
+            if part.replica != replica:
+                first = first or self.buffers()
+                self.set_buffers(before)
+                replica = part.replica
+            with self.replay.slice(self.steps, part):
+                result = self.loss(take(batch, part.samples))
+            loss, weight = result if isinstance(result, tuple) else (result / len(slices), None)
+            if weight is not None and weight.requires_grad:
+                self._add_gradients(of_weight, weight)
+            loss.backward()
+            total += loss.item()
+            weights += 0.0 if weight is None else weight.item()
+        if first:
+            self.set_buffers(first)
+        if not weights:  # a mean
+            return total
+        for name, parameter in self.params.items():
+            if parameter.grad is not None:
+                if name in of_weight:
+                    parameter.grad -= of_weight[name] * (total / weights)
+                parameter.grad /= weights
+        return total / weights
+
+    def _add_gradients(self, sums: dict[str, Tensor], value: Tensor) -> None:
+        """Add the gradient of a value to sums by parameter."""
+        wanted = [(name, p) for name, p in self.params.items() if p.requires_grad]
+        found = torch.autograd.grad(value, [p for _, p in wanted], retain_graph=True, allow_unused=True)
+        for (name, _), gradient in zip(wanted, found, strict=True):
+            if gradient is not None:
+                sums[name] = sums[name] + gradient if name in sums else gradient
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return copies of the model's buffers."""
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Set the model's buffers."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(values[name])
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore the model's buffers at the end of the block."""
+        before = self.buffers()
+        try:
+            yield
+        finally:
+            self.set_buffers(before)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer, exact."""
+        found = {name: value.detach() for name, value in self.model.state_dict().items()}
+        return found | {name: value.detach() for name, value in self.masters.items()}
+
+
+class Exact(TorchFunctionMode):
+    """Casts to float64 wherever a model casts to float32.
+
+    A sum over devices adds in another order. In float32 that shows as 1e-8, and hides a mistake of that size.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        func = Tensor.double if func is Tensor.float else func
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def seeded_model(program: ProgramLike) -> nn.Module:
+    """Build the job's model as PyTorch initialises it for the job's seed."""
+    accelerators = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=accelerators):
+        torch.manual_seed(program.job.seed)
+        return program.job.model()
+
+
+def samples_in(batch: Mapping[str, Tensor]) -> int:
+    """Return the number of samples of a batch."""
+    return len(next(iter(batch.values())))
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring a model's floating-point state to the type that computes. Ties and hooks stay as they are."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)

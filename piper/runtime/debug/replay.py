@@ -1,0 +1,340 @@
+"""Gives plain PyTorch the random numbers that the contract names.
+
+The contract: a chunk draws all its random numbers, in program order, from a generator seeded with the first
+63 bits of BLAKE2b(`seed/step/chunk/axis=index,.../replica`). So every microbatch, replica, region and step
+has numbers of its own, and a recomputed forward draws the same ones.
+
+This module implements the contract a second time. Which chunk a draw belongs to is read off the captured
+chunks, by counting their draws; the values are drawn by the operations of the plain model. On the whole batch
+each draw is put together from the draws of the slices, sample by sample.
+"""
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piper.ir.chunk import Chunk, Tags
+from piper.runtime.debug.callers import calling_line
+from piper.runtime.debug.slicing import Slice, Slicing
+from piper.runtime.setup import ProgramLike
+
+aten = torch.ops.aten
+IN_PLACE = (aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default)
+BY_ELEMENT = (  # each element is a draw of its own, so a draw can be put together from draws of its rows
+    aten.native_dropout.default,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.rand.default,
+    aten.randn.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    *IN_PLACE,
+)
+ENOUGH = 64  # elements expected to vary in two draws that cannot be equal by chance
+SIGMAS = 6.0  # how far the share of dropped elements may be from its probability
+
+Shape = tuple[int, ...]
+
+
+class ReplayError(RuntimeError):
+    """The random numbers of a plan cannot be drawn in plain PyTorch; the text says why."""
+
+
+class Replay:
+    """Draws the random numbers of a program's plans in the operations of the plain model."""
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        slicing: Slicing,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        self.program, self.slicing, self.params, self.buffers = program, slicing, params, buffers
+        self.chunks = {chunk.name: chunk for chunk in program.outline.chunks}
+        self.local = {held.name: held.local_shape for held in program.outline.parameters}
+        self.generator = torch.default_generator
+        if program.device == "cuda":
+            self.generator = torch.cuda.default_generators[0]
+        self.layout: dict[str, list[Shape]] | None = None
+        self.unmatched: list[str] = []  # draws that one side makes and the other does not
+        self.kept: dict[float, list[int]] = {}  # by the probability to keep: elements kept, elements
+        self.seen: dict[tuple[int, str, int], dict[bytes, str]] = {}  # which slice drew what
+        self.repeated: list[str] = []
+
+    @contextmanager
+    def whole(self, step: int, samples: int) -> Iterator[None]:
+        """Draw for all slices at once inside the block."""
+        slices = {chunk: [*self.slicing.slices(chunk, samples)] for chunk in self.slicing.placed}
+        yield from self._drawing(step, samples, slices)
+
+    @contextmanager
+    def slice(self, step: int, part: Slice) -> Iterator[None]:
+        """Draw for one slice inside the block."""
+        slices = {
+            chunk: [part] if (part.replica < len(placed.devices) and part.part in placed.parts) else []
+            for chunk, placed in self.slicing.placed.items()
+        }
+        yield from self._drawing(step, len(part.samples), slices)
+
+    def _drawing(self, step: int, samples: int, slices: Mapping[str, Sequence[Slice]]) -> Iterator[None]:
+        before = self.generator.get_state()
+        draws = _Draws(self, step, samples, slices)
+        try:
+            with draws:
+                yield
+        finally:
+            self.generator.set_state(before)
+        expected = draws.left or any(chunk.random for chunk in self.chunks.values())
+        if expected:
+            for chunk, shapes in draws.pending().items():
+                if shapes:
+                    self.unmatched.append(f"{chunk} draws random numbers that plain PyTorch does not draw")
+
+    def draws_of(self) -> dict[str, list[Shape]]:
+        """Return the shapes of each chunk's draws in order, by running the chunk once on zeros."""
+        if self.layout is None:
+            self.layout = {
+                chunk.name: self._count(chunk)
+                for chunk in self.program.outline.chunks
+                if chunk.kind in ("compute", "expert")
+            }
+        return self.layout
+
+    def _count(self, chunk: Chunk) -> list[Shape]:
+        spec = chunk.phases["F"]
+        ways = self.ways(chunk.name)
+
+        def share(value: Tensor) -> Tensor:
+            return value.chunk(ways)[0] if ways > 1 else value
+
+        given = []
+        for position in spec.inputs:
+            like = chunk.input_specs[position]
+            given.append(torch.zeros(like.shape, dtype=getattr(torch, like.dtype), device=self.device()))
+        if chunk.kind == "expert":  # all rows go to the first expert
+            rows = next(value.shape[0] for value in given if value.is_floating_point())
+            for value in given:
+                if not value.is_floating_point() and value.dim() == 1:
+                    value[0] = rows
+        params = [
+            self.params[name].new_zeros(self.local[name])
+            if self.program.outline.degree(chunk) > 1
+            else share(self.params[name]).detach()
+            for name in spec.params
+        ]
+        params = [value.requires_grad_(value.is_floating_point()) for value in params]
+        buffers = [share(self.buffers[name]).clone() for name in spec.buffers]
+        count = _Count()
+        with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled
+            self.program.code(chunk, "F")(*given, *params, *buffers)
+        return count.shapes
+
+    def device(self) -> torch.device:
+        """Return the device of the plain model."""
+        return torch.device("cuda", 0) if self.program.device == "cuda" else torch.device("cpu")
+
+    def ways(self, chunk: str) -> int:
+        """Return over how many devices the experts of a chunk are divided."""
+        buckets = self.program.plans.buckets.values()
+        return max((bucket.ways for bucket in buckets if chunk in bucket.chunks), default=1)
+
+    def seed(self, step: int, chunk: str, part: Tags, replica: int) -> int:
+        """Return the seed of the contract."""
+        microbatch = ",".join(f"{axis}={index}" for axis, index in part)
+        text = f"{self.program.job.seed}/{step}/{chunk}/{microbatch}/{replica}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") // 2
+
+    def note(self, where: tuple[int, str, int], slice_: Slice, result: Tensor, keep: float | None) -> None:
+        """Record what says whether draws are random. where: the step, the chunk, the draw's number in it."""
+        varied = result.numel()
+        if keep is not None:
+            varied = int(result.numel() * min(keep, 1.0 - keep))
+            counts = self.kept.setdefault(keep, [0, 0])
+            counts[0] += int(result.count_nonzero())
+            counts[1] += result.numel()
+        if varied >= ENOUGH:
+            digest = hashlib.blake2b(result.detach().double().cpu().numpy().tobytes()).digest()
+            who = f"microbatch {dict(slice_.part)} of replica {slice_.replica}"
+            first = self.seen.setdefault(where, {}).setdefault(digest, who)
+            if first != who:
+                self.repeated.append(f"{where[1]} draws the same random numbers in {first} and in {who}")
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the numbers drawn so far: their share, or equal draws in two slices."""
+        for keep, (kept, count) in self.kept.items():
+            spread = math.sqrt(count * keep * (1.0 - keep))
+            if abs(kept - count * keep) > SIGMAS * spread + 1.0:
+                yield f"dropout with p={1.0 - keep:.3g} drops {1.0 - kept / count:.3g} of {count} elements"
+        yield from self.repeated
+
+
+class _Count(TorchDispatchMode):
+    """Records the shapes of random draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[Shape] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        out = op(*args, **(kwargs or {}))
+        if draws_random(op, args, kwargs or {}):
+            self.shapes.append(shape_of(out))
+        return out
+
+
+class _Draws(TorchDispatchMode):
+    """Seeds every random operation of one forward of the plain model."""
+
+    def __init__(
+        self, replay: Replay, step: int, samples: int, slices: Mapping[str, Sequence[Slice]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.replay, self.step, self.samples, self.slices = replay, step, samples, slices
+        self.left: dict[str, deque[tuple[int, Shape]]] = {}  # draws of each chunk that are yet to come
+        self.states: dict[tuple[str, Slice], Tensor] = {}
+
+    def pending(self) -> dict[str, deque[tuple[int, Shape]]]:
+        """Return the draws of each chunk that are yet to come, each with its number in the chunk."""
+        if not self.left:
+            layout = self.replay.draws_of()
+            self.left = {chunk: deque(enumerate(shapes)) for chunk, shapes in layout.items()}
+        return self.left
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if not draws_random(op, args, kwargs):
+            return op(*args, **kwargs)
+        shape = drawn_shape(op, args)
+        if shape is None:  # a fused kernel: it cannot be taken apart, but a slice can call it
+            return self._fused(op, args, kwargs)
+        for chunk, left in self.pending().items():
+            axis = self._axis(chunk, shape, left[0][1]) if left else None
+            if axis is not None:
+                place, _ = left.popleft()
+                return self._draw(op, args, kwargs, chunk, place, axis)
+        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {calling_line()}, no chunk does")
+        return op(*args, **kwargs)
+
+    def _axis(self, chunk: str, shape: Shape, slice_shape: Shape) -> int | None:
+        """Return the axis of the samples in a draw of a chunk, -1 if there is none, None for another draw."""
+        expert = self.replay.chunks[chunk].kind == "expert"
+        if len(shape) != len(slice_shape):
+            return None
+        differing = [a for a, (n, m) in enumerate(zip(shape, slice_shape, strict=True)) if n != m]
+        if expert:
+            return -1 if differing in ([], [0]) else None
+        if not differing:
+            return -1
+        if len(self.slices[chunk]) <= 1 or len(differing) > 1:
+            return None
+        axis = differing[0]
+        rows = len(self.slices[chunk][0].samples)
+        return axis if shape[axis] * rows == slice_shape[axis] * self.samples else None
+
+    def _draw(self, op: Any, args: Any, kwargs: Any, chunk: str, place: int, axis: int) -> Any:  # noqa: ANN401
+        slices = self.slices[chunk]
+        if not slices:
+            raise ReplayError(f"{chunk} runs on other slices of the batch than the loss does")
+        if self.replay.chunks[chunk].kind == "expert" and self.replay.ways(chunk) > 1:
+            raise ReplayError(f"{chunk} draws random numbers for rows that other devices have sent")
+        if len(slices) == 1:
+            return self._seeded(op, args, kwargs, chunk, place, slices[0])
+        if axis < 0 or op not in BY_ELEMENT:
+            raise ReplayError(f"{op} at {calling_line()} does not draw one row for each sample")
+        shape = drawn_shape(op, args)
+        assert shape is not None
+        results: list[Tensor] = []
+        for part in slices:
+            each = shape[axis] // self.samples
+            rows = torch.tensor(
+                [sample * each + i for sample in part.samples for i in range(each)],
+                device=self.replay.device(),
+            )
+            given = [rows_of(value, shape, axis, rows) for value in args]
+            named = {key: rows_of(value, shape, axis, rows) for key, value in kwargs.items()}
+            out = self._seeded(op, given, named, chunk, place, part)
+            made = [out] if isinstance(out, Tensor) else [*out]
+            if not results:
+                results = [args[0] if op in IN_PLACE else value.new_empty((*shape,)) for value in made]
+            for whole, value in zip(results, made, strict=True):
+                whole.index_copy_(axis, rows, value)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _seeded(self, op: Any, args: Any, kwargs: Any, chunk: str, place: int, part: Slice) -> Any:  # noqa: ANN401
+        """Call a random operation where the generator of its chunk and slice stands."""
+        generator, key = self.replay.generator, (chunk, part)
+        if key in self.states:
+            generator.set_state(self.states[key])
+        else:
+            generator.manual_seed(self.replay.seed(self.step, chunk, part.part, part.replica))
+        out = op(*args, **kwargs)
+        self.states[key] = generator.get_state()
+        mask = out if isinstance(out, Tensor) else out[1]
+        if isinstance(mask, Tensor) and op in BY_ELEMENT:
+            self.replay.note((self.step, chunk, place), part, mask, kept_share(op, args))
+        return out
+
+    def _fused(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Call a fused attention kernel for one slice: the next draw of the first chunk that has one."""
+        for chunk, left in self.pending().items():
+            if left:
+                if len(self.slices[chunk]) > 1:
+                    raise ReplayError(f"{op} at {calling_line()} draws inside a fused kernel")
+                place, _ = left.popleft()
+                return self._draw(op, args, kwargs, chunk, place, -1)
+        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {calling_line()}, no chunk does")
+        return op(*args, **kwargs)
+
+
+def draws_random(op: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:  # noqa: ANN401
+    """Return whether a call draws random numbers. Attention draws only where it drops something."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    names = [argument.name for argument in op._schema.arguments]
+    for name, without in (("dropout_p", 0.0), ("p", 0.0), ("dropout", 0.0)):
+        if name in names and op is not aten.bernoulli_.float and op is not aten.bernoulli.p:
+            position = names.index(name)
+            given = args[position] if position < len(args) else kwargs.get(name, without)
+            return given != without
+    return True
+
+
+def drawn_shape(op: Any, args: Sequence[Any]) -> Shape | None:  # noqa: ANN401
+    """Return the shape of what a call draws; None if it draws inside a fused kernel."""
+    if op not in BY_ELEMENT and not op._schema.name.startswith(("aten::rrelu", "aten::bernoulli")):
+        return None
+    first = args[0]
+    return tuple(first.shape) if isinstance(first, Tensor) else tuple(first)
+
+
+def shape_of(out: Any) -> Shape:  # noqa: ANN401
+    """Return the shape of a result, of several the first."""
+    return tuple((out if isinstance(out, Tensor) else out[0]).shape)
+
+
+def kept_share(op: Any, args: Sequence[Any]) -> float | None:  # noqa: ANN401
+    """Return the probability that an element is not zero, for draws of zeros and others."""
+    if op is aten.native_dropout.default:
+        return 1.0 - float(args[1])
+    if op in (aten.bernoulli_.float, aten.bernoulli.p):
+        return float(args[1]) if len(args) > 1 else 0.5
+    return None
+
+
+def rows_of(value: Any, shape: Shape, axis: int, rows: Tensor) -> Any:  # noqa: ANN401
+    """Return some rows of an argument that has the shape of a draw, laid out in memory as it is."""
+    if isinstance(value, Tensor) and tuple(value.shape) == shape:
+        made = torch.empty_like(value.narrow(axis, 0, len(rows)))
+        return made.copy_(value.index_select(axis, rows))
+    if isinstance(value, list | tuple) and tuple(value) == shape:
+        return [len(rows) if a == axis else size for a, size in enumerate(shape)]
+    return value

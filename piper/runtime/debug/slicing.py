@@ -1,0 +1,92 @@
+"""The samples that a device sees at a time, from the documented rule alone (docs/architecture.md, Samples).
+
+The reference of `piper check` uses this module. The workers slice a batch with code of their own
+(`runtime/compute.py`), so a wrong slicing on either side shows as a difference.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from piper.ir.chunk import CapturedModel, Tags
+from piper.plan.plan import Plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """The samples that one device sees at a time, by their numbers in the global batch."""
+
+    replica: int
+    part: Tags
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where the forward of a chunk runs: its devices in order, and the microbatches that each one runs."""
+
+    devices: tuple[int, ...]  # of each group that shares its samples, the first
+    parts: tuple[Tags, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How the plans cut a global batch."""
+
+    placed: Mapping[str, Placed]  # by chunk
+    cells: int  # the least number of cells that every set of devices divides
+    counts: Mapping[str, int]  # how many microbatches there are along each axis
+
+    def slices(self, chunk: str, samples: int) -> Iterator[Slice]:
+        """Yield the slices of a chunk's samples, replica by replica."""
+        placed = self.placed[chunk]
+        for replica in range(len(placed.devices)):
+            for part in placed.parts:
+                rows = self._rows(len(placed.devices), samples, replica, part)
+                yield Slice(replica=replica, part=part, samples=tuple(rows))
+
+    def _rows(self, devices: int, samples: int, replica: int, part: Tags) -> Iterator[int]:
+        """Yield the samples of part k of p: the k-th of p equal pieces of each cell of the device."""
+        size = samples // self.cells
+        pieces, number = 1, 0
+        for axis, index in part:  # the first axis is the slowest
+            pieces, number = pieces * self.counts[axis], number * self.counts[axis] + index
+        piece = size // pieces
+        per_device = self.cells // devices
+        for cell in range(replica * per_device, (replica + 1) * per_device):
+            first = cell * size + number * piece
+            yield from range(first, first + piece)
+
+
+def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> Slicing:
+    """Read from the plans where each chunk's forward runs, and on which microbatches.
+
+    outline: the captured model, which says how many neighbouring devices share their samples.
+    """
+    degrees = {} if outline is None else {chunk.name: outline.degree(chunk) for chunk in outline.chunks}
+    devices: dict[str, set[int]] = {}
+    parts: dict[str, set[Tags]] = {}
+    counts: dict[str, int] = {}
+    for plan in plans:
+        for ins in plan.instrs:
+            if ins.op == "compute" and ins.computes.phase == "F":
+                chunk, part = ins.computes.chunk, ins.computes.part
+                devices.setdefault(chunk, set()).update(plan.devices)
+                parts.setdefault(chunk, set()).add(part)
+                for axis, index in part:
+                    counts[axis] = max(counts.get(axis, 0), index + 1)
+    placed = {
+        chunk: Placed(
+            devices=tuple(sorted(found))[:: degrees.get(chunk, 1)], parts=tuple(sorted(parts[chunk]))
+        )
+        for chunk, found in devices.items()
+    }
+    cells = math.lcm(*(len(home.devices) for home in placed.values()))
+    return Slicing(placed=placed, cells=cells, counts=counts)
+
+
+def take(batch: Mapping[str, Tensor], samples: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return some samples of a batch."""
+    return {name: value[[*samples]] for name, value in batch.items()}

@@ -1,0 +1,146 @@
+"""The dependency graph of the instructions of all programs, by number, with their communications.
+
+Each program is simulated once, for all its devices. A communication is one event of all programs that take
+part in it: a send with its receive, a collective with all members of its groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from piper.devices import Devices
+from piper.ir.chunk import Chunk, Phase
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
+from piper.plan.plan import Comm, Plan, Plans
+from piper.simulate.costs import Costs, Talk
+
+
+@dataclass(slots=True, kw_only=True)
+class DependencyGraph:
+    """The dependency graph. Instruction `first[p] + i` is the i-th of program p."""
+
+    plans: Plans
+    instrs: list[Instr]
+    program: list[int]
+    first: list[int]
+    followers: list[tuple[int, ...]]  # the next instruction of its stream, and those that wait for its event
+    waiting: list[int]  # how many instructions it waits for
+    meeting: list[int]  # the communication that it is part of; -1: none
+    meetings: list[list[int]] = field(default_factory=list)
+
+    def place(self, number: int) -> int:
+        """Return the place of an instruction in its plan."""
+        return number - self.first[self.program[number]]
+
+
+def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> DependencyGraph:
+    """Number every instruction and link it to those that wait for it.
+
+    together: groups of nodes. On a device, no node of a group starts before all can.
+    """
+    web = DependencyGraph(plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[])
+    group = {node: number for number, nodes in enumerate(together) for node in nodes}
+    for number, plan in enumerate(plans):
+        weave_plan(web, number, plan, group)
+    met: dict[tuple[str, str, int], int] = {}
+    program = {device: number for number, plan in enumerate(plans) for device in plan.devices}
+    teams = {name: teams_of(program, comm) for name, comm in plans.comms.items()}
+    web.meeting = [-1] * len(web.instrs)
+    for number, ins in enumerate(web.instrs):
+        if ins.comm is not None and ins.op in COMMUNICATION:
+            key = (ins.node, ins.comm, teams[ins.comm][web.program[number]])
+            if key not in met:
+                met[key] = len(web.meetings)
+                web.meetings.append([])
+            web.meeting[number] = met[key]
+            web.meetings[met[key]].append(number)
+    return web
+
+
+def weave_plan(web: DependencyGraph, number: int, plan: Plan, group: Mapping[str, int]) -> None:
+    """Number the instructions of one program."""
+    first = len(web.instrs)
+    web.first.append(first)
+    followers: list[list[int]] = [[] for _ in plan.instrs]
+    last: dict[str, int] = {}  # by stream
+    signalled: dict[int, int] = {}  # by event
+    leader: dict[int, int] = {}  # by group: its first instruction
+    for place, ins in enumerate(plan.instrs):
+        before = [signalled[event] for event in ins.waits]
+        lead = leader.setdefault(group[ins.node], place) if ins.node in group else place
+        for earlier in before if lead < place else ():
+            followers[earlier].append(first + lead)
+            web.waiting[first + lead] += 1
+        if ins.stream in last:
+            before.append(last[ins.stream])
+        for earlier in before:
+            followers[earlier].append(first + place)
+        web.waiting.append(len(before))
+        last[ins.stream] = place
+        if ins.signals is not None:
+            signalled[ins.signals] = place
+    web.instrs += plan.instrs
+    web.program += [number] * len(plan.instrs)
+    web.followers += [tuple(after) for after in followers]
+
+
+def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
+    """Return the team of each program: programs that a communicator's groups connect are one team."""
+    team: dict[int, int] = {}
+    for members in {tuple(sorted({program[device] for device in group})) for group in comm.groups}:
+        joined = {team.setdefault(number, number) for number in members}
+        if len(joined) > 1:
+            for number, old in team.items():
+                if old in joined:
+                    team[number] = min(joined)
+    return team
+
+
+class Prices:
+    """The cost of each instruction, computed once for equal instructions."""
+
+    def __init__(self, web: DependencyGraph, chunks: Mapping[str, Chunk], costs: Costs) -> None:
+        self.web, self.chunks, self.costs = web, chunks, costs
+        self.computes: dict[tuple[Phase, str], float] = {}
+        self.talks: dict[tuple[str, str, int], Talk] = {}
+        self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
+
+    def seconds(self, number: int) -> float:
+        """Return the seconds of an instruction that does not communicate."""
+        ins = self.web.instrs[number]
+        if ins.op != "compute":
+            return self.costs.touch(ins.op, touched(self.web.plans.plans[self.web.program[number]], ins))
+        key = (ins.computes.phase, ins.computes.chunk)
+        if key not in self.computes:
+            self.computes[key] = self.costs.compute(self.chunks.get(key[1]), key[0])
+        return self.computes[key]
+
+    def talk(self, number: int) -> Talk:
+        """Return the cost of a communication in the slowest of its groups."""
+        ins = self.web.instrs[number]
+        assert ins.comm is not None
+        key = (ins.travels_as, ins.comm, ins.nbytes)
+        if key not in self.talks:
+            self.talks[key] = self.costs.talk(ins.travels_as, ins.nbytes, self._slowest(ins, ins.comm))
+        return self.talks[key]
+
+    def _slowest(self, ins: Instr, comm: str) -> Devices:
+        """Return the group in which a communication takes longest: the others end up waiting for it."""
+        if (ins.travels_as, comm) not in self.slowest:
+
+            def cost(group: Devices) -> float:
+                talk = self.costs.talk(ins.travels_as, ins.nbytes, group)
+                return talk.latency + talk.seconds
+
+            self.slowest[ins.travels_as, comm] = max(self.web.plans.comms[comm].groups, key=cost)
+        return self.slowest[ins.travels_as, comm]
+
+
+def touched(plan: Plan, ins: Instr) -> int:
+    """Return the bytes that an instruction reads and writes."""
+    total = 0
+    for name in (*ins.reads, *ins.writes):
+        slot = plan.slots.get(name) or plan.residents.get(name)
+        if slot is not None:
+            total += slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
+    return total
