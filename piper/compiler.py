@@ -19,7 +19,7 @@ from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
-from piper.errors import CaptureError, ConfigError, ScheduleError
+from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
@@ -172,7 +172,7 @@ def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[N
         blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
         where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
         fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
-        facts = {"batch": fields} if "cannot be captured" in error.what else {}
+        facts = {"batch": fields} if isinstance(error, LossError) else {}
         raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
     except ScheduleError as error:
         if error.by != "strategy" or not strategy:

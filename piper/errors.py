@@ -35,6 +35,10 @@ class CaptureError(PiperError):
     """A model, loss or batch that cannot be captured."""
 
 
+class LossError(CaptureError):
+    """A loss that raised an exception while it was traced, or that cannot be traced."""
+
+
 class ConfigError(PiperError):
     """A recipe, file or command line that is not what it should be."""
 

@@ -36,6 +36,7 @@ SlotKind = Literal[
     "buffer",
     "constant",
     "place",  # of a device in its groups along an axis
+    "host_place",  # the same, in memory of the host
     "loss",
     "weight",
     "norm",
@@ -48,6 +49,7 @@ NAMED: Final[Collection[SlotKind]] = (
     "buffer",
     "constant",
     "place",
+    "host_place",
 )  # these are named after their kind
 INDEXED: Final[Mapping[SlotKind, str]] = {
     "output": "out",
@@ -69,7 +71,7 @@ OWNED = re.compile(
 )
 LISTED = re.compile(rf"(?P<word>{'|'.join(NAMED)})\.(?P<owner>{NAME}?){AT}{PART}")
 PASS = re.compile(rf"(?P<phase>BI|BW|F|B|R)\[(?P<chunk>{NAME}?)(?P<part>(?: \w+=\d+)*)\]")
-PLAIN = re.compile(r"(?!(?:batch|buffer|constant|place)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
+PLAIN = re.compile(r"(?!(?:batch|buffer|constant|place|host_place)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
 
 
 def show_part(part: Tags) -> str:

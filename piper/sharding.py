@@ -6,7 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "max", "slice", "none"]
+CollectiveOp = Literal[
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "max",
+    "shift",  # each device gives its value to the next of its group, the last one to the first
+    "shift_back",  # and to the one before
+    "slice",  # a device keeps its own part
+    "none",  # the value is passed on
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +38,7 @@ class Collective:
 
     axis: str  # of the directive that divides: TP, CP
     degree: int  # devices in a group
-    op: CollectiveOp  # forward; "slice" keeps a device's own part, "none" passes the value on
+    op: CollectiveOp  # forward
     back: CollectiveOp  # the operation on the gradient
     joined: Slicing | None = None  # the dimension whose parts are put together
     cut: Slicing | None = None  # the dimension of which each device gets its part

@@ -16,6 +16,7 @@ _PACKAGE = str(Path(__file__).parent)
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _LIBRARIES = (_PACKAGE, *sorted(path for path in _PATHS if path))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')  # of a traceback inside a message
+LINES = "lines"  # of the metadata of a chunk's code: the user's line behind each value, by the value's name
 _WIDTH = 300  # characters of an exception's text that are shown
 
 
@@ -117,3 +118,17 @@ def raised(
 def _rows(frames: Iterable[tuple[str, str]]) -> Iterable[str]:
     for place, code in frames:
         yield f"{place}: {code}" if code else place
+
+
+def failed_line(error: BaseException) -> str | None:
+    """Return the line of the user's code behind the operation of a chunk that raised an error.
+
+    None: the error was raised elsewhere, or in compiled code, which has no lines.
+    """
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        lines: Mapping[str, str] | None = getattr(module, "meta", {}).get(LINES)
+        if module is not None and lines is not None and frame.f_code.co_name == "forward":
+            value = module.code.splitlines()[number - 1].partition("=")[0].strip()
+            return lines.get(value)
+    return None

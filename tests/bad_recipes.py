@@ -510,22 +510,22 @@ error: capture (net.py:<model_needs_arguments>): the model cannot be built
   hint: build the model alone, without Piper, to see the whole traceback
 """,
     "net.py:loss_key_error": """
-error: capture (net.py:<loss_key_error>): the model and its loss cannot be captured
+error: capture (net.py:<loss_key_error>): the loss, or the model in it, raised an exception
   why:   KeyError('y')
   batch: x (4, 4)
-  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside
+  hint:  the batch has 'x': use one of these names, or add the field in data()
 """,
     "net.py:loss_shapes": """
-error: capture (net.py:<loss_shapes>): the model and its loss cannot be captured
+error: capture (net.py:<loss_shapes>): the loss, or the model in it, raised an exception
   why:   RuntimeError('size mismatch, got input (4x4), vec (2)')
   batch: x (4, 4)
-  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside
+  hint:  call loss(model(), batch) without Piper to see the whole traceback
 """,
     "net.py:loss_takes_one": """
-error: capture (net.py:<loss_takes_one>): the model and its loss cannot be captured
+error: capture (net.py:<loss_takes_one>): the loss, or the model in it, raised an exception
   why:   Argument mismatch when attempting to trace function <lambda>.
   batch: x (4, 4)
-  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside
+  hint:  the loss is called as loss(model, batch)
 """,
     "net.py:loss_item": """
 error: loss (net.py:<loss_item>): the loss is not a loss

@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # simulate: when things happen
     "capture": {
         "sharding",
+        "usercode",
         "private_files",
         "gc_pause",
         "errors",
@@ -100,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "usercode",
         "private_files",
         "ids",
         "checkpoint",

@@ -48,7 +48,7 @@ def main() -> None:
         try:
             app()
         except PiperError as error:
-            fail(str(error))
+            fail("\n".join([str(error), *getattr(error, "__notes__", ())]))  # notes: a worker's traceback
 
 
 def show_warning(

@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ir.graph import AxisPolicy, Graph
 from piper.ir.select import At
 
-ATTENTION = ("gather", "heads")
+ATTENTION = ("gather", "heads", "ring")
 BALANCE = (None, "zigzag")
 
 
@@ -85,12 +85,6 @@ class ShardAxis(Directive):
                 f"between={self.between!r} is not a dimension that can be divided",
                 by=by,
                 hint="between=1 divides the sequence; 0 is the samples",
-            )
-        if self.attention == "ring":
-            raise ScheduleError(
-                'attention="ring" is not implemented yet',
-                by=by,
-                hint='use attention="gather", or "heads" where the heads divide',
             )
         if self.attention not in ATTENTION:
             raise ScheduleError(

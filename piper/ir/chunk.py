@@ -59,7 +59,14 @@ class Place:
     axis: str
 
 
-Source = Batch | Output | Constant | Place
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlace:
+    """An input that is the position of a device in its group, in memory of the host: it decides what runs."""
+
+    axis: str
+
+
+Source = Batch | Output | Constant | Place | HostPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

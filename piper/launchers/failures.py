@@ -18,6 +18,7 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound
+from piper.usercode import failed_line
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed
@@ -32,6 +33,7 @@ class Failure:
     what: str
     trace: str
     place: int | None = None  # the instruction, if it was one
+    line: str | None = None  # of the user's code, if an operation of a chunk failed
 
 
 def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
@@ -42,6 +44,7 @@ def failure_of(device: int, error: BaseException, place: int | None = None) -> F
         what=f"{type(error).__name__}: {error}",
         trace="".join(traceback.format_exception(error)),
         place=place,
+        line=failed_line(error),
     )
 
 
@@ -92,7 +95,9 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
     for failure in snapshot.failures:
         if failure.kind == "error":
             place = failure.place if failure.place is not None else snapshot.place(failure.device)
-            return worker_error(snapshot, failure.device, failure.what, place, "error", failure.trace)
+            return worker_error(
+                snapshot, failure.device, failure.what, place, "error", failure.trace, failure.line
+            )
     for device, seen in snapshot.statuses.items():
         if seen.stopped:
             return worker_error(
@@ -182,10 +187,16 @@ HINTS: Mapping[Kind, str] = {
 
 
 def worker_error(
-    snapshot: JobSnapshot, device: int, what: str, place: int | None, kind: Kind, trace: str | None = None
+    snapshot: JobSnapshot,
+    device: int,
+    what: str,
+    place: int | None,
+    kind: Kind,
+    trace: str | None = None,
+    line: str | None = None,
 ) -> WorkerError:
-    """Return the error that names a device and the instruction it was at."""
-    facts: dict[str, str] = {}
+    """Return the error that names a device, the instruction it was at, and the user's line behind that."""
+    facts: dict[str, str] = {} if line is None else {"line": line}
     if place is None:
         facts["at"] = "no instruction of its plan"
     else:

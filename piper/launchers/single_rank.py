@@ -16,7 +16,7 @@ from piper.launchers.base import Resumed, StepResult, Trains, result_of
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.comm.alone import AloneComms, arriving
+from piper.runtime.comm.alone import AloneComms, arriving, totalled
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
 from piper.runtime.debug.output_recorder import Mark
@@ -51,7 +51,7 @@ class SingleRankRun(Trains):
         torch.set_num_threads(options.threads)
         self.network = load_cluster(cluster or CLUSTERS[program.device])
         self.engine = CopyEngine(setup.device) if setup.device.type == "cuda" else None
-        kernels = {**KERNELS, "recv": arriving}
+        kernels = {**KERNELS, "recv": arriving, "total": totalled}
         for op in COMMUNICATION:
             kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or Sleeper())
         self.worker = Worker(

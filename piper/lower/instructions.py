@@ -184,6 +184,8 @@ def moved(how: Collective, given: int, made: int) -> int:
             return 2 * given * (n - 1) // n
         case "all_to_all":
             return given * (n - 1) // n
+        case "shift" | "shift_back":
+            return given
         case "slice" | "none":
             return 0
 

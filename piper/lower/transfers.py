@@ -2,8 +2,8 @@
 
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
-from piper.ids import SlotId
-from piper.ir.chunk import Batch, Chunk, Constant, Place, TensorSpec
+from piper.ids import SlotId, SlotKind
+from piper.ir.chunk import Batch, Chunk, Constant, HostPlace, Place, TensorSpec
 from piper.ir.node import Add, Transfer
 from piper.lower.buckets import Home, Lanes
 from piper.lower.values import Flow, Template, output_slot
@@ -26,8 +26,9 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             held = SlotId("constant", constant)
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
-        case Place(axis=axis):
-            held = SlotId("place", axis, devices=(home, group_along(here, axis)))
+        case Place(axis=axis) | HostPlace(axis=axis):
+            kind: SlotKind = "place" if isinstance(source, Place) else "host_place"
+            held = SlotId(kind, axis, devices=(home, group_along(here, axis)))
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
     value = output_slot(source.chunk, source.index)

@@ -76,6 +76,8 @@ TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective tra
     "all_reduce": "all_reduce",
     "max": "all_reduce",
     "all_to_all": "exchange",
+    "shift": "shift",
+    "shift_back": "shift",
 }
 Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
 

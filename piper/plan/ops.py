@@ -15,6 +15,7 @@ Op = Literal[
     "counts",  # how many rows go where
     "exchange",  # an all-to-all of rows
     "collect",  # a collective inside a divided region
+    "shift",  # as which a collective travels that gives a value to the next device of a ring
     "slice",  # a device's own part of a value that its group holds
     "gather",  # a bucket's shards into the whole
     "accumulate",
@@ -25,7 +26,7 @@ Op = Literal[
     "update",
     "broadcast",
 ]
-Pattern = Literal["alone", "pair", "direct", "ring", "ring twice"]
+Pattern = Literal["alone", "pair", "direct", "neighbour", "ring", "ring twice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Operation:
     label: str  # in words
     mark: str  # one letter, in drawings made of text
     short: str = ""  # in a narrow bar; default: the label
-    pattern: Pattern = "alone"  # how its members communicate; direct: every pair by itself
+    pattern: Pattern = "alone"  # direct: every pair by itself; neighbour: each with the next
     may_be_alone: bool = False  # it communicates, but may have no peers
     agrees_on_size: bool = False  # members move equally many bytes
     sends: bool = True  # it communicates, and bytes leave the device
@@ -89,6 +90,7 @@ _ALL = (
     _communication("counts", "counts", "c", "direct", hands_on=True),
     _communication("exchange", "all-to-all", "x", "direct", hands_on=True),
     _communication("collect", "collective", "o", "ring", sized=True, hands_on=True),
+    _communication("shift", "shift", "s", "neighbour", sized=True, hands_on=True, outward=True),
     Operation(op="slice", label="slice", mark="=", hands_on=True),
     _communication("gather", "gather", "g", "ring", sized=True, needs_nothing=True),
     Operation(op="accumulate", label="accumulate", mark="a", short="sum"),

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from piper.ids import show_part
-from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, Place, Tags, bundles
+from piper.ir.chunk import Batch, Chunk, Constant, HostPlace, Output, Phase, Place, Tags, bundles
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
 from piper.proof.specification import Specification
-from piper.proof.things import Terms, Thing, Things, places_along, shown_cuts
+from piper.proof.things import Kind, Terms, Thing, Things, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
 
@@ -268,9 +268,10 @@ class Expectations:
         match source:
             case Constant(name=name):
                 return self._number(Thing("constant", name)), "", NOTHING
-            case Place(axis=axis):
+            case Place(axis=axis) | HostPlace(axis=axis):
                 places = places_along(grid.devices, grid.strides[axis], dict(grid.axes)[axis], devices)
-                return self._number(Thing("place", names=places)), "", NOTHING
+                held: Kind = "place" if isinstance(source, Place) else "host_place"
+                return self._number(Thing(held, names=places)), "", NOTHING
             case Batch(field=field):
                 cover = self.covers.of_set(program, grid.devices, 1, grid.degree)
                 assert cover is not None, f"{chunk.name} does not run here"

@@ -50,9 +50,10 @@ class State:
             if isinstance(source, Constant):
                 known[constant_slot(source.name)] = self.value(Thing("constant", source.name))
         for slot in plan.residents:
-            places = placed_by(slot, plan.devices) if slot.kind == "place" else None
-            if places is not None:
-                known[slot] = self.value(Thing("place", names=places))
+            if slot.kind == "place" or slot.kind == "host_place":
+                places = placed_by(slot, plan.devices)
+                if places is not None:
+                    known[slot] = self.value(Thing(slot.kind, names=places))
         return {slot: known.get(slot) or self.value(Thing("resident", slot)) for slot in plan.residents}
 
     def value(self, thing: Thing, about: str = "", amount: int | Terms = NOTHING) -> Value:

@@ -16,6 +16,7 @@ Kind = Literal[
     "batch",  # a field
     "constant",
     "place",  # of each device in its group along an axis
+    "host_place",  # the same, in memory of the host
     "seed",  # the gradient of the loss
     "saved",  # for the backward
     "carried",  # from BI to BW
@@ -93,6 +94,7 @@ class Things:
             "output": f"output {thing.index} of {thing.name}",
             "batch": f"field {thing.name}" + (f" ({shown})" if shown else ""),
             "place": f"places {shown} of its devices",
+            "host_place": f"places {shown} of its devices, on the host",
             "saved": thing.name,
             "carried": f"what BI of {thing.name} carries",
             "splits": f"the row counts of {thing.name}",

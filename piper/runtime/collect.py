@@ -1,6 +1,7 @@
 """Collectives inside divided regions: values joined, cut, summed and exchanged within a group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,7 +20,7 @@ def collect(env: Env, ins: Instr) -> Bound:
     if how.op == "slice":
         assert how.cut is not None
         slicing, place = how.cut, devices.index(env.device) // stride % how.degree
-        work: Callable[[Tensor], Tensor] = lambda value: cut(value, slicing, how.degree)[place]  # noqa: E731
+        work: Callable[[Tensor], Tensor] = lambda value: part(value, slicing, how.degree, place)  # noqa: E731
     else:
         assert ins.comm is not None
         group = env.comms.group(ins.comm)
@@ -40,7 +41,7 @@ def all_gather(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
         flat = value.contiguous().view(-1)
         out = flat.new_empty(len(flat) * group.size)
         group.all_gather(flat, out)
-        return join(out.view(group.size, *value.shape).unbind(), slicing)
+        return joined(out.view(group.size, *value.shape), slicing)
 
     return work
 
@@ -51,9 +52,8 @@ def reduce_scatter(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
     assert slicing is not None
 
     def work(value: Tensor) -> Tensor:
-        parts = cut(value, slicing, group.size)
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        return group.reduce_scatter(flat, parts[0].numel()).view(parts[0].shape)
+        parts = apart(value, slicing, group.size)
+        return group.reduce_scatter(parts.view(-1), parts[0].numel()).view(parts.shape[1:])
 
     return work
 
@@ -82,14 +82,23 @@ def maximum(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
 
 def all_to_all(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
     """Return what divides a value along another dimension."""
-    joined, divided = how.joined, how.cut
-    assert joined is not None and divided is not None
+    whole, divided = how.joined, how.cut
+    assert whole is not None and divided is not None
 
     def work(value: Tensor) -> Tensor:
-        parts = cut(value, divided, group.size)
+        parts = apart(value, divided, group.size)
         length = parts[0].numel()
-        given = group.swap([part.reshape(-1) for part in parts], [length] * group.size)
-        return join([part.view(parts[0].shape) for part in given], joined)
+        given = group.swap(list(parts.view(group.size, -1)), [length] * group.size)
+        return joined(torch.stack([part.view(parts.shape[1:]) for part in given]), whole)
+
+    return work
+
+
+def shift(by: int, group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
+    """Return what gives a value to the member `by` places on."""
+
+    def work(value: Tensor) -> Tensor:
+        return group.shift(value.contiguous().view(-1), by).view(value.shape)
 
     return work
 
@@ -100,28 +109,51 @@ OPERATIONS: dict[str, Callable[[Group, Collective], Callable[[Tensor], Tensor]]]
     "all_reduce": all_reduce,
     "max": maximum,
     "all_to_all": all_to_all,
+    "shift": partial(shift, 1),
+    "shift_back": partial(shift, -1),
 }
 
 
-def cut(value: Tensor, slicing: Slicing, ways: int) -> list[Tensor]:
-    """Return every member's part of a value, each in memory of its own."""
+def apart(value: Tensor, slicing: Slicing, ways: int) -> Tensor:
+    """Return every member's part of a value, one after another in memory: [ways, *part].
+
+    This copies at most once, and not at all where the parts lie so in memory already.
+    """
     dim = slicing.dim
-    apart = value.unflatten(dim, (slicing.blocks, -1)) if slicing.blocks > 1 else value.unsqueeze(dim)
-    if slicing.zigzag:
-        pieces = apart.chunk(2 * ways, dim + 1)
-        parts = [torch.cat([pieces[i], pieces[2 * ways - 1 - i]], dim + 1) for i in range(ways)]
-    else:
-        parts = list(apart.chunk(ways, dim + 1))
-    return [part.flatten(dim, dim + 1).contiguous() for part in parts]
+    pieces = _pieces(value, slicing, ways)
+    return pieces.movedim(dim + 1, 0).flatten(dim + 1, dim + 2 + slicing.zigzag).contiguous()
 
 
-def join(parts: Sequence[Tensor], slicing: Slicing) -> Tensor:
-    """Return the value of which each member has a part."""
+def part(value: Tensor, slicing: Slicing, ways: int, place: int) -> Tensor:
+    """Return one member's part of a value, in memory of its own."""
     dim = slicing.dim
-    apart = [
-        p.unflatten(dim, (slicing.blocks, -1)) if slicing.blocks > 1 else p.unsqueeze(dim) for p in parts
-    ]
-    if slicing.zigzag:
-        halves = [part.chunk(2, dim + 1) for part in apart]
-        apart = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
-    return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+    mine = _pieces(value, slicing, ways).select(dim + 1, place)
+    return mine.flatten(dim, dim + 1 + slicing.zigzag).clone(memory_format=torch.contiguous_format)
+
+
+def _pieces(value: Tensor, slicing: Slicing, ways: int) -> Tensor:
+    """Return a view or copy whose dimensions `dim` and `dim + 1` are the blocks and the members.
+
+    The next dimension holds a member's elements of a block; under zigzag its two slices come before them.
+    """
+    dim = slicing.dim
+    if not slicing.zigzag:
+        pieces: Tensor = value.unflatten(dim, (slicing.blocks, ways, -1))
+        return pieces
+    slices = value.unflatten(dim, (slicing.blocks, 2 * ways, -1))
+    early, late = slices.narrow(dim + 1, 0, ways), slices.narrow(dim + 1, ways, ways).flip(dim + 1)
+    return torch.stack([early, late], dim + 2)
+
+
+def joined(parts: Tensor, slicing: Slicing) -> Tensor:
+    """Return the value of which each member has a part, from [ways, *part].
+
+    This copies at most once, and not at all where nothing lies before the divided dimension.
+    """
+    dim = slicing.dim
+    if not slicing.zigzag:
+        apart: Tensor = parts.unflatten(dim + 1, (slicing.blocks, -1)).movedim(0, dim + 1)
+        return apart.reshape(*apart.shape[:dim], -1, *apart.shape[dim + 3 :]).contiguous()
+    halves = parts.unflatten(dim + 1, (slicing.blocks, 2, -1)).movedim(0, dim + 1)
+    early, late = halves.select(dim + 2, 0), halves.select(dim + 2, 1).flip(dim + 1)
+    return torch.cat([early, late], dim + 1).flatten(dim, dim + 2)

@@ -133,6 +133,7 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "counts": counts,
     "exchange": exchange,
     "collect": collect,
+    "shift": collect,
     "slice": collect,
     "gather": gather,
     "accumulate": accumulate,

@@ -98,11 +98,11 @@ class State:
                 value = value.chunk(share.ways, share.axis)[share.part]
             dtype = self.setup.dtype if value.is_floating_point() else value.dtype
             return value.to(self.setup.device, dtype, copy=True)
-        if slot.kind == "place":
+        if slot.kind in ("place", "host_place"):
             home, group = slot.devices
             stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
             place = home.index(self.device) // stride % len(group)
-            return torch.tensor([place], device=self.setup.device)
+            return torch.tensor([place], device=self.setup.device if slot.kind == "place" else "cpu")
         if slot.kind == "constant":
             return self.setup.constants[slot.owner].to(self.setup.device)
         if slot.kind == "param":

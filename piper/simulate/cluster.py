@@ -56,14 +56,16 @@ class Cluster:
         if size < 2:
             return 0.0
         ring = 2 * (size - 1) if OPS[op].pattern == "ring twice" else size - 1
-        rounds = 1 if OPS[op].direct else min(ring, 2 * ceil(log2(size)))  # small messages take a tree
+        once = OPS[op].direct or OPS[op].pattern == "neighbour"
+        rounds = 1 if once else min(ring, 2 * ceil(log2(size)))  # small messages take a tree
         return rounds * self.links[self.level(devices)].latency
 
     def bandwidth(self, op: Op, devices: Devices) -> float:
         """Return the bytes per second at which each member sends: those of the slowest level the group spans.
 
         A ring over several nodes uses all their network adapters at once, so with n members in each node it
-        crosses between nodes n times faster. Of an all-to-all only the share for other nodes crosses.
+        crosses between nodes n times faster. Of an all-to-all only the share for other nodes crosses. Of a
+        shift all that the last member in a node sends does, through one adapter.
         """
         size = len(devices)
         if size < 2:
@@ -74,6 +76,8 @@ class Cluster:
             together = size if not reach else ceil(size / len({device // reach for device in devices}))
             if together > inside:
                 crossing = (size - inside) / (size - 1) if OPS[op].direct else 1 / inside
+                if OPS[op].pattern == "neighbour":
+                    crossing = 1.0
                 slowest = min(slowest, self.links[number].bandwidth / crossing)
             inside = together
         return slowest

@@ -86,9 +86,9 @@ def test_an_error_of_the_model_itself() -> None:
         raise ValueError("not today")
 
     assert refusal(forward) == lines(
-        f"capture ({HERE}:N): the model and its loss cannot be captured",
+        f"capture ({HERE}:N): the loss, or the model in it, raised an exception",
         "  why:  ValueError('not today')",
-        f"  hint: {TRACED}",
+        "  hint: call loss(model(), batch) without Piper to see the whole traceback",
     )
 
 
@@ -97,9 +97,9 @@ def test_shapes_that_do_not_fit() -> None:
         return self.b(x.view(3, 3))
 
     assert refusal(forward) == lines(
-        f"capture ({HERE}:N): the model and its loss cannot be captured",
+        f"capture ({HERE}:N): the loss, or the model in it, raised an exception",
         "  why:  RuntimeError(\"shape '[3, 3]' is invalid for input of size 64\")",
-        f"  hint: {TRACED}",
+        "  hint: call loss(model(), batch) without Piper to see the whole traceback",
     )
 
 

@@ -70,6 +70,7 @@ def test_the_rest_through_the_host() -> None:
         group.all_gather(given[device], out)
         shard = group.reduce_scatter(out, 8)
         first = group.broadcast(given[device])
+        shifted = group.shift(given[device], 1)
         rows = torch.cat(group.all_to_all(given[device], [device, 0, 7 - device], gets(device)))
         pipes = comms.outgoing("ring"), comms.incoming("ring")
         forms = Form(), Form()
@@ -79,14 +80,15 @@ def test_the_rest_through_the_host() -> None:
         else:
             pipes[0].send(given[device], forms[0])
             got = pipes[1].recv(forms[1])
-        return out, shard, first, rows, got
+        return out, shard, first, rows, got, shifted
 
     def gets(device: int) -> list[int]:
         return [0, 1, 2] if device == 0 else [0, 0, 0] if device == 1 else [7, 6, 5]
 
     for device, results in enumerate(everyone(work)):
         assert isinstance(results, tuple)
-        out, shard, first, rows, got = results
+        out, shard, first, rows, got, shifted = results
+        assert torch.equal(shifted, given[device - 1])
         assert torch.equal(out, torch.cat(given))
         whole = torch.cat([out * 3, out.new_zeros(3)])
         torch.testing.assert_close(shard, whole[8 * device : 8 * device + 8])
@@ -112,6 +114,7 @@ def test_nccl_with_one_member_changes_nothing() -> None:
             assert torch.equal(padded[:1000], given) and not padded[1000:].any()
             assert torch.equal(torch.cat(group.all_to_all(given, [1000], [1000])), given)
             assert torch.equal(group.broadcast(given), given)
+            assert torch.equal(group.shift(given, 1), given)
     comms.abort()
 
 

@@ -19,6 +19,7 @@ CELLS = [
     Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, bucket_mb=0.02),
     Cell(case="moe", schedule="zbv", dp=2, zero=3, ways=2, rows=1),
     Cell(case="convnet", schedule="1f1b", dp=2),
+    Cell(case="sum_weight", schedule="1f1b", dp=2, zero=3),  # only the last stage has weights
     Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
 ]
 SLOW = """

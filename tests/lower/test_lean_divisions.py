@@ -86,6 +86,28 @@ def test_no_logits_and_no_weights_are_exchanged(kind: str) -> None:
     assert not [ins for plan in made.plans for ins in plan.instrs if ins.op == "gather"]
 
 
+def test_logits_cross_pieces_in_the_type_they_are_computed_in() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    sizes = decoder.Config(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, hidden=64)
+    made = compile(
+        Job(
+            model=lambda: decoder.Decoder(sizes),
+            loss=decoder.token_loss,
+            data=lambda: [{"tokens": tokens, "labels": tokens}],
+            strategy=[shard(at(), [0, 1], axis="TP", weights=WEIGHTS)],
+            precision="bf16",
+        ),
+        device="cpu",
+    )
+    logits = [
+        spec
+        for chunk in made.outline.chunks
+        for spec in (*chunk.input_specs, *chunk.outputs)
+        if spec.shape[-1:] == (VOCAB // 2,)
+    ]
+    assert [spec.dtype for spec in logits] == ["bfloat16", "bfloat16"]
+
+
 def flops(made: Program) -> int:
     """Return the arithmetic of one device's step."""
     return sum(spec.flops for chunk in made.outline.chunks for spec in chunk.phases.values())

@@ -169,6 +169,20 @@ def test_all_to_all_is_uneven_and_may_be_empty(everyone: Everyone) -> None:
         assert torch.equal(got, torch.cat([parts[device] for parts in sent]))
 
 
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_shift_gives_to_the_next_and_takes_from_the_one_before(everyone: Everyone, by: int) -> None:
+    given = values((5,), torch.float32)
+
+    def work(device: int, comms: Comms) -> Tensor:
+        got = comms.group("all").shift(given[device], by)
+        assert got.data_ptr() != given[(device - by) % 4].data_ptr()  # it may be added to where it arrives
+        return got
+
+    for device, got in enumerate(everyone(work)):
+        assert isinstance(got, Tensor)
+        assert torch.equal(got, given[(device - by) % 4])
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
 def test_broadcast_gives_the_first_ones_value(everyone: Everyone, shape: tuple[int, ...]) -> None:
     given = values(shape, torch.float32)

@@ -77,6 +77,11 @@ def test_of_an_exchange_only_the_share_for_other_nodes_crosses(small: Cluster) -
     assert small.bandwidth("exchange", tuple(range(8))) == pytest.approx(10e9 * 7 / 4)
 
 
+def test_a_shift_is_one_hop_of_which_all_crosses_through_one_adapter(small: Cluster) -> None:
+    assert small.seconds("shift", 1e9, tuple(range(4))) == pytest.approx(1e-6 + 0.01)
+    assert small.seconds("shift", 1e9, tuple(range(8))) == pytest.approx(10e-6 + 0.1)
+
+
 def test_small_messages_take_a_tree(small: Cluster) -> None:
     assert small.latency("all_reduce", (0, 1)) == pytest.approx(2e-6)
     assert small.latency("gather", tuple(range(4))) == pytest.approx(3e-6)

@@ -10,7 +10,9 @@ from torch import Tensor, fx
 from piper.capture.autodiff.aliases import draws_random, memory_of
 from piper.capture.autodiff.partition import KINDS, Kind, Partition
 from piper.capture.cost.estimate import Cost, cost_of
+from piper.capture.trace.blame import made_at
 from piper.ir.chunk import Phase, TensorSpec
+from piper.usercode import LINES
 
 PhaseCode = Callable[..., tuple[Tensor, ...]]
 
@@ -86,7 +88,9 @@ class GraphCode:
                 )
             results.append(result)
         graph.output(tuple(results))
-        return fx.GraphModule(self.partition.joint.root, graph)
+        module = fx.GraphModule(self.partition.joint.root, graph)
+        module.meta[LINES] = {copies[node].name: line for node in section.body if (line := made_at(node))}
+        return module
 
     def examples(self, phase: Phase) -> list[Tensor]:
         """Return the fake tensors that a phase was traced with."""

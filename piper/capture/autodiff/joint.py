@@ -148,7 +148,8 @@ def _fakes(
 
     def fake(first: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
         shape = [*first, *(int(size) for size in like.shape[len(first) :])]
-        return torch.empty(shape, dtype=like.dtype, device=device).requires_grad_(grad)
+        where = like.device if like.device.type == "cpu" else device  # some numbers are the host's
+        return torch.empty(shape, dtype=like.dtype, device=where).requires_grad_(grad)
 
     def share(tensor: Tensor) -> Sequence[int]:
         """Return the length of the first axis of a tensor divided by expert."""

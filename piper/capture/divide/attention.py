@@ -1,13 +1,17 @@
 """Rules for attention: divided by heads, or by the sequence with keys and values from every device."""
 
+import operator
+
 import torch
-from torch import fx
-from torch.fx.node import Argument
+from torch import Tensor, fx
+from torch.fx.node import Argument, map_arg
 
 from piper.capture.divide.compute import aligned
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, divides
+from piper.capture.divide.masks import is_causal, unrepeated
+from piper.capture.divide.ring import by_ring, scale_of
 from piper.capture.divide.shapes import argument
 
 HEADS, SEQUENCE = 1, 2  # dimensions of [batch, heads, sequence, head size]
@@ -24,7 +28,9 @@ def attention(d: Divider, node: fx.Node) -> None:
         return
     if float(argument(node, 4, "dropout_p", 0.0)):  # type: ignore[arg-type]
         raise NoRuleError("dropout inside attention draws for all heads at once")
-    if have.dim == SEQUENCE and d.division.attention == "heads":
+    if have.dim == SEQUENCE and d.division.attention == "ring":
+        by_ring(d, node, query, key, value, have)
+    elif have.dim == SEQUENCE and d.division.attention == "heads":
         _by_heads_for_a_while(d, node, query, key, value, have)
     elif have.dim == SEQUENCE:
         _by_queries(d, node, query, key, value, have)
@@ -73,15 +79,36 @@ def _by_queries(
 ) -> None:
     """Attend from a device's own queries to the keys and values of all devices."""
     own = d.to(query, have, varies=True)
-    local = [own, d.to(key, WHOLE, varies=True), d.to(value, WHOLE, varies=True)]
-    mask = None
-    if argument(node, 5, "is_causal", False) and not isinstance(argument(node, 3, "attn_mask"), fx.Node):
-        device = own.meta["example_value"].device
-        size = d.shape(query)[SEQUENCE]
-        places = d.emit(aten.arange.default, (size,), {"dtype": torch.int64, "device": device})
-        rows = d.emit(aten.unsqueeze.default, (d.take(places, have.at(0)), 1))
-        mask = d.emit(aten.ge.Tensor, (rows, d.emit(aten.unsqueeze.default, (places, 0))))
-    d.done(node, _attend(d, node, local, have, mask), have)
+    if not is_causal(d, node):
+        local = [own, d.to(key, WHOLE, varies=True), d.to(value, WHOLE, varies=True)]
+        d.done(node, _attend(d, node, local, have), have)
+        return
+    if d.shape(key)[SEQUENCE] != d.shape(query)[SEQUENCE]:
+        raise NoRuleError("its mask is causal, and it has more keys than queries, or fewer")
+    keys, values = (d.to(unrepeated(d, x), WHOLE, varies=True) for x in (key, value))
+    how = (d.host_place(), scale_of(d, node), d.degree, have.zigzag)
+    both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
+    d.done(node, d.emit(operator.getitem, (both, 0)), have)
 
 
-RULES: dict[object, Rule] = {aten.scaled_dot_product_attention.default: attention}
+def by_heads(d: Divider, node: fx.Node) -> None:
+    """Divide attention that is divided by the sequence already: by heads."""
+    sources = [x for x in node.all_input_nodes if len(d.shape(x)) > 1]
+    have = next(layout for x in sources if isinstance(layout := d.settle(x), Divided))
+    if have.dim != HEADS:
+        raise NoRuleError("attention that is divided by the sequence divides by heads alone")
+    for x in sources:
+        if d.shape(x)[HEADS] != 1 and not divides(size := d.shape(x)[HEADS], have, d.degree):
+            raise UnevenError(f"{size} heads", size, d.degree)
+    local = {x: d.to(x, aligned(d, x, have, len(d.shape(x))), varies=True) for x in sources}
+    local |= {x: d.local[x] for x in node.all_input_nodes if x not in local}
+    made = d.emit(node.target, map_arg(node.args, local.__getitem__), node.kwargs)
+    d.done(node, made, have if isinstance(made.meta["example_value"], Tensor) else [have, have])
+
+
+RULES: dict[object, Rule] = {
+    aten.scaled_dot_product_attention.default: attention,
+    torch.ops.piper.attend_prefix.default: by_heads,
+    torch.ops.piper.ring_attend.default: by_heads,
+    torch.ops.piper.ring_pass.default: by_heads,
+}

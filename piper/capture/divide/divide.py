@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from piper.capture.divide.compute import by_family
-from piper.capture.divide.divider import RESHAPES, Divider, aten, value_of
+from piper.capture.divide.divider import Divider, aten
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
+from piper.capture.divide.reshapes import RESHAPES, value_of
 from piper.capture.divide.rules import rules
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Origin, Recording
 from piper.capture.trace.regions import find_regions
-from piper.ir.chunk import Place, Tags
+from piper.ir.chunk import Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ def divide(
     origins: dict[fx.Node, Origin] = {
         divider.local[node]: origin for node, origin in recording.origins.items()
     }
-    if divider.rank is not None:
-        origins[divider.rank] = Place(axis=division.axis)
+    for kind, node in divider.ranks.items():
+        origins[node] = kind(axis=division.axis)
     made = replace(
         recording,
         graph=divider.graph,
@@ -58,6 +59,7 @@ def divide(
         results=tuple(divider.local[result] for result in recording.results),
         tags={node: divider.tags.get(node, ()) for node in divider.graph.nodes},
         modes=divider.modes,
+        bundles=divider.bundles,
     )
     return DividedForward(recording=made, division=division, summed=frozenset(divider.summed))
 

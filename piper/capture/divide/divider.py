@@ -16,11 +16,12 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.divide.collective import change, collective
 from piper.capture.divide.division import Division, NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
+from piper.capture.divide.reshapes import REPLAYED, value_of
 from piper.capture.trace.blame import node_line
 from piper.capture.trace.effects import draws
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
-from piper.ir.chunk import Tags
+from piper.ir.chunk import HostPlace, Place, Tags
 
 aten = torch.ops.aten
 
@@ -55,7 +56,10 @@ class Divider:
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.moved: dict[tuple[object, ...], fx.Node] = {}
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
-        self.rank: fx.Node | None = None
+        self.ranks: dict[type[Place | HostPlace], fx.Node] = {}
+        self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
+        self.bundles: dict[fx.Node, int] = {}
+        self.bundled = max(recording.bundles.values(), default=0)
         self.node: fx.Node | None = None  # what is being divided
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
         self.fakes = example.fake_mode
@@ -99,9 +103,22 @@ class Divider:
         made.meta["example_value"] = result
         self.modes[made] = mode
         self.tags[made] = self.home(self.node) or ()
+        bundle = self.bundle or self.recording.bundles.get(self.node)
+        if bundle is not None:
+            self.bundles[made] = bundle
         if any(used in self.varying for used in made.all_input_nodes):
             self.varying.add(made)
         return made
+
+    @contextmanager
+    def chunk(self) -> Iterator[None]:
+        """Write operations that become a chunk of their own."""
+        self.bundled += 1
+        self.bundle = self.bundled
+        try:
+            yield
+        finally:
+            self.bundle = None
 
     def done(self, node: fx.Node, local: fx.Node, layout: Layout | list[Layout]) -> None:
         """Say what became of an operation, and check the shape that its layout promises."""
@@ -184,14 +201,14 @@ class Divider:
                 raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
             if isinstance(have, Whole) and not self._must_vary(node, local):
                 return self.take(local, want)
-        if isinstance(have, Divided) and isinstance(want, Whole) and (base := self._base(node)) is not None:
+        if isinstance(have, Divided) and isinstance(want, Whole) and (base := self.base(node)) is not None:
             given = self.to(base, want, varies=varies)
             return self.emit(node.target, map_arg(node.args, lambda _: given), node.kwargs)
         if isinstance(have, Sum) and isinstance(want, Whole):
             return self.collect(local, have, varies=varies)
         return self._collect(local, have, want, varies)
 
-    def _base(self, node: fx.Node) -> fx.Node | None:
+    def base(self, node: fx.Node) -> fx.Node | None:
         """Return the source of a divided reshape: gathered there, all its reshapes share one collective."""
         if node.target not in REPLAYED or self.home(node) != self.home(node.all_input_nodes[0]):
             return None
@@ -235,14 +252,21 @@ class Divider:
 
     def place(self) -> fx.Node:
         """Return the placeholder of a device's place in its group: a tensor of one number."""
-        if self.rank is None:
+        return self._rank(Place, next(iter(self.recording.origins)).meta["example_value"].device)
+
+    def host_place(self) -> fx.Node:
+        """Return the placeholder of the same number in memory of the host, for what decides by it."""
+        return self._rank(HostPlace, torch.device("cpu"))
+
+    def _rank(self, kind: type[Place | HostPlace], device: torch.device) -> fx.Node:
+        if kind not in self.ranks:
             first = next(iter(self.graph.nodes), None)
             with self.graph.inserting_before(first):
-                self.rank = self.graph.placeholder(f"place_in_{self.division.axis}")
+                made = self.graph.placeholder(f"{kind.__name__.lower()}_in_{self.division.axis}")
             with self.fakes:
-                device = next(iter(self.recording.origins)).meta["example_value"].device
-                self.rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
-        return self.rank
+                made.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
+            self.ranks[kind] = made
+        return self.ranks[kind]
 
     def _place(self, node: fx.Node, have: Layout) -> fx.Node:
         """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
@@ -345,7 +369,7 @@ class Divider:
                 f"{node.target} cannot be divided: {error}",
                 by=self.division.by,
                 facts=self.facts(),
-                hint=HINT,
+                hint=error.hint or HINT,
             ) from None
 
     def _is_whole(self, node: fx.Node) -> bool:
@@ -371,22 +395,4 @@ class Divider:
         return {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(held)}
 
 
-def value_of(node: fx.Node) -> object:
-    """Return what a node of an undivided forward computes, as fakes."""
-    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
-
-
 HINT = "do not divide that region, or register a rule for the operation with piper.sharding_rule"
-RESHAPES = frozenset(
-    (
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.flatten.using_ints,
-        aten.unflatten.int,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.alias.default,
-    )
-)
-REPLAYED = RESHAPES | {aten.expand.default, aten.transpose.int}

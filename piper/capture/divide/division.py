@@ -30,3 +30,7 @@ class UnevenError(Exception):
 
 class NoRuleError(Exception):
     """A rule that does not cover the layouts it is given; the text says what it cannot do."""
+
+    def __init__(self, what: str, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.hint = hint  # where another argument of the directive is a way out

@@ -2,8 +2,8 @@
 
 from torch import fx
 
-from piper.capture.divide.compute import masked, own_rows
-from piper.capture.divide.divider import Divider, Rule, aten
+from piper.capture.divide.compute import CASTS, masked, own_rows
+from piper.capture.divide.divider import RESHAPES, Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Sum
 from piper.capture.divide.shapes import argument, number, operand
@@ -40,9 +40,25 @@ def _exponentials(
     local = d.local[x]
     fixed = d.emit(aten.detach.default, (local,))
     largest = d.collect(d.emit(aten.amax.default, (fixed, [dim], True)), Sum("max"))
-    shifted = d.emit(aten.sub.Tensor, (local, largest))
+    # The negative comes first: it opens the piece after the collective, in which the cast is then made again.
+    below = d.emit(aten.neg.default, (largest,))
+    shifted = d.emit(aten.add.Tensor, (_widened_again(d, local), below))
     terms = d.emit(aten.sum.dim_IntList, (d.emit(aten.exp.default, (shifted,)), [dim], True))
     return shifted, d.collect(terms, Sum(), varies=varies)
+
+
+def _widened_again(d: Divider, local: fx.Node) -> fx.Node:
+    """Return a value made by a cast to a wider type, cast once more: so the narrow value crosses pieces."""
+    chain: list[fx.Node] = []
+    base = local
+    while base.target in RESHAPES or base.target in CASTS:
+        chain.append(base)
+        base = base.all_input_nodes[0]
+    if base.meta["example_value"].element_size() >= local.meta["example_value"].element_size():
+        return local
+    for node in reversed(chain):
+        base = d.emit(node.target, (base, *node.args[1:]), node.kwargs)
+    return base
 
 
 def cross_entropy(d: Divider, node: fx.Node) -> None:

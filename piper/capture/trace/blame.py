@@ -5,19 +5,26 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch._guards import TracingContext
 
-from piper.errors import CaptureError
+from piper.errors import CaptureError, LossError
 
 _PACKAGE = Path(__file__).parents[2]
 _OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
 _HINT = (
     "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
+)
+
+# What Dynamo says of an exception in the traced code itself, not of code that it cannot trace
+RAISED = (
+    r"raised exception (\w+)\(",
+    r"got (\w+)\(.*\)\s*$",
+    r"(Argument mismatch) when attempting to trace",
 )
 
 
@@ -34,15 +41,33 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
         logging.disable(before)
 
 
-def refused(what: str, error: Exception, *, hint: str = _HINT) -> CaptureError:
+def refused(
+    what: str, error: Exception, *, hint: str = _HINT, kind: type[CaptureError] = CaptureError
+) -> CaptureError:
     """Return the error that says where and why the user's code could not be traced."""
     where = user_line(error)
-    return CaptureError(
+    return kind(
         what,
         by=f"capture ({where})" if where else "capture",
         facts={"why": reason(error)},
         hint=hint,
     )
+
+
+def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
+    """Return the error for a loss that raised an exception, or that torch could not trace."""
+    raised = [
+        found.group(1) for pattern in RAISED for found in re.finditer(pattern, str(error), re.MULTILINE)
+    ]
+    if not raised:
+        return refused("the model and its loss cannot be captured", error, kind=LossError)
+    names = ", ".join(map(repr, fields))
+    hints = {
+        "KeyError": f"the batch has {names}: use one of these names, or add the field in data()",
+        "Argument mismatch": "the loss is called as loss(model, batch)",
+    }
+    hint = hints.get(raised[0], "call loss(model(), batch) without Piper to see the whole traceback")
+    return refused("the loss, or the model in it, raised an exception", error, hint=hint, kind=LossError)
 
 
 def user_line(error: Exception) -> str | None:
@@ -71,13 +96,19 @@ def _one_line(text: str, width: int = 300) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def node_line(node: torch.fx.Node) -> str:
-    """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
+def made_at(node: torch.fx.Node) -> str | None:
+    """Return the line of the user's code that made a node, as `llama.py:41`. None: there is none."""
     files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     for name, line in reversed(files):
         if not name.startswith(_OURS):
-            return f" ({Path(name).name}:{line})"
-    return ""
+            return f"{Path(name).name}:{line}"
+    return None
+
+
+def node_line(node: torch.fx.Node) -> str:
+    """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
+    line = made_at(node)
+    return f" ({line})" if line else ""
 
 
 def tracing_line() -> str:

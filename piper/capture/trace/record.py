@@ -11,7 +11,7 @@ from torch.amp import autocast_mode
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
-from piper.capture.trace.blame import node_line, quiet, refused
+from piper.capture.trace.blame import loss_failed, node_line, quiet
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.recording import (
     FromBuffer,
@@ -60,7 +60,7 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
             # Torch raises these when there is no operation, or when the loss returns no result of one.
             if "backend_input" in str(error) or isinstance(error, SyntaxError):
                 raise _not_a_loss("it returns no tensor") from error
-            raise refused("the model and its loss cannot be captured", error) from error
+            raise loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)

@@ -11,7 +11,7 @@ from piper.capture.trace.effects import draws, marker
 from piper.capture.trace.functionalize import Entangled, memory_of, value, written_memory
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, live
 from piper.errors import CaptureError
-from piper.ir.chunk import Batch, Constant, Place, Tags
+from piper.ir.chunk import Batch, Constant, HostPlace, Place, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,9 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     ]
     order = {node: position for position, node in enumerate(nodes)}
     tied = frozenset(node for group in entangled for node in group.nodes)
-    copied = _made_from(recording, nodes, (FromBuffer, Constant, Place), tied)
-    weights = _made_from(recording, nodes, (FromBuffer, Constant, Place, FromParameter), tied) - copied
+    fixed = (FromBuffer, Constant, Place, HostPlace)
+    copied = _made_from(recording, nodes, fixed, tied)
+    weights = _made_from(recording, nodes, (*fixed, FromParameter), tied) - copied
     areas = _expert_areas(recording, nodes, copied | weights)
     sunk = _only_for_experts(nodes, weights, areas)
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}

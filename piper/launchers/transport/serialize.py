@@ -307,7 +307,7 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
         for node in module.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
-    return CapturedSource, (code.src, dict(code.globals), held, modules_of(module.graph))
+    return CapturedSource, (code.src, dict(code.globals), held, modules_of(module.graph), module.meta)
 
 
 def modules_of(graph: fx.Graph) -> list[str]:
@@ -340,18 +340,27 @@ def attribute(module: nn.Module, path: str) -> object:
 class AttributePath:
     """An object on a dotted path of attributes."""
 
+    code: str  # of the first one: the source, and the user's lines behind it, for errors
+    meta: Mapping[str, object]
+
 
 class CapturedSource:
     """Captured code, restored from its source."""
 
     def __init__(
-        self, source: str, names: Mapping[str, object], held: Mapping[str, object], modules: Sequence[str]
+        self,
+        source: str,
+        names: Mapping[str, object],
+        held: Mapping[str, object],
+        modules: Sequence[str],
+        meta: Mapping[str, object],
     ) -> None:
         for name in modules:
             importlib.import_module(name)
         space: dict[str, object] = dict(names)
         exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
         root = AttributePath()
+        root.code, root.meta = source, meta
         for path, value in held.items():
             *way, last = path.split(".")
             place = root

@@ -70,6 +70,13 @@ class Group(ABC):
         """Give the first `gives[0]` rows to the first member, and so on; what comes from each member."""
         return self.swap(rows.split(list(gives)), gets)
 
+    def shift(self, flat: Tensor, by: int) -> Tensor:
+        """Give a tensor to the member `by` places on, around the end, and return what this one is given."""
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        empty = flat[:0]
+        parts = [flat if member == to else empty for member in range(self.size)]
+        return self.swap(parts, [len(flat) if member == source else 0 for member in range(self.size)])[source]
+
     def broadcast(self, value: Tensor) -> Tensor:
         """Return the first member's value."""
         flat = value.reshape(-1)

@@ -93,6 +93,9 @@ class InlineGroup(Group):
         world, name, me = self.world, self.name, self.device
         return [parts[self.rank] if other == me else world.take(name, other, me) for other in self.members]
 
+    def shift(self, flat: Tensor, by: int) -> Tensor:
+        return super().shift(flat, by).clone()  # a gradient may be added to where it arrives
+
 
 class InlinePipe:
     """A mailbox between two threads."""

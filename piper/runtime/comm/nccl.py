@@ -119,6 +119,16 @@ class NcclGroup(Group):
         issue(self.made.alltoall_base(out, rows, list(lengths), gives, options), self.name)
         return list(out.split(list(lengths)))
 
+    def shift(self, flat: Tensor, by: int) -> Tensor:
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        out, options = torch.empty_like(flat), AllToAllOptions()
+        options.asyncOp = False
+        gives = [len(flat) if member == to else 0 for member in range(self.size)]
+        gets = [len(flat) if member == source else 0 for member in range(self.size)]
+        # One group of a send and a receive: members to which nothing goes are left out.
+        issue(self.made.alltoall_base(out, flat, gets, gives, options), self.name)
+        return out
+
     def all_reduce(self, flat: Tensor) -> Tensor:
         """Return the sum of every member's tensor, in the memory of this member's."""
         options = AllreduceOptions()

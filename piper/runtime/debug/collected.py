@@ -80,6 +80,10 @@ def by_hand(how: Collective, given: Sequence[Tensor]) -> list[Tensor]:
             return [total] * n
         case "max":
             return [torch.stack([*given]).amax(0)] * n
+        case "shift":
+            return [given[index - 1] for index in range(n)]
+        case "shift_back":
+            return [given[(index + 1) % n] for index in range(n)]
         case "all_gather":
             assert how.joined is not None
             return [whole_of(given, how.joined)] * n

@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from piper.capture.divide.collective import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
-from piper.ir.chunk import Batch, Collective, Constant, Place
+from piper.ir.chunk import Batch, Collective, Constant, HostPlace, Place
 from piper.sharding import Slicing
 
 
@@ -45,6 +45,10 @@ def perform(how: Collective, given: Sequence[Tensor]) -> list[Tensor]:
             return [sum(given[1:], given[0]).clone() for _ in given]
         case "max":
             return [torch.stack(list(given)).amax(0) for _ in given]
+        case "shift":
+            return [given[i - 1].clone() for i in range(n)]
+        case "shift_back":
+            return [given[(i + 1) % n].clone() for i in range(n)]
         case "all_gather":
             assert how.joined is not None
             return [join(given, how.joined) for _ in given]
@@ -121,7 +125,7 @@ def given(
             return [batch[name] for batch in batches]
         case Constant(name=name):
             return [recording.constants[name]] * degree
-        case Place():
+        case Place() | HostPlace():
             return [torch.tensor([i]) for i in range(degree)]
     raise AssertionError(origin)
 

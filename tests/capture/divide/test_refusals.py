@@ -193,17 +193,10 @@ def test_groups_that_cannot_be_formed() -> None:
             """,
         ),
         (
-            {"axis": "CP", "batch": {"x": 1}, "attention": "ring"},
-            """
-            shard #0 (here): attention="ring" is not implemented yet
-              hint: use attention="gather", or "heads" where the heads divide
-            """,
-        ),
-        (
             {"axis": "CP", "batch": {"x": 1}, "attention": "round"},
             """
             shard #0 (here): attention='round' is not known
-              hint: choose one of gather, heads
+              hint: choose one of gather, heads, ring
             """,
         ),
         (
@@ -303,3 +296,42 @@ def test_the_plan_of_a_llama() -> None:
         "*embed_tokens": 0,
         "*lm_head": 0,
     }
+
+
+class Crossed(nn.Module):
+    """Attention whose keys, or whose mask, a ring cannot pass on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.q, self.bias = kind, nn.Linear(12, 12), nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (3, 4)).transpose(1, 2)
+        if self.kind == "longer":
+            keys = torch.cat([q, q], 2)
+            y = nn.functional.scaled_dot_product_attention(q, keys, keys)
+        elif self.kind == "biased":
+            y = nn.functional.scaled_dot_product_attention(q, q, q, self.bias)
+        else:
+            y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5)
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_attention_that_a_ring_cannot_pass_on() -> None:
+    def found(kind: str) -> str:
+        made = job(axis="CP", batch={"x": 1}, attention="ring")
+        return refused(replace(made, model=lambda: Crossed(kind)))
+
+    assert found("biased") == cleandoc("""
+        shard #0 (here): aten.scaled_dot_product_attention.default cannot be divided: its mask has a gradient, which a ring does not compute
+          operation: aten.scaled_dot_product_attention.default (here)
+          operands:  transpose [4, 3, 6, 4] divided along 2, arg3_1 [6, 6] whole
+          hint:      use attention="gather" there
+    """)
+    assert found("longer").startswith(
+        "shard #0 (here): aten.scaled_dot_product_attention.default cannot be divided: "
+        "a ring passes on as many keys as there are queries, not 12 for 6"
+    )
+    assert found("dropped").startswith(
+        "shard #0 (here): aten.scaled_dot_product_attention.default draws random numbers for a divided value"
+    )

@@ -237,6 +237,63 @@ def test_attention(how: str) -> None:
         assert ran["all_gather"] == ran["back reduce_scatter"] == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "zigzag", "degree"),
+    [
+        ("causal", False, 2),
+        ("causal", True, 4),
+        ("full", True, 2),
+        ("masked", False, 4),
+        ("window", True, 2),
+        ("window", False, 4),
+    ],
+)
+def test_a_ring_passes_keys_and_values_on(kind: str, zigzag: bool, degree: int) -> None:
+    """Each goes to the next device once less often than there are devices; nothing is gathered."""
+
+    def call(net: Net, batch: Batch) -> Tensor:
+        q, k, v = (
+            F.linear(batch["x"], w).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (net.q, net.k, net.v)
+        )
+        places = torch.arange(8, device=q.device)
+        mask = places[:, None] >= places[None, :]
+        if kind == "window":
+            mask = mask & (places[:, None] - places[None, :] < 3)
+        k, v = (
+            t[:, :, None].expand(*t.shape[:2], 2, *t.shape[2:]).reshape(t.shape[0], -1, *t.shape[2:])
+            for t in (k, v)
+        )
+        given = mask if kind in ("masked", "window") else None
+        out = F.scaled_dot_product_attention(q, k, v, given, is_causal=kind == "causal", scale=0.3)
+        return F.linear(out.transpose(1, 2).flatten(2), net.o).pow(2).mean()
+
+    shapes = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "o": (8, 16)}
+    batch = {"x": numbers(2, 8, 8)}
+    by = {"x": Divided(1, zigzag=zigzag)}
+    ran = compare(call, shapes, batch, {}, by, degree=degree, attention="ring", zigzag=zigzag)
+    assert ran["shift"] == ran["back shift_back"] == 2 * (degree - 1)
+    assert "all_gather" not in ran
+
+
+@pytest.mark.parametrize("kind", ["causal", "longer", "shorter", "padded"])
+def test_only_a_mask_that_is_causal_is_left_out(kind: str) -> None:
+    def call(net: Net, batch: Batch) -> Tensor:
+        q = (batch["x"] * net.scale).unflatten(-1, (4, 2)).transpose(1, 2)
+        places = torch.arange(8, device=q.device)
+        mask = places[:, None] + {"longer": 1, "shorter": -1}.get(kind, 0) >= places[None, :]
+        mask = mask | (places[None, :] == 0)
+        if kind == "padded":
+            mask = mask & (batch["x"][:, :, 0] < 5.0)[:, None, None, :]
+        return F.scaled_dot_product_attention(q, q, q, mask).pow(2).mean()
+
+    batch, by = {"x": numbers(2, 8, 8)}, {"x": Divided(1)}
+    made = divided(call, {"scale": (8,)}, batch, {}, by)
+    called = {str(node.target) for node in made.recording.graph.nodes}
+    assert ("piper.attend_prefix.default" in called) == (kind == "causal")
+    assert ("aten.scaled_dot_product_attention.default" in called) == (kind != "causal")
+    compare(call, {"scale": (8,)}, batch, {}, by)
+
+
 def test_a_fused_product_that_is_split_is_divided_block_by_block() -> None:
     def call(net: Net, batch: Batch) -> Tensor:
         q, k, v = F.linear(batch["x"], net.qkv, net.b).chunk(3, -1)
