@@ -23,6 +23,7 @@ from piper.launchers.base import Resumed, StepResult
 from piper.launchers.events import Event
 from piper.launchers.inline import launch_inline
 from piper.launchers.recovery import RecoveringRun, recovering
+from piper.launchers.retrying import Disk
 from piper.launchers.starters import LocalStarter, Recoverable
 from piper.launchers.versions import Versions
 from piper.runtime.setup import ProgramLike
@@ -250,6 +251,23 @@ def test_a_state_that_is_lost_is_said() -> None:
         recovery, after step 4: no version of the state is complete in memory
           hint: --resume goes on from the newest checkpoint
     """)
+
+
+def test_where_memory_is_lost_the_newest_checkpoint_is_taken() -> None:
+    script = Script(fails={"step 9": [lost()]}, kept=False)
+    disk = Disk(
+        newest=lambda: Path("saved"),
+        batches=lambda found: iter([batch(n) for n in range(found.step + 1, 99)]),
+    )
+    run, events = scripted(script, disk=disk)
+    run.load("here")
+    assert train(run, 8, 10) == [8.0, 9.0, 10.0]
+    assert script.log == [
+        "start", "load here", "forget", "step 8", "step 9", "end",
+        "forget", "start blank", "load saved", "step 8", "step 9", "step 10",
+    ]  # fmt: skip
+    (_, recovery) = events
+    assert (recovery.version, recovery.replayed, recovery.source) == (7, 1, "saved")
 
 
 def test_a_repeated_step_that_differs_is_an_alarm() -> None:
