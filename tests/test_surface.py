@@ -125,7 +125,7 @@ def test_verbs_and_flags() -> None:
             "--steps",
             "recipe",
         ],
-        "simulate": ["--cluster", "--costs", "--json", "recipe"],
+        "simulate": ["--cluster", "--compile", "--costs", "--json", "recipe"],
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],

@@ -30,7 +30,7 @@ class Side:
 def diff(
     a: Annotated[str, typer.Argument(help=EITHER, metavar="A")],
     b: Annotated[str, typer.Argument(help=EITHER, metavar="B")],
-    cluster: ClusterName = "h100",
+    cluster: ClusterName = None,
     costs: CostsFile = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """Measures the machine it runs on, as an entry for the simulator's clusters."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +17,7 @@ from piper.files import write_output
 from piper.launchers.launch import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
-from piper.simulate.cluster import Cluster, Link
+from piper.simulate.cluster import OPTIONAL, Cluster, Link
 from piper.simulate.regression import line_through
 from piper.train.profiling import profile_of
 
@@ -27,6 +27,7 @@ ROUNDS = 2  # of an all-reduce between two
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SIDE = {"cpu": 256, "cuda": 8192}  # of the matrices that are multiplied
 COPIED = {"cpu": 2**26, "cuda": 2**30}  # bytes
+TINY = 200  # kernels with next to nothing to do, one after another
 MOST = 1.0  # seconds for one measurement
 
 
@@ -75,6 +76,7 @@ def measure() -> Cluster:
         memory=memory(kind),
         memory_bandwidth=bandwidth,
         launch=speech.gap,
+        kernel=tiny(kind),
         devices=devices,
         cores=0 if kind == "cuda" else cores,
     )
@@ -105,6 +107,17 @@ def traffic(kind: str) -> float:
     source = torch.zeros(COPIED[kind], dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     return 2 * COPIED[kind] / best(lambda: target.copy_(source), kind)
+
+
+def tiny(kind: str) -> float:
+    """Return the seconds of a kernel that has next to nothing to do."""
+    value = torch.ones(8, device=kind)
+
+    def many() -> None:
+        for _ in range(TINY):
+            value.add_(1.0)
+
+    return best(many, kind) / TINY
 
 
 def memory(kind: str) -> float:
@@ -138,7 +151,7 @@ def conversation() -> Speech:
         for batch in batches():
             run.step(batch)
         profile = profile_of(run, program, "", "local")
-    samples = samples_of(profile, shared=False)
+    samples = samples_of(profile, by_thread=False)
     quickest: dict[float, float] = {}  # by size: what else the machine does can only slow it down
     for nbytes, took in samples.talks["all_reduce"]:
         quickest[nbytes] = min(took, quickest.get(nbytes, took))
@@ -151,6 +164,14 @@ def conversation() -> Speech:
     )
 
 
+def optional(cluster: Cluster) -> Iterator[tuple[str, float]]:
+    """Yield the figures of a cluster that a file may leave out, where they are known."""
+    for name in OPTIONAL:
+        value = getattr(cluster, name)
+        if value is not None:
+            yield name, value
+
+
 def write_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster's file."""
     lines = [
@@ -159,8 +180,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         f"cores = {cluster.cores}",
         f"memory = {cluster.memory:.4g}",
         f"memory_bandwidth = {cluster.memory_bandwidth:.4g}",
-        f"attained = {cluster.attained:g}",
-        f"launch = {cluster.launch:.3g}",
+        *(f"{name} = {value:.4g}" for name, value in optional(cluster)),
         "",
         "[flops]",
         *(f"{name} = {peak:.4g}" for name, peak in cluster.flops.items()),
@@ -168,6 +188,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     for link in cluster.links:
         lines += ["", "[[link]]", f'name = "{link.name}"', f"devices = {link.devices}"]
         lines += [f"bandwidth = {link.bandwidth:.4g}", f"latency = {link.latency:.3g}"]
+        lines += [f"slows = {link.slows:.3g}"]
     try:
         write_output(path, "\n".join(lines) + "\n", lines[0])
     except OSError as error:

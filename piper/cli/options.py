@@ -18,5 +18,10 @@ CostsFile = Annotated[
     typer.Option("--costs", help="Measured costs, from `piper profile --calibrate`.", metavar="FILE"),
 ]
 ClusterName = Annotated[
-    str, typer.Option("--cluster", help="a100, h100, h200, cpu, or a TOML file.", metavar="NAME|FILE")
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="a100, h100, h200, cpu, or a TOML file; with --costs, only its links.",
+        metavar="NAME|FILE",
+    ),
 ]

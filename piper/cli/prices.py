@@ -1,12 +1,14 @@
-"""The assumed costs of work: from a cluster's data sheet, or as a run has measured them."""
+"""The assumed costs of work: from a cluster's data sheet, as a run has measured them, or both."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from piper.ir.chunk import CapturedModel
-from piper.simulate.cluster import load_cluster
+from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
-from piper.simulate.measured import Measured, check_model, read_costs
+from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
+
+CLUSTER = "h100"  # where nothing is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,18 +17,31 @@ class Prices:
 
     costs: Costs
     name: str
-    memory: float = 0.0  # bytes of a device; 0: not known
+    cluster: Cluster | None = None  # None: only costs are known
+    measured: Measured | None = None
 
     def check(self, outline: CapturedModel) -> None:
         """Refuse what was measured on another model."""
-        if isinstance(self.costs, Measured):
-            check_model(self.costs, outline)
+        if self.measured is not None:
+            check_model(self.measured, outline)
 
 
-def prices_of(cluster: str, costs: Path | None) -> Prices:
-    """Read measured costs where a file is named, else a cluster's; refused before anything costly."""
-    if costs is not None:
-        measured = read_costs(costs)
-        return Prices(costs=measured, name=measured.source)
+def prices_of(cluster: str | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
+    """Read measured costs, a cluster, or both. Refuse what cannot be read before anything costly.
+
+    Both: computing takes as long as it was measured, communication as long as the cluster's links take.
+    default: the cluster where neither is named.
+    """
+    if costs is None:
+        machine = load_cluster(cluster or default)
+        return Prices(costs=Roofline(machine), name=machine.name, cluster=machine)
+    measured = read_costs(costs)
+    if cluster is None:
+        return Prices(costs=measured, name=measured.source, measured=measured)
     machine = load_cluster(cluster)
-    return Prices(costs=Roofline(machine), name=machine.name, memory=machine.memory)
+    return Prices(
+        costs=MeasuredOn(measured, machine),
+        name=f"{measured.source} with the links of {machine.name}",
+        cluster=machine,
+        measured=measured,
+    )

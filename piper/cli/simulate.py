@@ -5,13 +5,14 @@ import sys
 
 from rich.console import Console
 
-from piper.cli.options import AsJson, ClusterName, CostsFile, Recipe
+from piper.cli.options import AsJson, ClusterName, Compile, CostsFile, Recipe
 
 
 def simulate(
     recipe: Recipe,
-    cluster: ClusterName = "h100",
+    cluster: ClusterName = None,
     costs: CostsFile = None,
+    compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a step of a recipe: its time, bubble, exposed communication, peak memory, and why."""
@@ -22,10 +23,12 @@ def simulate(
     from piper.simulate.simulate import simulate as run
 
     prices = prices_of(cluster, costs)
-    program = compile(load_recipe(recipe))
+    program = compile(load_recipe(recipe), compile=compiled)
     prices.check(program.outline)
     found = run(program.plans, program.outline, prices.costs)
-    simulated = SimulatedStep(plans=program.plans, simulation=found, where=prices.name, memory=prices.memory)
+    simulated = SimulatedStep(
+        plans=program.plans, simulation=found, where=prices.name, cluster=prices.cluster
+    )
     if as_json:
         sys.stdout.write(json.dumps(simulation_report(simulated)) + "\n")
     else:

@@ -12,7 +12,9 @@ from piper.format import percent, seconds, size
 from piper.ids import AGAIN
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
+from piper.simulate.cluster import Cluster
 from piper.simulate.critical_path import Link
+from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation
 
 MOST_PROGRAMS = 16  # shown in a table
@@ -35,7 +37,13 @@ class SimulatedStep:
     plans: Plans
     simulation: Simulation
     where: str  # the cluster, or the costs
-    memory: float = 0.0  # bytes of a device; 0: unknown
+    cluster: Cluster | None = None  # None: the memory of a device is not known
+
+    def usable(self, program: int) -> float | None:
+        """Return the bytes of a device that a program may use: not those of context and communicators."""
+        if self.cluster is None:
+            return None
+        return self.cluster.usable(communicators_of(self.plans.plans[program]))
 
 
 def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
@@ -57,6 +65,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
         "communication_s": [accounts[row].communication for row in rows],
         "contention_s": [accounts[row].contention for row in rows],
         "peak_bytes": [memories[row].peak for row in rows],
+        "usable_bytes": [simulated.usable(row) for row in rows],
         "at_peak": [dict(memories[row].at_peak[:MOST_LIVE]) for row in rows],
         "critical_path": [
             {
@@ -134,18 +143,20 @@ def print_exposed(simulated: SimulatedStep, console: Console) -> None:
 
 def print_fit(simulated: SimulatedStep, console: Console) -> None:
     """Say which devices do not have the memory."""
-    full = [
-        (show(plan.devices), memory.peak)
-        for plan, memory in zip(simulated.plans, simulated.simulation.memories, strict=True)
-        if simulated.memory and memory.peak > simulated.memory
-    ]
-    if full:
-        devices, peak = max(full, key=lambda entry: entry[1])
+    full = []
+    for number, memory in enumerate(simulated.simulation.memories):
+        usable = simulated.usable(number)
+        if usable is not None and memory.peak > usable:
+            full.append((memory.peak, usable, show(simulated.plans.plans[number].devices)))
+    if full and simulated.cluster is not None:
+        peak, usable, devices = max(full)
         more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
+        whole = simulated.cluster.memory
+        rest = f"{size(whole - usable)} of them for context, communicators and fragmentation"
         console.print()
         console.print(
             f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.where} has "
-            f"{size(simulated.memory)}",
+            f"{size(whole)}, {rest}",
             markup=False,
         )
 

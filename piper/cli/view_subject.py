@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper.cli.prices import Prices, prices_of
+from piper.cli.prices import CLUSTER, Prices, prices_of
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
@@ -18,7 +18,6 @@ from piper.view.subject import Subject, said_by
 if TYPE_CHECKING:
     from piper.compiler import Program
 
-CLUSTER = "h100"
 CPU = "cpu"
 
 
@@ -38,7 +37,7 @@ def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured
             by=target,
             hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
         )
-    prices = prices_of(cluster or CLUSTER, costs)
+    prices = prices_of(cluster, costs)
     program = compiled(target)
     return of_background(recipe_background(program, target), program.plans, prices)
 
@@ -90,7 +89,8 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
     profile = read_profile(folder) if has_profile or measured else None
     plans = profile.plans if profile else plans_of_run(folder)
-    prices = prices_of(cluster or (CPU if profile and profile.accelerator == "cpu" else CLUSTER), costs)
+    on_host = profile is not None and profile.accelerator == "cpu"
+    prices = prices_of(cluster, costs, default=CPU if on_host else CLUSTER)
     kept = read_background(folder, plans)
     if kept is None and profile is not None:  # of an earlier layout, which the profile has kept
         kept = read_background(folder / FOLDER, plans)

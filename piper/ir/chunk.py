@@ -16,6 +16,7 @@ from piper.sharding import Collective as Collective
 from piper.sharding import CollectiveOp as CollectiveOp
 from piper.sharding import Slicing as Slicing
 
+KernelKind = Literal["product", "attention", "traffic"]  # traffic: all that only moves memory
 ChunkKind = Literal["compute", "expert", "route", "unroute", "collective"]
 
 
@@ -70,6 +71,23 @@ Source = Batch | Output | Constant | Place | HostPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Operations of a phase that cost the same: what one of them computes and moves, and how many there are.
+
+    Under a compiler, operations that are fused count as one.
+    """
+
+    kind: KernelKind
+    dtype: str  # of the values that it computes with
+    flops: int = 0
+    nbytes: int = 0  # read from memory and written to it
+    count: int = 1
+    shape: tuple[
+        int, ...
+    ] = ()  # product: how many, rows, columns, depth; attention: heads, queries, keys, width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSpec:
     """The values that one phase of a chunk reads and writes: the arguments and results of its code, in order.
 
@@ -89,6 +107,7 @@ class PhaseSpec:
     flops: int = 0
     bytes_moved: int = 0  # memory traffic, for the cost estimate
     workspace: int = 0  # bytes live only while the phase runs, less what it frees before its last results
+    kernels: tuple[Kernel, ...] = field(default=(), compare=False)  # an estimate of what it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

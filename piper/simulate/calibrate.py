@@ -33,13 +33,12 @@ def calibrate(
 ) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
 
-    An instruction costs the time from its start to its end, other work of the machine included: its next run
-    will take as long. Where devices shared cores, it costs the time its thread was computing, because the
-    simulation models the sharing of cores itself.
+    On a host, an instruction that computes costs the time for which its thread was computing, so that other
+    work of a loaded machine does not count. The simulation models devices that share cores by itself. On an
+    accelerator it costs the time from its start to its end.
     cluster: gives the cost of the kinds and sizes of communication that the profile does not have.
     """
-    shared = profile.accelerator == "cpu" and 0 < cores < len(profile.tracks)
-    samples = samples_of(profile, shared=shared)
+    samples = samples_of(profile, by_thread=profile.accelerator == "cpu")
     chunks: dict[str, dict[str, float]] = {}
     for (name, phase), found in samples.chunks.items():
         chunks.setdefault(profile.works[name].key, {})[phase] = median(found)
@@ -66,14 +65,17 @@ def calibrate(
     )
 
 
-def samples_of(profile: Profile, *, shared: bool) -> Samples:
-    """Collect the times of all recorded steps of all devices."""
+def samples_of(profile: Profile, *, by_thread: bool) -> Samples:
+    """Collect the times of all recorded steps of all devices.
+
+    by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
+    """
     samples = Samples()
     for step in range(profile.count):
         timelines = profile.timelines(step)
         for track in profile.tracks:
             plan, timeline = profile.plans.of(track.device), timelines[track.device]
-            host = [row[2] for row in track.steps[step]] if shared else None
+            host = [row[2] for row in track.steps[step]] if by_thread else None
             add_spans(samples, plan, timeline, host)
             add_gaps(samples, plan, timeline)
     return samples

@@ -15,7 +15,20 @@ from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.plan.ops import OPS, Op
 
-NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", "attained", "launch")
+OPTIONAL = (
+    "attained",
+    "attained_attention",
+    "attained_memory",
+    "processors",
+    "launch",
+    "kernel",
+    "issue",
+    "context",
+    "communicator",
+    "fragmentation",
+)
+NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", *OPTIONAL)
+MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[3:])
 REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
 
 
@@ -27,6 +40,7 @@ class Link:
     bandwidth: float  # bytes per second, of one device, each way
     latency: float  # seconds
     devices: int = 0  # neighbours that it joins: 8 in a node, 256 in a rail; 0: all there are
+    slows: float = 0.0  # the part of a device's speed that a communication over it takes from computing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +52,25 @@ class Cluster:
     flops: Mapping[str, float]  # peak, by torch's name of the type
     memory: float  # bytes of one device
     memory_bandwidth: float  # bytes per second
-    attained: float = 1.0  # the part of those peaks that good kernels reach
+    attained: float = 1.0  # the part of the arithmetic peak that large products reach
+    attained_attention: float | None = None  # that attention reaches. None: as products
+    attained_memory: float | None = (
+        None  # of the memory bandwidth that large kernels reach. None: as products
+    )
+    processors: int = 0  # of a device, over which a product is divided in tiles; 0: products divide evenly
     launch: float = 0.0  # seconds before an instruction does anything
+    kernel: float = 0.0  # seconds that a kernel takes to start, on the device
+    issue: float = 0.0  # seconds that the host takes for each kernel: a phase is never shorter
     devices: int = 8  # in a node
     cores: int = 0  # that the devices of a node share; 0: each has its own
+    context: float = 0.0  # bytes of a device that the driver and libraries take
+    communicator: float = 0.0  # bytes for each communicator that a device is part of
+    fragmentation: float = 0.0  # the part of the rest that the allocator cannot use
+
+    def usable(self, communicators: int) -> float:
+        """Return the bytes of a device's memory that are left for a plan with so many communicators."""
+        left = self.memory - self.context - communicators * self.communicator
+        return max(0.0, left * (1 - self.fragmentation))
 
     def seconds(self, op: Op, nbytes: float, devices: Devices) -> float:
         """Return how long one communication takes within a group that has its links to itself.
@@ -145,9 +174,17 @@ def read_cluster(text: str, name: str, source: str) -> Cluster:
         memory=given["memory"],
         memory_bandwidth=given["memory_bandwidth"],
         attained=given.get("attained", 1.0),
+        attained_attention=given.get("attained_attention"),
+        attained_memory=given.get("attained_memory"),
+        processors=int(given.get("processors", 0)),
         launch=given.get("launch", 0.0),
+        kernel=given.get("kernel", 0.0),
+        issue=given.get("issue", 0.0),
         devices=int(given.get("devices", 8)),
         cores=int(given.get("cores", 0)),
+        context=given.get("context", 0.0),
+        communicator=given.get("communicator", 0.0),
+        fragmentation=part(source, "fragmentation", given.get("fragmentation", 0.0)),
     )
 
 
@@ -162,24 +199,38 @@ def read_links(links: list[object], source: str) -> tuple[Link, ...]:
         for key in ("bandwidth", "latency"):
             if key not in level:
                 raise bad_file(source, f"{where} ({level['name']}) has no {key!r}")
-        unknown = sorted(level.keys() - {"name", "bandwidth", "latency", "devices"})
+        unknown = sorted(level.keys() - {"name", "bandwidth", "latency", "devices", "slows"})
         if unknown:
             raise bad_file(source, f"nothing of {where} ({level['name']}) is called {unknown[0]!r}")
         values = {key: number(source, f"{where}.{key}", level[key]) for key in level if key != "name"}
         devices = int(values.get("devices", 0))
         if made and (not made[-1].devices or 0 < devices <= made[-1].devices):
             raise bad_file(source, f"{where} ({level['name']}) joins no more devices than {made[-1].name}")
-        speed, latency = values["bandwidth"], values["latency"]
-        made.append(Link(name=str(level["name"]), devices=devices, bandwidth=speed, latency=latency))
+        made.append(
+            Link(
+                name=str(level["name"]),
+                devices=devices,
+                bandwidth=values["bandwidth"],
+                latency=values["latency"],
+                slows=part(source, f"{where}.slows", values.get("slows", 0.0)),
+            )
+        )
     return tuple(made)
 
 
 def number(source: str, key: str, value: object) -> float:
     """Return a value of a cluster's file as a float, or raise the error of a bad file."""
     positive = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    if not positive or (not value and not key.endswith(("latency", "launch", "cores", "devices"))):
+    if not positive or (not value and not key.endswith(MAY_BE_ZERO)):
         raise bad_file(source, f"{key} is {value!r}, not a positive number")
     return float(cast(float, value))
+
+
+def part(source: str, key: str, value: float) -> float:
+    """Return a value that says how much of something is taken, or raise the error of a bad file."""
+    if value >= 1:
+        raise bad_file(source, f"{key} is {value:g}, which leaves nothing")
+    return value
 
 
 def bad_file(source: str, why: str) -> ConfigError:

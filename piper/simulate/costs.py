@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from piper.devices import Devices
-from piper.ir.chunk import Chunk, Phase
+from piper.ir.chunk import Chunk, Kernel, Phase
 from piper.plan.ops import Op
 from piper.simulate.cluster import Cluster
+from piper.simulate.products import attention_seconds, product_seconds
+
+MOST_SLOWED = 0.9  # of a device's speed: computing never stands still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,7 @@ class Talk:
     latency: float = 0.0
     seconds: float = 0.0
     level: int = 0  # of the network: communications of one device on one level share its bandwidth
+    slows: float = 0.0  # the part of its members' speed that it takes from their computing meanwhile
 
 
 class Costs(Protocol):
@@ -69,32 +73,61 @@ class Unit:
 
 
 class Roofline:
-    """The most that a cluster's peaks allow: arithmetic or memory traffic, whichever takes longer."""
+    """The time of kernels one after another: of their arithmetic or their memory traffic, the longer one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, 0.0
+        fast = cluster.attained if cluster.attained_memory is None else cluster.attained_memory
+        self.bandwidth = cluster.memory_bandwidth * fast
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """Return the seconds of a phase: of its arithmetic or its memory traffic, whichever is longer."""
+        """Return the seconds of a phase: the sum over its kernels."""
         assert chunk is not None, "a roofline needs the outline"
         spec = chunk.phases[phase]
-        arithmetic = spec.flops / self.cluster.peak(type_of(chunk))
-        traffic = spec.bytes_moved / self.cluster.memory_bandwidth
-        return self.cluster.launch + max(arithmetic, traffic) / self.cluster.attained
+        kernels = spec.kernels
+        if not kernels and (spec.flops or spec.bytes_moved):  # of a chunk of which only sums are known
+            dtype = type_of(chunk)
+            kernels = (Kernel(kind="product", dtype=dtype, flops=spec.flops, nbytes=spec.bytes_moved),)
+        device = sum(kernel.count * self.kernel(kernel) for kernel in kernels)
+        host = self.cluster.issue * sum(kernel.count for kernel in kernels)
+        return self.cluster.launch + max(device, host)
+
+    def kernel(self, kernel: Kernel) -> float:
+        """Return the seconds of one kernel."""
+        cluster = self.cluster
+        traffic = kernel.nbytes / self.bandwidth
+        peak = cluster.peak(kernel.dtype)
+        if kernel.kind == "product":
+            arithmetic = product_seconds(
+                kernel.flops, kernel.shape, peak * cluster.attained, cluster.processors
+            )
+        else:
+            part = cluster.attained if cluster.attained_attention is None else cluster.attained_attention
+            arithmetic = attention_seconds(kernel.flops, kernel.shape, peak * part, cluster.processors)
+        return cluster.kernel + max(arithmetic, traffic)
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds to move these bytes through memory once."""
-        return self.cluster.launch + nbytes / (self.cluster.memory_bandwidth * self.cluster.attained)
+        return self.cluster.launch + self.cluster.kernel + nbytes / self.bandwidth
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
         """Return the cost of a communication on the levels of the network that its group spans."""
         cluster = self.cluster
+        level = cluster.level(devices)
+        seconds = nbytes / cluster.bandwidth(op, devices)
+        slows = cluster.links[level].slows
+        if op == "reduce_scatter" and seconds:
+            # Gradients are copied into one buffer before, which takes the device's time.
+            slows = min(MOST_SLOWED, slows + 2 * whole_of(nbytes, len(devices)) / self.bandwidth / seconds)
         return Talk(
-            latency=cluster.launch + cluster.latency(op, devices),
-            seconds=nbytes / cluster.bandwidth(op, devices),
-            level=cluster.level(devices),
+            latency=cluster.launch + cluster.latency(op, devices), seconds=seconds, level=level, slows=slows
         )
+
+
+def whole_of(nbytes: float, members: int) -> float:
+    """Return the bytes of a value of which each of some members sends all but its own shard."""
+    return nbytes * members / max(1, members - 1)
 
 
 def type_of(chunk: Chunk) -> str:

@@ -85,9 +85,13 @@ def weave_plan(web: DependencyGraph, number: int, plan: Plan, group: Mapping[str
 
 
 def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
-    """Return the team of each program: programs that a communicator's groups connect are one team."""
+    """Return the team of each program: programs that a communicator's groups connect are one team.
+
+    Devices that have no program here never keep the others waiting.
+    """
     team: dict[int, int] = {}
-    for members in {tuple(sorted({program[device] for device in group})) for group in comm.groups}:
+    known = ({program[device] for device in group if device in program} for group in comm.groups)
+    for members in {tuple(sorted(group)) for group in known if group}:
         joined = {team.setdefault(number, number) for number in members}
         if len(joined) > 1:
             for number, old in team.items():
@@ -137,10 +141,16 @@ class Prices:
 
 
 def touched(plan: Plan, ins: Instr) -> int:
-    """Return the bytes that an instruction reads and writes."""
+    """Return the bytes that an instruction reads and writes, an update those of its state too."""
     total = 0
     for name in (*ins.reads, *ins.writes):
         slot = plan.slots.get(name) or plan.residents.get(name)
         if slot is not None:
             total += slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
+    if ins.op == "update":
+        owners = {name.owner for name in ins.writes}
+        states = (
+            s.nbytes for name, s in plan.residents.items() if name.kind == "state" and name.owner in owners
+        )
+        total += 2 * sum(states)
     return total

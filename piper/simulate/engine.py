@@ -20,16 +20,18 @@ Uses = Sequence[tuple["Resource", float]]  # each with the load that the task pu
 class Resource:
     """A device, link or set of cores that tasks share: at most `capacity` of load runs at full speed."""
 
-    __slots__ = ("capacity", "load", "tasks")
+    __slots__ = ("capacity", "load", "slowed", "tasks")
 
     def __init__(self, capacity: float) -> None:
         self.capacity, self.load = capacity, 0.0
         self.tasks: dict[Task, float] = {}
+        self.slowed: dict[Task, float] = {}  # by communications under way: the part of its speed they take
 
     @property
     def rate(self) -> float:
         """Return the speed of each task that uses it, 1 if they do not slow each other down."""
-        return self.capacity / self.load if self.full else 1.0
+        alone = 1 - max(self.slowed.values()) if self.slowed else 1.0
+        return alone * self.capacity / self.load if self.full else alone
 
     @property
     def full(self) -> bool:
@@ -40,10 +42,11 @@ class Resource:
 class Task:
     """An instruction that is running, or the instructions of one communication."""
 
-    __slots__ = ("left", "members", "rate", "since", "uses", "version")
+    __slots__ = ("left", "members", "rate", "since", "slows", "uses", "version")
 
-    def __init__(self, members: Sequence[int], seconds: float, uses: Uses) -> None:
+    def __init__(self, members: Sequence[int], seconds: float, uses: Uses, slows: Uses = ()) -> None:
         self.members, self.left, self.uses = members, seconds, uses
+        self.slows = slows  # devices that compute more slowly meanwhile
         self.rate, self.since, self.version = 0.0, 0.0, 0
 
 
@@ -133,7 +136,12 @@ class Engine:
             self.start[member] = self.now + wake
         talk = self.prices.talk(number)
         self.nominal[meeting] = talk.latency + talk.seconds
-        task = Task(members, talk.seconds, self._lanes(members, talk.level) if talk.seconds else ())
+        task = Task(
+            members,
+            talk.seconds,
+            self._lanes(members, talk.level) if talk.seconds else (),
+            self._slowed(members, talk.slows) if talk.seconds and talk.slows else (),
+        )
         if talk.latency + wake:
             self._expect(task, self.now + wake + talk.latency)
         elif talk.seconds:
@@ -157,6 +165,11 @@ class Engine:
                 uses.append((self.cores, self.loads[program]))
         return uses
 
+    def _slowed(self, members: Sequence[int], slows: float) -> list[tuple[Resource, float]]:
+        """Return the devices of a communication, each once, with the part of their speed that it takes."""
+        programs = dict.fromkeys(self.web.program[member] for member in members)
+        return [(self.devices[program], slows) for program in programs]
+
     def _expect(self, task: Task, time: float) -> None:
         self.ticks += 1
         task.version += 1
@@ -170,6 +183,9 @@ class Engine:
             if resource.full and resource.tasks:
                 crowded.update(dict.fromkeys(resource.tasks))
             resource.tasks[task] = load
+        for resource, part in task.slows:
+            resource.slowed[task] = part
+            crowded.update(dict.fromkeys(resource.tasks))
         task.rate = min((resource.rate for resource, _ in task.uses), default=1.0)
         self._expect(task, self.now + task.left / task.rate)
         self._change(crowded)
@@ -182,6 +198,9 @@ class Engine:
             resource.tasks.pop(task, None)
             if full and resource.tasks:
                 relieved.update(dict.fromkeys(resource.tasks))
+        for resource, _ in task.slows:
+            del resource.slowed[task]
+            relieved.update(dict.fromkeys(resource.tasks))
         relieved.pop(task, None)
         self._change(relieved)
 

@@ -14,7 +14,8 @@ from piper.errors import ConfigError
 from piper.files import write_output
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.ops import Op
-from piper.simulate.costs import Talk
+from piper.simulate.cluster import Cluster
+from piper.simulate.costs import Roofline, Talk
 from piper.simulate.profile import fingerprint
 from piper.simulate.regression import NOTHING, Line
 
@@ -68,6 +69,26 @@ class Measured:
         line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
         rounds = max(1, len(devices) - 1)
         return Talk(latency=self.gap + line.base * rounds, seconds=line.slope * nbytes)
+
+
+class MeasuredOn:
+    """Measured computing on the links of a cluster: a strategy for machines that you do not have yet."""
+
+    def __init__(self, measured: Measured, cluster: Cluster) -> None:
+        self.measured, self.links = measured, Roofline(cluster)
+        self.cores, self.node, self.wake = cluster.cores, cluster.devices, measured.wake
+
+    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
+        """Return the seconds of a phase as measured, or estimated from phases that were measured."""
+        return self.measured.compute(chunk, phase)
+
+    def touch(self, op: Op, nbytes: int) -> float:
+        """Return the seconds of another local instruction, at the speeds measured."""
+        return self.measured.touch(op, nbytes)
+
+    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
+        """Return the cost of a communication on the cluster's links."""
+        return self.links.talk(op, nbytes, devices)
 
 
 def share_of(chunk: Chunk, half: Phase) -> float:

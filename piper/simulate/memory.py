@@ -66,6 +66,11 @@ def memory_of(plan: Plan, timeline: Timeline) -> Memory:
     )
 
 
+def communicators_of(plan: Plan) -> int:
+    """Return how many communicators a device of a plan is part of."""
+    return len({ins.comm for ins in plan.instrs if ins.comm is not None})
+
+
 def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
     """Return every start and end of an instruction, in order of time."""
     found: list[tuple[float, int, int, int]] = []

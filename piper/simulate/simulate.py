@@ -1,7 +1,7 @@
 """Simulates a step from plans and costs: the times of all instructions, and the critical path."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel, Chunk
@@ -61,6 +61,11 @@ def simulate(
             memories=tuple(memory_of(plan, times) for plan, times in zip(plans, timelines, strict=True)),
             path=critical_path(engine),
         )
+
+
+def simulate_alone(plans: Plans, outline: CapturedModel, costs: Costs, device: int) -> Simulation:
+    """Simulate the program of one device as if its peers were always ready, as `--on rank:N` runs it."""
+    return simulate(replace(plans, plans=(plans.of(device),)), outline, costs)
 
 
 def numbers_of(engine: Engine, program: int, plan: Plan) -> Iterable[int]:

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from piper.errors import ConfigError
-from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, PhaseSpec, Tags, TensorSpec
+from piper.ir.chunk import (
+    PHASES,
+    CapturedModel,
+    Chunk,
+    Kernel,
+    Output,
+    Parameter,
+    PhaseSpec,
+    Tags,
+    TensorSpec,
+)
 from piper.ir.graph import Ordering, Step
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
@@ -70,14 +80,18 @@ def outline_columns(outline: CapturedModel) -> dict[str, object]:
                 "key": chunk.key,
                 "dtype": type_of(chunk),
                 "phases": {
-                    phase: [chunk.phases[phase].flops, chunk.phases[phase].bytes_moved]
-                    for phase in PHASES
-                    if phase in chunk.phases
+                    phase: phase_columns(chunk.phases[phase]) for phase in PHASES if phase in chunk.phases
                 },
             }
             for chunk in outline.chunks
         ],
     }
+
+
+def phase_columns(spec: PhaseSpec) -> list[object]:
+    """Return the parts of a phase that its cost depends on."""
+    kernels = [[k.kind, k.dtype, k.flops, k.nbytes, k.count, k.shape] for k in spec.kernels]
+    return [spec.flops, spec.bytes_moved, kernels]
 
 
 def digest(plans: Plans) -> str:
@@ -143,11 +157,20 @@ def chunk_of(data: Mapping[str, Any]) -> Chunk:
         tags=tags_of(data["tags"]),
         key=data["key"],
         outputs=(TensorSpec(shape=(), dtype=data["dtype"], nbytes=0),),
-        phases={
-            phase: PhaseSpec(flops=int(data["phases"][phase][0]), bytes_moved=int(data["phases"][phase][1]))
-            for phase in PHASES
-            if phase in data["phases"]
-        },
+        phases={phase: phase_of(data["phases"][phase]) for phase in PHASES if phase in data["phases"]},
+    )
+
+
+def phase_of(data: Sequence[Any]) -> PhaseSpec:
+    """Build a phase with its costs. One that an earlier version wrote has no kernels."""
+    flops, moved, *rest = data
+    return PhaseSpec(
+        flops=int(flops),
+        bytes_moved=int(moved),
+        kernels=tuple(
+            Kernel(kind=kind, dtype=dtype, flops=work, nbytes=nbytes, count=count, shape=tuple(shape))
+            for kind, dtype, work, nbytes, count, shape in (rest[0] if rest else ())
+        ),
     )
 
 

@@ -92,7 +92,7 @@ def test_split_backward_costs_what_the_whole_one_costs() -> None:
 def test_forward_flops_of_a_decoder() -> None:
     rows, length, dim, hidden, heads = 2, zoo.LENGTH, 32, 64, 4 * 8
     linear = 2 * rows * length * (dim * heads * 2 + dim * heads + 3 * dim * hidden)
-    attention = 2 * 2 * rows * length * length * heads
+    attention = 2 * 2 * rows * (length * (length + 1) // 2) * heads  # causal
     head = 2 * rows * length * dim * zoo.VOCAB
     chunks = chunks_of("decoder")
     assert chunks["PP=0"].phases["F"].flops == linear + attention

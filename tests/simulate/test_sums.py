@@ -146,15 +146,20 @@ ROWS: tuple[Times, ...] = ((0.0, 4.0, 3.0), (4.5, 9.5, 2.0), (10.25, 11.25, 0.5)
 
 def test_a_profile_as_costs() -> None:
     """The second starts half a second after the first of its stream, the third 0.75 s after its event."""
-    found = calibrate(profile_of(ROWS), cores=2)
+    found = calibrate(replace(profile_of(ROWS), accelerator="cuda"))
     assert found.chunks == {"k": {"F": 4.0, "B": 5.0}}
     assert (found.gap, found.wake) == (0.5, 0.75)
     assert found.touches["accumulate"].at(8) == 1.0
 
 
-def test_devices_that_share_cores_count_for_what_they_computed() -> None:
-    assert calibrate(profile_of(ROWS, ROWS), cores=1).chunks == {"k": {"F": 3.0, "B": 2.0}}
-    assert calibrate(profile_of(ROWS, ROWS), cores=2).chunks == {"k": {"F": 4.0, "B": 5.0}}
+def test_on_a_host_instructions_count_for_what_they_computed() -> None:
+    """Whatever else the machine did meanwhile, and however many cores there are."""
+    for cores in (1, 2):
+        found = calibrate(profile_of(ROWS, ROWS), cores=cores)
+        assert found.chunks == {"k": {"F": 3.0, "B": 2.0}}
+        assert found.touches["accumulate"].at(8) == 0.5
+    loaded: tuple[Times, ...] = ((0.0, 40.0, 3.0), (40.5, 90.5, 2.0), (91.25, 92.25, 0.5))
+    assert calibrate(profile_of(loaded)).chunks == {"k": {"F": 3.0, "B": 2.0}}
 
 
 def test_a_table_tells_of_one_device_in_one_step() -> None:

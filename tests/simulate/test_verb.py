@@ -10,7 +10,8 @@ from tests.test_cli import RECIPE
 
 FIELDS = {
     "on", "step_s", "bubble", "devices", "busy_s", "bubble_s", "bubble_rate", "exposed_s", "communication_s",
-    "contention_s", "peak_bytes", "at_peak", "critical_path",
+    "contention_s", "peak_bytes", "usable_bytes", "at_peak",
+    "critical_path",
 }  # fmt: skip
 
 

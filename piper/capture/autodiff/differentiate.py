@@ -220,6 +220,7 @@ def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
             flops=found.cost.flops,
             bytes_moved=found.cost.bytes_moved,
             workspace=found.cost.workspace,
+            kernels=found.cost.kernels,
         )
         for phase in PHASES
         if (found := shape.phases.get(phase)) is not None

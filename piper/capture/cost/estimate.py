@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from piper.capture.autodiff.aliases import cheap, is_view, memories, read_from_memory, storages
+from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
 from piper.capture.autodiff.partition import Section
 from piper.capture.cost.workspace import workspace_of
+from piper.capture.kernels import Traffic, counted, fused, kernel_of, operations
 from piper.capture.trace.sizes import Sizes
+from piper.ir.chunk import Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class Cost:
     flops: int
     bytes_moved: int
     workspace: int  # peak bytes beyond arguments and results; negative if these never coexist
+    kernels: tuple[Kernel, ...] = ()
 
 
 def cost_of(
@@ -32,12 +35,20 @@ def cost_of(
     lasting: values that a later phase reads again.
     """
     fleeting = _fleeting(section) if joined else None
-    flops = moved = 0
-    for node in section.body:
-        if isinstance(node.target, torch._ops.OpOverload) and not is_view(node):
-            flops += flops_of(node, sizes)
-            moved += traffic_of(node, sizes, fleeting or ())
-    return Cost(flops=flops, bytes_moved=moved, workspace=workspace_of(section, sizes, fleeting, lasting))
+    groups = [[node] for node in operations(section.body)]
+    if fleeting is not None:
+        groups = fused(section.body, fleeting)
+    traffic = Traffic(section.body, sizes, fleeting or ())
+    kernels = counted(
+        kernel_of(group, sum(flops_of(node, sizes) for node in group), traffic.of(group), sizes)
+        for group in groups
+    )
+    return Cost(
+        flops=sum(kernel.count * kernel.flops for kernel in kernels),
+        bytes_moved=sum(kernel.count * kernel.nbytes for kernel in kernels),
+        workspace=workspace_of(section, sizes, fleeting, lasting),
+        kernels=kernels,
+    )
 
 
 def _fleeting(section: Section) -> set[int]:
@@ -98,9 +109,32 @@ def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
     """Return the floating-point operations of attention.
 
     The forward has two products, scores and values. The backward has five, because it recomputes the scores.
+    Causal attention computes only the scores of earlier tokens.
     """
     sources = [source for source in node.args if isinstance(source, fx.Node)]
     query, key, value = (sizes.shape(source.meta["val"]) for source in sources[backward : backward + 3])
     batch, heads, length, width = query
-    scores = 2 * batch * heads * length * key[2]
+    scores = 2 * batch * heads * pairs_of_tokens(length, key[2], causal=_is_causal(node))
     return scores * (3 * width + 2 * value[3] if backward else width + value[3])
+
+
+def pairs_of_tokens(queries: int, keys: int, *, causal: bool) -> int:
+    """Return how many pairs of a query and a key attention looks at.
+
+    >>> pairs_of_tokens(4, 4, causal=False), pairs_of_tokens(4, 4, causal=True)
+    (16, 10)
+    """
+    if not causal:
+        return queries * keys
+    short = min(queries, keys)
+    return short * (short + 1) // 2 + (queries - short) * keys
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Return whether an attention operation is given as causal. A mask counts as no saving."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    at = names.index("is_causal")
+    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("is_causal", False))

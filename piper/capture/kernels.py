@@ -1,0 +1,175 @@
+"""Finds the kernels that a phase runs: one for each operation, or for each group that a compiler fuses."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.autodiff.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
+from piper.capture.trace.sizes import Sizes, dtype_name
+from piper.ir.chunk import Kernel
+
+_aten = torch.ops.aten
+_SUMS = (_aten.sum.dim_IntList, _aten.mean.dim)
+_PRODUCTS = {  # where the two factors stand among the arguments
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+}
+
+
+def operations(body: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a phase that compute something: all but views."""
+    return [node for node in body if isinstance(node.target, torch._ops.OpOverload) and not is_view(node)]
+
+
+def fused(body: Sequence[fx.Node], fleeting: Collection[int]) -> list[list[fx.Node]]:
+    """Group the operations of a compiled phase into kernels, in the order of their first operations.
+
+    Operations that can be fused are in one kernel if one reads the other and no kernel must run in between.
+    A sum over rows is a kernel of its own, which computes its arguments again.
+    fleeting: the storages that the phase never allocates. A group that makes nothing else is no kernel: those
+    who read its results compute them again.
+    """
+    maker: dict[int, fx.Node] = {}
+    leader: dict[fx.Node, fx.Node] = {}
+    depth: dict[fx.Node, int] = {}  # kernels that must have run before
+
+    def lead(node: fx.Node) -> fx.Node:
+        while leader[node] is not node:
+            node = leader[node]
+        return node
+
+    for node in body:
+        before = [depth[source] + (not _mixes(source)) for source in node.all_input_nodes if source in depth]
+        depth[node] = max(before, default=0)
+        if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+            continue
+        leader[node] = node
+        for source in node.all_input_nodes if _mixes(node) else ():
+            for memory in memories(source):
+                made = maker.get(memory)
+                if made is not None and _mixes(made) and depth[made] == depth[node]:
+                    leader[lead(node)] = lead(made)
+        for memory in memories(node):
+            maker.setdefault(memory, node)
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in leader:
+        groups.setdefault(lead(node), []).append(node)
+    return [group for group in groups.values() if any(set(memories(node)) - set(fleeting) for node in group)]
+
+
+def _mixes(node: fx.Node) -> bool:
+    """Return whether an operation is fused with those that it reads and with those that read it."""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+        return True
+    return takes_joined(node) and not _over_rows(node)
+
+
+def _over_rows(node: fx.Node) -> bool:
+    """Return whether a sum leaves the last dimension, so that rows of many processors are added up."""
+    if cheap(node):
+        return False
+    if node.target not in _SUMS:
+        return True
+    source = node.all_input_nodes[0].meta["val"]
+    dims = node.args[1] if len(node.args) > 1 else None
+    return not isinstance(dims, list | tuple) or any(
+        isinstance(dim, int) and dim % source.dim() != source.dim() - 1 for dim in dims
+    )
+
+
+class Traffic:
+    """Counts the bytes that kernels of one phase read and write."""
+
+    def __init__(self, body: Sequence[fx.Node], sizes: Sizes, fleeting: Collection[int]) -> None:
+        self.sizes, self.fleeting = sizes, fleeting
+        self.maker: dict[int, fx.Node] = {}
+        for node in operations(body):
+            for memory in memories(node):
+                self.maker.setdefault(memory, node)
+
+    def of(self, group: Sequence[fx.Node]) -> int:
+        """Return the bytes that a kernel reads and writes: each storage once.
+
+        A value that is never allocated is computed again from what its producer reads.
+        """
+        inside = {memory for node in group for memory in memories(node)}
+        moved: dict[int, int] = {}
+        seen, stack = set(group), list(group)
+        while stack:
+            node = stack.pop()
+            for memory, tensor in storages(node.all_input_nodes):
+                if memory in self.fleeting:
+                    made = self.maker.get(memory)
+                    if made is not None and made not in seen:
+                        seen.add(made)
+                        stack.append(made)
+                elif memory not in inside:
+                    moved[memory] = max(moved.get(memory, 0), self._bytes(tensor))
+        for memory, tensor in storages(group):
+            if memory not in self.fleeting:
+                moved[memory] = moved.get(memory, 0) + self._bytes(tensor)
+        return sum(moved.values())
+
+    def _bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor that lie in memory: an expanded one has more elements than that."""
+        return min(self.sizes.nbytes(tensor), self.sizes.storage_bytes(tensor))
+
+
+def kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: Sizes) -> Kernel:
+    """Describe a kernel by its most costly operation."""
+    node = group[0]
+    if not flops:
+        return Kernel(kind="traffic", dtype=_type_of(node), nbytes=nbytes)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    attends = "_scaled_dot_product_" in node.target.name()
+    return Kernel(
+        kind="attention" if attends else "product",
+        dtype=_type_of(node),
+        flops=flops,
+        nbytes=nbytes,
+        shape=attention_shape(node, sizes) if attends else product_shape(node, sizes),
+    )
+
+
+def _type_of(node: fx.Node) -> str:
+    """Return the type that an operation computes in: that of its first floating-point argument or result."""
+    for source in (*node.all_input_nodes, node):
+        for tensor in tensors_in(source):
+            if tensor.is_floating_point():
+                return dtype_name(tensor.dtype)
+    return "float32"
+
+
+def product_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
+    """Return how many products a node computes, and the rows, columns and depth of each. Empty: not known."""
+    at = _PRODUCTS.get(node.target)  # type: ignore[call-overload]
+    if at is None:
+        return ()
+    first, second = node.args[at], node.args[at + 1]
+    assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
+    left, right = sizes.shape(first.meta["val"]), sizes.shape(second.meta["val"])
+    return (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])
+
+
+def attention_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
+    """Return the number of heads of all samples, the queries, the keys, and the width of a head."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    query, key = (node.args[names.index(name)] for name in ("query", "key"))
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    batch, heads, length, width = sizes.shape(query.meta["val"])
+    return batch * heads, length, sizes.shape(key.meta["val"])[2], width
+
+
+def counted(kernels: Iterator[Kernel]) -> tuple[Kernel, ...]:
+    """Join kernels that cost the same."""
+    counts: dict[Kernel, int] = {}
+    for kernel in kernels:
+        counts[kernel] = counts.get(kernel, 0) + 1
+    return tuple(
+        Kernel(kind=k.kind, dtype=k.dtype, flops=k.flops, nbytes=k.nbytes, shape=k.shape, count=count)
+        for k, count in counts.items()
+    )
