@@ -331,6 +331,7 @@ class RayStarter:
         self.gpus = int(setup_of(program).device.type == "cuda")
         self.packed: bytes | None = None
         self.group: RayWorkerGroup | None = None
+        self.nodes: dict[int, str] = {}  # of the devices at the last start
         self.held = ExitStack()
         try:
             self.held.enter_context(cluster(self.devices + spares))
@@ -354,18 +355,25 @@ class RayStarter:
             group.close()
             raise
         self.packed = group.packed
+        self.nodes = {device: location.node for device, location in group.locations.items()}
         return run
 
     def _bundles(self) -> list[int]:
-        """Return a bundle for each device that lies on a node that lives. Ray moves lost ones if it can."""
+        """Return a bundle for each device that lies on a node that lives. Ray moves lost ones if it can.
+
+        Ray takes half a minute to see that a node is lost. So a node on which an actor has just died is
+        avoided, where there are spares.
+        """
         until = monotonic() + GROUP
+        died = () if self.group is None else self.group.lost
+        suspects = {self.nodes[device] for device in died if device in self.nodes}
         while True:
             nodes = ray.nodes()  # type: ignore[no-untyped-call]
             alive = {node["NodeID"] for node in nodes if node["Alive"]}
             where = placement_group_table(self.placed)["bundles_to_node_id"]
-            found = [int(bundle) for bundle, node in where.items() if node in alive]
+            found = sorted((node in suspects, int(index)) for index, node in where.items() if node in alive)
             if len(found) >= self.devices:
-                return sorted(found)[: self.devices]
+                return [bundle for _, bundle in found[: self.devices]]
             if monotonic() > until:
                 has = ray.cluster_resources()  # type: ignore[no-untyped-call]
                 raise no_room(self.devices, bundle_of(self.gpus), has)
