@@ -431,6 +431,41 @@ def test_processes_recover_from_kills_and_stops(
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_fork_server_that_is_lost_is_replaced(
+    programs: dict[str, Program], local: tuple[RecoveringRun, list[Event]]
+) -> None:
+    run, events = local
+    before, done = len(events), run.done
+    forks = cast(LocalStarter, run.starter).forks
+    assert forks is not None
+    os.kill(forks.process.pid, signal.SIGKILL)
+    run.step(batches(SHARDED, 1)[0])
+    assert run.done == done + 1 and events[-1].event == "recovery"
+    assert [e.event for e in events[before:]].count("recovery") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_hang_in_a_kernel_is_named_and_over_in_time(programs: dict[str, Program], tmp_path: Path) -> None:
+    once = sabotage.SleepOnce(path=tmp_path / "slept")
+    stuck = Sabotaged(program=programs[str(PAIR)], arg="F PP=1", act=once)
+    events: list[Event] = []
+    wanted = undisturbed(programs[str(PAIR)], PAIR, 4)
+    with recovering(stuck, "local", Options(), retries=1, stall=2.0, notify=events.append) as run:
+        began = time.monotonic()
+        got = [run.step(given) for given in batches(PAIR, 4)]
+        took = time.monotonic() - began
+    assert got == wanted
+    assert [e.event for e in events] == ["failure", "recovery"]
+    assert (events[0].device, events[0].what) == (
+        1,
+        "F[PP=1 MB=1] has not ended, and others waited 2 s for it",
+    )
+    assert took < 20, "a hang takes the stall and a restart"
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
 def test_a_thousand_kills(programs: dict[str, Program]) -> None:
