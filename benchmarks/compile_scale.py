@@ -19,6 +19,8 @@ CHAINS = {  # name: stages, replicas, microbatches
 LIMITS = {"chain PP=16 x DP=64, 64 microbatches": 10, "chain PP=64 x DP=256, 256 microbatches": 30}
 QWEN = "Qwen3-8B shape, seq 4096, PP=4 x DP=8 zero=3"
 QWEN_LIMIT = 25
+TENSOR = "Llama-8B shape, 36 layers, TP=8 x PP=4 x DP=8"
+TENSOR_LIMIT = 30
 
 
 def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> dict[str, float]:
@@ -89,6 +91,36 @@ def compile_qwen() -> dict[str, float]:
     }
 
 
+def compile_tensor() -> dict[str, float]:
+    """The same kind of model under tensor and sequence parallelism, a pipeline and data parallelism."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import piper
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14_336, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128_256,
+    )  # fmt: skip
+    tokens = torch.zeros(128, 2048, dtype=torch.long)
+    strategy = piper.strategies.tensor(
+        layers=36, tp=8, dp=8, pp=4, zero=1, microbatches=16, weights=piper.tensor_plan(config)
+    )
+    job = piper.Job(
+        model=lambda: piper.annotate_layers(LlamaForCausalLM(config)),
+        loss=piper.losses.huggingface,
+        data=lambda: [{"input_ids": tokens, "labels": tokens}],
+        strategy=strategy,
+        precision="bf16",
+    )
+    begin = time.perf_counter()
+    program = piper.compile(job)
+    return {
+        "total": time.perf_counter() - begin,
+        "instructions": sum(len(plan.instrs) for plan in program.plans),
+    }
+
+
 def run_case(case: list[str]) -> dict[str, float]:
     """Run one case in a fresh process."""
     done = subprocess.run(
@@ -114,7 +146,9 @@ def main() -> None:
     parser.add_argument("--skip-model", action="store_true", help="only the synthetic chains")
     options = parser.parse_args()
     if options.case:
-        result = compile_qwen() if options.case == ["qwen"] else compile_chain(*map(int, options.case))
+        models = {"qwen": compile_qwen, "tensor": compile_tensor}
+        known = models.get(options.case[0])
+        result = known() if known else compile_chain(*map(int, options.case))
         used = resource.getrusage(resource.RUSAGE_SELF)
         result["rss_gib"], result["cpu"] = used.ru_maxrss / 2**20, used.ru_utime + used.ru_stime
         print(json.dumps(result))
@@ -130,6 +164,7 @@ def main() -> None:
         print(f"doubling microbatches, zero={zero}: {totals[double] / totals[single]:.2f}x (at most 2.3x)")
     if not options.skip_model:
         row(QWEN, run_case(["qwen"]), QWEN_LIMIT)
+        row(TENSOR, run_case(["tensor"]), TENSOR_LIMIT)
 
 
 if __name__ == "__main__":

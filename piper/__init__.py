@@ -6,6 +6,7 @@ Importing this is cheap. Modules that need torch are imported on first use.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from piper import callbacks as callbacks
 from piper import schedules as schedules
 from piper import strategies as strategies
 from piper.directives import Directive as Directive
@@ -24,6 +25,7 @@ from piper.errors import ScheduleError as ScheduleError
 from piper.errors import WorkerError as WorkerError
 from piper.ir.select import at as at
 from piper.job import Checkpoint as Checkpoint
+from piper.job import Evaluate as Evaluate
 from piper.job import Job as Job
 from piper.version import VERSION
 
@@ -57,7 +59,17 @@ NEEDS_TORCH = {
 
 __version__ = VERSION
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
-_OTHERS = ("Checkpoint", "Directive", "Job", "at", "losses", "schedules", "strategies")
+_OTHERS = (
+    "Checkpoint",
+    "Directive",
+    "Evaluate",
+    "Job",
+    "at",
+    "callbacks",
+    "losses",
+    "schedules",
+    "strategies",
+)
 __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 

@@ -48,6 +48,7 @@ class Program:
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
+    cache: Path | None = None  # of compiled code. None: chunks run operation by operation
 
     @property
     def outline(self) -> CapturedModel:
@@ -73,6 +74,16 @@ class Program:
     def origins(self, node: str) -> list[str]:
         """Return the directives that shaped a node, each with its source line."""
         return origins(self.work, node)
+
+    def evaluation(self, batch: Batch) -> "Program":
+        """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
+
+        The model is in eval mode, nothing is saved for a backward, and the parameters are read where this
+        program holds them.
+        """
+        from piper.evaluation import compile_evaluation  # it uses this module
+
+        return compile_evaluation(self, batch)
 
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
@@ -129,6 +140,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         codes=codes,
         device=kind,
         warnings=uneven_slices(traced, work.graph, samples),
+        cache=Path(cache) if compile else None,
     )
 
 

@@ -39,11 +39,19 @@ SlotKind = Literal[
     "host_place",  # the same, in memory of the host
     "loss",
     "weight",
+    "metrics",  # sums and weights of what a loss returns beside the loss
     "norm",
-    "total",  # the norm, the loss and the weight over all devices
+    "total",  # the norm, the loss, the weight and the metrics over all devices
     "seed",  # the gradient that each microbatch's loss starts from
 ]
-OF_STEP: Final[Collection[SlotKind]] = ("loss", "weight", "norm", "total", "seed")  # these have no owner
+OF_STEP: Final[Collection[SlotKind]] = (
+    "loss",
+    "weight",
+    "metrics",
+    "norm",
+    "total",
+    "seed",
+)  # these have no owner
 NAMED: Final[Collection[SlotKind]] = (
     "batch",
     "buffer",

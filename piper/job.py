@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Union, get_args
 
+from piper.callbacks import Callback
 from piper.directives import Directive
 from piper.directives.base import known_directives
 from piper.errors import ConfigError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it im
 
 Batch = Mapping[str, "Tensor"]
 Precision = Literal["fp32", "bf16", "fp64"]
+Mean = Union["Tensor", "tuple[Tensor, Tensor]"]  # a mean, or a sum and its weight
+Metrics = Mapping[str, "tuple[Tensor, Tensor | float]"]  # the sum and the weight of each
+Loss = Callable[["nn.Module", Batch], Mean | tuple[Mean, Metrics]]
 SEEDS = 2**63  # what every generator takes
 
 
@@ -49,11 +53,36 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """The data that a job is evaluated on, how often, and what is measured.
+
+    metrics: the function that evaluation runs in place of the job's loss. Like a loss it gets the model and a
+    batch, and returns a loss, or a loss with metrics to be summed. None: the job's loss.
+    """
+
+    data: Callable[[], Iterable[Batch]]
+    every: int = 100
+    metrics: "Loss | None" = None
+
+    def __post_init__(self) -> None:
+        data = f"data is {type(self.data).__name__}, which cannot be called"
+        need(callable(self.data), "Evaluate", data, "give a function that returns the batches to evaluate on")
+        every = f"every={self.every!r}"
+        need(whole(self.every, 1), "Evaluate", every, "evaluate every so many steps, at least 1")
+        need(
+            self.metrics is None or callable(self.metrics),
+            "Evaluate",
+            f"metrics is {type(self.metrics).__name__}, which cannot be called",
+            "give a function of (model, batch) that returns what a loss returns",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A training job. It checks its fields; nothing runs until it is compiled and launched."""
 
     model: "Callable[[], nn.Module]"
-    loss: "Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]]"
+    loss: "Loss"
     data: Callable[[], Iterable[Batch]]
     strategy: Sequence[Directive] | Path | str = ()
     optimizer: "Callable[[Iterable[Tensor]], Optimizer]" = adamw
@@ -63,6 +92,8 @@ class Job:
     steps: int = 100
     seed: int = 0
     checkpoint: Checkpoint | None = None
+    evaluate: Evaluate | None = None
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "data", "optimizer"):
@@ -93,6 +124,20 @@ class Job:
             f"checkpoint is {type(self.checkpoint).__name__}, not a Checkpoint",
             'give a piper.Checkpoint(folder="checkpoints"), or leave it out',
         )
+        need(
+            self.evaluate is None or isinstance(self.evaluate, Evaluate),
+            "Job",
+            f"evaluate is {type(self.evaluate).__name__}, not an Evaluate",
+            "give a piper.Evaluate(data=..., every=...), or leave it out",
+        )
+        for number, callback in enumerate(self.callbacks):
+            need(
+                isinstance(callback, Callback),
+                "Job",
+                f"callbacks[{number}] is {type(callback).__name__}, not a callback",
+                "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
+            )
+            object.__setattr__(self, "optimizer", callback.wrap_optimizer(self.optimizer))
         if not isinstance(self.strategy, Path | str):
             check_strategy(self.strategy)
 

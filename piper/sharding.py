@@ -123,6 +123,65 @@ def runs(
             local += count * inner
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comb:
+    """Runs of one length at equal distances, in a flattened slice and in the whole tensor."""
+
+    here: int  # where the first run begins in the slice
+    there: int  # and in the whole
+    length: int  # of one run
+    count: int = 1
+    here_step: int = 0  # from one run to the next; 0: there is one run
+    there_step: int = 0
+
+
+def combs(shape: Sequence[int], shardings: Sequence[Sharding], position: int) -> Iterator[Comb]:
+    """Yield the contiguous runs of a slice, those at equal distances together.
+
+    shape: of the slice. A slice along the second dimension of a matrix is one comb with a run for each row.
+    """
+    if not shardings:
+        yield Comb(here=0, there=0, length=math.prod(shape))
+        return
+    whole = whole_sizes(shape, shardings)
+    last = max(held.dim for held in shardings)
+    inner = math.prod(shape[last + 1 :])
+    indices = [indices_of_dim(dim, whole[dim], shardings, position) for dim in range(last + 1)]
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(last + 1)]
+    blocks = list(_blocks(indices[last]))
+    row = shape[last] * inner  # of the slice
+    bases = [
+        sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        for outer in itertools.product(*indices[:last])
+    ]
+    for first, count in progressions(bases):
+        before = 0
+        step = bases[first + 1] - bases[first] if count > 1 else 0
+        for start, size in blocks:
+            yield Comb(
+                here=first * row + before,
+                there=bases[first] + start * strides[last],
+                length=size * inner,
+                count=count,
+                here_step=row if count > 1 else 0,
+                there_step=step,
+            )
+            before += size * inner
+
+
+def progressions(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the places of runs of equally spaced numbers: where each begins, and how many it has."""
+    start = 0
+    while start < len(numbers):
+        end = start + 1
+        if end < len(numbers):
+            step = numbers[end] - numbers[start]
+            while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+                end += 1
+        yield start, end - start
+        start = end
+
+
 def _blocks(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the runs of neighbouring numbers: the first of each, and how many."""
     start = 0

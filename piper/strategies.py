@@ -3,6 +3,7 @@
 `piper.annotate_layers` tags the layers of a model so.
 """
 
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
 from piper.directives import Directive, place, replicate, shard, split
@@ -12,8 +13,9 @@ from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules.grid import Grid, need_whole, orders
 from piper.schedules.names import grid_for
+from piper.schedules.pairs import pairs
 
-__all__ = ["boundaries", "ddp", "fsdp", "moe", "pipeline"]
+__all__ = ["boundaries", "ddp", "fsdp", "moe", "pipeline", "tensor"]
 
 PER_RANK = 4  # microbatches for each rank of a pipeline, unless asked otherwise: its bubble is then small
 
@@ -105,6 +107,71 @@ def moe(
     return [
         *over_ranks(stages, grid, dp, zero, bucket_mb),
         *(shard(at(LAYER=stage), homes[number], ways=ep) for number, stage in enumerate(stages)),
+        split(at(), axis="MB", parts=microbatches),
+        *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
+    ]
+
+
+def tensor(
+    layers: int,
+    tp: int,
+    dp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    *,
+    weights: Mapping[str, int],
+    sequence: bool = True,
+    overlap: bool = False,
+    stages_per_rank: int | None = None,
+    embedding: int = 1,
+    head: int = 1,
+    bucket_mb: float | None = None,
+) -> list[Directive]:
+    """Divide the named weights of every layer over groups of `tp` neighbouring devices.
+
+    Each of `pp` ranks has `dp` such groups, which divide the samples; `zero` says what they shard.
+    weights: which parameters are divided along which dimension, as `shard` takes them; `piper.tensor_plan`
+    has those of a Hugging Face model. sequence: activations between layers are divided along dimension 1.
+    overlap: without a pipeline (pp=1), run two microbatches against each other, so that the collectives of
+    one hide behind the compute of the other; 2 microbatches unless given, else 4 for each rank of a pipeline
+    and 1 without one.
+    """
+    by = "strategies.tensor"
+    check_numbers(by, zero, layers=layers, tp=tp, dp=dp, pp=pp)
+    if overlap and pp > 1:
+        raise ScheduleError(
+            "overlap=True pairs microbatches without a pipeline",
+            by=by,
+            facts={"asked": f"pp={pp}"},
+            hint='leave it out; schedule="dualpipe-v" overlaps the forwards and backwards of a pipeline',
+        )
+    if microbatches is None:
+        microbatches = PER_RANK * pp if pp > 1 else 2 if overlap else 1
+    need_whole(by, microbatches=microbatches)
+    if overlap and microbatches < 2:
+        raise ScheduleError(
+            "overlap=True needs two microbatches",
+            by=by,
+            hint="leave microbatches out, or give an even number",
+        )
+    between = 1 if sequence else None
+    if pp == 1:
+        everything = range(tp * dp)
+        groups = shard(at(), everything, ways=tp, axis="TP", weights=weights, between=between)
+        replicas = [replicate(at(), everything, zero=zero, bucket_mb=bucket_mb)] if dp > 1 else []
+        parts = [split(at(), axis="MB", parts=microbatches)] if microbatches > 1 else []
+        return [*replicas, groups, *parts, *(pairs(microbatches) if overlap else [])]
+    grid = grid_for(schedule, pp, microbatches, stages_per_rank)
+    stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
+    homes = devices_of(grid, tp * dp)
+    return [
+        *(over_ranks(stages, grid, tp * dp, zero, bucket_mb) if dp > 1 else []),
+        *(
+            shard(at(LAYER=stage), homes[number], ways=tp, axis="TP", weights=weights, between=between)
+            for number, stage in enumerate(stages)
+        ),
         split(at(), axis="MB", parts=microbatches),
         *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
     ]

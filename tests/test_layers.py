@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 PACKAGES = {
+    "callbacks",
     "version",
     "strategies",
     "private_files",
@@ -88,9 +89,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # experts: the markers at which a region is cut
     "models": {"losses", "errors", "experts", "capture", "torch"},
-    "job": {"usercode", "errors", "ir", "directives", "torch"},
+    "callbacks": {"usercode", "errors", "torch"},
+    "job": {"callbacks", "usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "runtime", "torch"},
     "runtime": {
+        "callbacks",  # a job has some
         "sharding",
         "devices",
         "usercode",
@@ -102,6 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
         "usercode",
+        "callbacks",
         "private_files",
         "ids",
         "checkpoint",
@@ -119,7 +123,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"usercode", "files", "errors", "torch"},
     "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
-    "compiler": PACKAGES | {"torch"},
+    "compiler": PACKAGES | {"torch", "evaluation"},  # evaluation: a program compiles its own, when asked to
+    "evaluation": PACKAGES | {"compiler", "torch"},
     "train": PACKAGES | {"compiler", "checkpoint", "torch"},  # the loop around everything else
     "cli": PACKAGES | {"compiler", "train", "torch", "__init__"},
     "__init__": PACKAGES | {"compiler"},

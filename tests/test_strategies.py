@@ -12,7 +12,7 @@ LOW, HIGH = range(0, 2), range(2, 4)
 
 
 def test_names() -> None:
-    assert strategies.__all__ == ["boundaries", "ddp", "fsdp", "moe", "pipeline"]
+    assert strategies.__all__ == ["boundaries", "ddp", "fsdp", "moe", "pipeline", "tensor"]
 
 
 def test_a_pipeline() -> None:
@@ -213,3 +213,90 @@ def test_integers_that_cannot_be(ask: Callable[[], object], message: str) -> Non
     with pytest.raises(ScheduleError) as caught:
         ask()
     assert str(caught.value) == cleandoc(message)
+
+
+WEIGHTS = {"*.q|*.k": 0, "*.out": 1}
+
+
+def test_tensor_parallelism_on_one_group_needs_nothing_but_shard() -> None:
+    strategy = strategies.tensor(layers=4, tp=2, weights=WEIGHTS, sequence=False)
+    assert strategy == [shard(at(), [0, 1], ways=2, axis="TP", weights=WEIGHTS)]
+    assert repr(strategy[0]) == (
+        'shard(at(), devices=[0, 1], axis="TP", ways=2, weights={"*.q|*.k": 0, "*.out": 1})'
+    )
+
+
+def test_groups_of_tensor_parallelism_divide_the_samples() -> None:
+    assert strategies.tensor(layers=4, tp=2, dp=2, zero=1, microbatches=4, weights=WEIGHTS, bucket_mb=25) == [
+        replicate(at(), range(4), zero=1, bucket_mb=25),
+        shard(at(), range(4), ways=2, axis="TP", weights=WEIGHTS, between=1),
+        split(at(), axis="MB", parts=4),
+    ]
+
+
+def test_two_microbatches_run_against_each_other() -> None:
+    pair = order([
+        [at(MB=0, PASS="F"), at(MB=1, PASS="F")],
+        [at(MB=0, PASS="B"), at(MB=1, PASS="B")],
+    ])  # fmt: skip
+    assert strategies.tensor(layers=4, tp=2, weights=WEIGHTS, overlap=True) == [
+        shard(at(), [0, 1], ways=2, axis="TP", weights=WEIGHTS, between=1),
+        split(at(), axis="MB", parts=2),
+        pair,
+    ]
+    odd = strategies.tensor(layers=4, tp=2, weights=WEIGHTS, overlap=True, microbatches=3)
+    assert repr(odd[-1]) == (
+        'order([[at(MB=0, PASS="F"), at(MB=1, PASS="F")], [at(MB=0, PASS="B"), at(MB=1, PASS="B")], '
+        'at(MB=2, PASS="F"), at(MB=2, PASS="B")])'
+    )
+
+
+def test_a_pipeline_of_groups() -> None:
+    strategy = strategies.tensor(layers=4, tp=2, dp=2, pp=2, zero=3, microbatches=2, weights=WEIGHTS)
+    assert strategy[:5] == [
+        replicate(at(LAYER=LOW), range(0, 4), zero=3),
+        replicate(at(LAYER=HIGH), range(4, 8), zero=3),
+        shard(at(LAYER=LOW), range(0, 4), ways=2, axis="TP", weights=WEIGHTS, between=1),
+        shard(at(LAYER=HIGH), range(4, 8), ways=2, axis="TP", weights=WEIGHTS, between=1),
+        split(at(), axis="MB", parts=2),
+    ]
+    assert [directive.verb for directive in strategy[5:]] == ["order", "order"]
+    alone = strategies.tensor(layers=4, tp=2, pp=2, weights=WEIGHTS)
+    assert alone[:3] == [
+        shard(at(LAYER=LOW), [0, 1], ways=2, axis="TP", weights=WEIGHTS, between=1),
+        shard(at(LAYER=HIGH), [2, 3], ways=2, axis="TP", weights=WEIGHTS, between=1),
+        split(at(), axis="MB", parts=8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (
+            {"pp": 2, "overlap": True},
+            """
+            strategies.tensor: overlap=True pairs microbatches without a pipeline
+              asked: pp=2
+              hint:  leave it out; schedule="dualpipe-v" overlaps the forwards and backwards of a pipeline
+            """,
+        ),
+        (
+            {"overlap": True, "microbatches": 1},
+            """
+            strategies.tensor: overlap=True needs two microbatches
+              hint: leave microbatches out, or give an even number
+            """,
+        ),
+        (
+            {"tp": 0},
+            """
+            strategies.tensor: tp=0
+              hint: tp is a whole number from 1
+            """,
+        ),
+    ],
+)
+def test_tensor_parallelism_that_is_refused(numbers: dict[str, int], said: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        strategies.tensor(**{"layers": 4, "tp": 2, "weights": WEIGHTS, **numbers})  # type: ignore[arg-type]
+    assert str(caught.value) == cleandoc(said)

@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "Checkpoint",
         "ConfigError",
         "Directive",
+        "Evaluate",
         "Job",
         "LaunchError",
         "PiperError",
@@ -26,6 +27,7 @@ def test_public_names() -> None:
         "annotate_layers",
         "annotate_modules",
         "at",
+        "callbacks",
         "compile",
         "grouped_mm",
         "launch",
@@ -69,7 +71,10 @@ def test_job_fields() -> None:
         "steps",
         "seed",
         "checkpoint",
+        "evaluate",
+        "callbacks",
     ]
+    assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]
 
 
@@ -86,6 +91,7 @@ def test_schedules() -> None:
         "interleaved_1f1b",
         "interleaved_zero_bubble",
         "one_f_one_b",
+        "pairs",
         "synthesise",
         "v_half",
         "v_min",

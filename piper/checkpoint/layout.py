@@ -1,21 +1,24 @@
 """Maps a device's flat buckets to full, flattened parameters."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.sharding import runs
+from piper.sharding import Comb, combs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A run of a parameter's elements that is contiguous in a bucket."""
+    """A run of a parameter's elements that is contiguous in a bucket, or several at equal distances."""
 
     name: str
     start: int  # in the full parameter, flattened
     at: int  # in the bucket, as the device holds it when whole
-    length: int
+    length: int  # of one run
+    count: int = 1
+    stride: int = 0  # from one run to the next in the full parameter; 0: there is one run
+    step: int = 0  # and in the bucket
 
 
 def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
@@ -35,12 +38,42 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
     for piece in bucket.pieces:
         if piece.offset >= high or piece.offset + piece.numel <= low:
             continue
-        for here, there, length in runs(piece.shape, piece.shardings, position):
-            at = piece.offset + here
-            first, last = max(at, low), min(at + length, high)
-            if first < last:
-                found.append(Span(name=piece.name, start=there + first - at, at=first, length=last - first))
+        mine = [
+            span
+            for comb in combs(piece.shape, piece.shardings, position)
+            for span in within(piece.name, piece.offset + comb.here, comb, low, high)
+        ]
+        found += sorted(mine, key=lambda span: span.at)
     return found
+
+
+def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[Span]:
+    """Yield what lies between two elements of a bucket, of runs of which the first begins at `at`.
+
+    Runs that lie there whole stay together. The range can cut one run at each of its ends.
+    """
+    step, length = comb.here_step or comb.length, comb.length
+    if not length:
+        return
+    first = max(0, -(-(low - at) // step))
+    last = min(comb.count, (high - length - at) // step + 1)
+    if first < last:
+        alone = last - first == 1
+        yield Span(
+            name=name,
+            start=comb.there + first * comb.there_step,
+            at=at + first * step,
+            length=length,
+            count=last - first,
+            stride=0 if alone else comb.there_step,
+            step=0 if alone else step,
+        )
+    for run in (first - 1, max(first, last)):
+        begin = at + run * step
+        cut = max(begin, low), min(begin + length, high)
+        if 0 <= run < comb.count and cut[0] < cut[1]:
+            start = comb.there + run * comb.there_step + cut[0] - begin
+            yield Span(name=name, start=start, at=cut[0], length=cut[1] - cut[0])
 
 
 def by_parameter(held: Iterable[Span]) -> dict[str, list[Span]]:
@@ -53,7 +86,7 @@ def by_parameter(held: Iterable[Span]) -> dict[str, list[Span]]:
 
 def length_of(held: Iterable[Span]) -> int:
     """Return how many elements some runs have."""
-    return sum(span.length for span in held)
+    return sum(span.length * span.count for span in held)
 
 
 def held_buckets(plans: Plans, device: int) -> list[Bucket]:

@@ -1,6 +1,7 @@
 """Restores a worker's state from a checkpoint that was saved under any strategy."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -20,7 +21,7 @@ from piper.checkpoint.layout import (
     spans,
 )
 from piper.checkpoint.metadata import FILE, Record
-from piper.checkpoint.save import RefusedError, copied, model_part
+from piper.checkpoint.save import RefusedError, buffer_parts, copied, model_part, runs_of
 from piper.checkpoint.storage import CheckpointReader, Part
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Bucket
@@ -50,10 +51,8 @@ def read_state(worker: Worker, shelf: CheckpointReader) -> list[Callable[[], Non
     record = shelf.record
     found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
     for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
-        length = value.numel()
-        flat = torch.empty(length, dtype=value.dtype)
-        key, size = f"model.{name}", share.ways * length
-        shelf.read([Part(key=key, size=size, start=share.part * length, tensor=flat)])
+        flat = torch.empty(value.numel(), dtype=value.dtype)
+        shelf.read(buffer_parts(name, share, value, flat))
         found.append(partial(copy_buffer, value, flat))
     if worker.env.state.optimizer is not None and record.seed is not None:
         found.append(read_optimizer(worker, worker.env.state.optimizer, shelf))
@@ -106,8 +105,7 @@ def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     low, high = between
     for span in spans(bucket, worker.device, low, high):
-        first = span.at - low
-        yield model_part(span, sizes[span.name], flat[first : first + span.length])
+        yield model_part(span, sizes[span.name], runs_of(span, flat, low))
 
 
 def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: CheckpointReader) -> Callable[[], None]:
@@ -165,12 +163,14 @@ def moments_of(held: Sequence[Span], trained: Tensor, shelf: CheckpointReader) -
         stored = record.tensors[name]
         like = shape is None or (shape == () and goes_with_elements(record, key))
         flat = torch.empty(length_of(held) if like else stored.size, dtype=dtype_named(stored.dtype))
-        runs = flat.split([span.length for span in held]) if like else [flat]
-        starts = [span.start for span in held] if like else [0]
-        shelf.read(
-            Part(key=name, size=stored.size, start=start, tensor=run)
-            for start, run in zip(starts, runs, strict=True)
-        )
+        begin = min(span.at for span in held)
+        parts = [Part(key=name, size=stored.size, start=0, tensor=flat)]
+        if like:
+            parts = [
+                replace(parts[0], start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
+                for s in held
+            ]
+        shelf.read(parts)
         found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return found | {key: decode(value) for key, value in plain.items()}

@@ -13,14 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Size
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+import numpy as np
 
 from piper.checkpoint.blocks import BLOCK, DIGEST, FileRecord, digest_of
 from piper.checkpoint.json_state import Plain, dtype_named
@@ -71,13 +64,41 @@ class Trainer:
     kept: Mapping[str, tuple[str, ...]] | None = None  # what the optimizer keeps, by parameter. None: unknown
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Piece:
+    """Elements of a flattened tensor that lie end to end in a file: one run, or several at equal distances.
+
+    A slice along the second dimension of a matrix is one piece, with a run for each row.
+    """
+
+    offset: int  # of the first run in the tensor
+    length: int  # of one run
+    file: str
+    count: int = 1
+    stride: int = 0  # from one run to the next in the tensor; 0: there is one run
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements all its runs have."""
+        return self.length * self.count
+
+    def starts(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """Return where each run begins in the tensor."""
+        return self.offset + np.arange(self.count, dtype=np.int64) * self.stride
+
+    def as_list(self) -> list[int | str]:
+        """Return the piece as a record writes it."""
+        one: list[int | str] = [self.offset, self.length, self.file]
+        return one if self.count == 1 else [*one, self.count, self.stride]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor on disk: flat pieces, each as (offset, length, file)."""
+    """A tensor on disk, in pieces."""
 
     dtype: str
     size: int  # elements in all
-    pieces: tuple[tuple[int, int, str], ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,27 +124,10 @@ class Record:
 
     def to_json(self) -> str:
         """Return the record as text that holds its own digest."""
-        return seal(asdict(self))
-
-    def metadata(self) -> Metadata:
-        """Return the metadata by which torch.distributed.checkpoint describes a checkpoint."""
-        tensors = {
-            key: TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype_named(stored.dtype)),
-                size=Size([stored.size]),
-                chunks=[
-                    ChunkStorageMetadata(offsets=Size([offset]), sizes=Size([length]))
-                    for offset, length, _ in stored.pieces
-                ],
-            )
-            for key, stored in self.tensors.items()
-        }
-        files = {
-            MetadataIndex(key, [offset]): file
-            for key, stored in self.tensors.items()
-            for offset, _, file in stored.pieces
-        }
-        return Metadata(state_dict_metadata=dict(tensors), storage_data=files)
+        fields = asdict(self)
+        for key, stored in self.tensors.items():
+            fields["tensors"][key]["pieces"] = [piece.as_list() for piece in stored.pieces]
+        return seal(fields)
 
 
 def seal(fields: Mapping[str, object]) -> str:
@@ -196,10 +200,7 @@ def record_of(found: Mapping[str, Any]) -> Record:
         key: Stored(
             dtype=str(stored["dtype"]),
             size=whole_number(stored["size"], "a size"),
-            pieces=tuple(
-                (whole_number(a, "an offset"), whole_number(n, "a length"), plain_name(f))
-                for a, n, f in stored["pieces"]
-            ),
+            pieces=tuple(piece_of(*piece) for piece in stored["pieces"]),
         )
         for key, stored in table(found, "tensors").items()
     }
@@ -270,6 +271,17 @@ def table(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def piece_of(offset: object, length: object, file: str, count: object = 1, stride: object = 0) -> Piece:
+    """Return a piece that a record lists. Check the type of each field."""
+    return Piece(
+        offset=whole_number(offset, "an offset"),
+        length=whole_number(length, "a length"),
+        file=plain_name(file),
+        count=whole_number(count, "a count"),
+        stride=whole_number(stride, "a stride"),
+    )
+
+
 def plain_name(name: str) -> str:
     """Return the name of a file. Refuse a path to anywhere but the checkpoint's own folder."""
     if Path(name).name != name:
@@ -281,9 +293,9 @@ def check_sections(record: Record) -> None:
     """Refuse a record whose sections contradict each other: each tensor is whole, listed and of its type."""
     check_files(record)
     for key, stored in record.tensors.items():
-        dtype_named(stored.dtype)
+        check_pieces(record, key, stored)
         covered(stored)
-        if len({(offset, file) for offset, _, file in stored.pieces}) != len(stored.pieces):
+        if len({(piece.offset, piece.file) for piece in stored.pieces}) != len(stored.pieces):
             raise ValueError(f"{key} lies twice in one file")
     wanted = {f"model.{name}": spec for name, spec in record.model.items()}
     for key, spec in wanted.items():
@@ -302,9 +314,19 @@ def check_sections(record: Record) -> None:
     check_trainer_section(record)
 
 
+def check_pieces(record: Record, key: str, stored: Stored) -> None:
+    """Refuse pieces that are none, or larger than their file."""
+    width = dtype_named(stored.dtype).itemsize
+    for piece in stored.pieces:
+        if piece.count != 1 and not (piece.count and piece.length and piece.stride >= piece.length):
+            raise ValueError(f"{key} has a piece of {piece.count} runs that is none")
+        if piece.elements * width > record.files[piece.file].size:
+            raise ValueError(f"{key} has a piece that is larger than {piece.file}")
+
+
 def check_files(record: Record) -> None:
     """Refuse files that no tensor lies in, tensors without a file, and files with too few digests."""
-    used = {file for stored in record.tensors.values() for _, _, file in stored.pieces}
+    used = {piece.file for stored in record.tensors.values() for piece in stored.pieces}
     if differ := sorted(used ^ record.files.keys()):
         raise ValueError(
             f"{differ[0]} is {'listed' if differ[0] in record.files else 'used'} and not the other"
@@ -358,10 +380,16 @@ def kept_by(
 
 def covered(stored: Stored) -> None:
     """Check that the pieces of a tensor hold every element exactly once."""
-    end = 0
-    for offset, length, _ in sorted(stored.pieces):
-        if offset != end or length < 0:
-            raise ValueError(f"a tensor has a gap or an overlap at element {end}")
-        end = offset + length
-    if end != stored.size:
-        raise ValueError(f"a tensor of {stored.size} elements ends at {end}")
+    held = sum(piece.elements for piece in stored.pieces)  # before anything of their size is made
+    if held != stored.size:
+        raise ValueError(f"a tensor of {stored.size} elements has {held} in its pieces")
+    if not stored.pieces:
+        return
+    starts = np.concatenate([piece.starts() for piece in stored.pieces])
+    lengths = np.concatenate([np.full(piece.count, piece.length) for piece in stored.pieces])
+    order = np.lexsort((lengths, starts))  # an empty run comes before the one that begins at its end
+    ends = np.cumsum(lengths[order])
+    wrong = np.flatnonzero(starts[order] != ends - lengths[order])
+    if len(wrong):
+        end = int(ends[wrong[0]] - lengths[order][wrong[0]])
+        raise ValueError(f"a tensor has a gap or an overlap at element {end}")

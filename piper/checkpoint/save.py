@@ -20,9 +20,10 @@ from piper.checkpoint.layout import (
 from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.storage import Part
 from piper.errors import ConfigError
-from piper.plan.divided import buffer_shares
+from piper.plan.divided import Share, buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.worker import Worker
+from piper.sharding import Sharding, combs
 
 T = TypeVar("T")
 Take = Callable[[Tensor], Tensor]
@@ -70,9 +71,7 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
         states = states_of(worker, bucket)
         for name, held in by_parameter(spans(bucket, device, low, high)).items():
             size = sizes[name]
-            for span in held:
-                first = span.at - low
-                parts.append(model_part(span, size, copied(owned[first : first + span.length])))
+            parts += [model_part(span, size, copied(runs_of(span, owned, low))) for span in held]
             for key, value in states.get(name, {}).items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
@@ -82,17 +81,46 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
     shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
     for name, (share, value) in worker.buffers(saved_buffers(shares, device)).items():
-        if length := value.numel():
-            key, size = f"model.{name}", share.ways * length
-            parts.append(Part(key=key, size=size, start=share.part * length, tensor=copied(value).view(-1)))
+        parts += buffer_parts(name, share, value, copied(value).view(-1))
     return Copied(
         parts=parts, trainer=trainer_of(worker), moments=moments, numbers=numbers, step=worker.env.step
     )
 
 
+def runs_of(span: Span, flat: Tensor, begin: int) -> Tensor:
+    """Return the runs of a span in a flat tensor that begins at an element of the bucket: [runs, length]."""
+    first = span.at - begin
+    if span.count == 1:
+        return flat[first : first + span.length]
+    return flat[first : first + (span.count - 1) * span.step + span.length].unfold(0, span.length, span.step)
+
+
+def buffer_parts(name: str, share: Share, value: Tensor, flat: Tensor) -> list[Part]:
+    """Return a device's share of a buffer as runs of the whole one. flat: the elements of the share."""
+    if not value.numel():
+        return []
+    key, size = f"model.{name}", share.ways * value.numel()
+    division = Sharding(dim=share.axis, ways=share.ways)
+    found = []
+    for comb in combs(tuple(value.shape), (division,) if share.ways > 1 else (), share.part):
+        runs = Span(
+            name=name,
+            start=comb.there,
+            at=comb.here,
+            length=comb.length,
+            count=comb.count,
+            stride=comb.there_step,
+            step=comb.here_step,
+        )
+        found.append(
+            Part(key=key, size=size, start=comb.there, tensor=runs_of(runs, flat, 0), stride=comb.there_step)
+        )
+    return found
+
+
 def model_part(span: Span, size: int, tensor: Tensor) -> Part:
     """Return a run of a parameter's own elements."""
-    return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor)
+    return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor, stride=span.stride)
 
 
 def elementwise(held: Sequence[Span], value: Tensor) -> bool:
@@ -108,10 +136,10 @@ def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copie
     """
     name, length = f"optimizer.{held[0].name}.{key}", length_of(held)
     if elementwise(held, value):
-        runs = copied(value).view(-1).split([span.length for span in held])
+        flat, begin = copied(value).view(-1), min(span.at for span in held)
         return [
-            Part(key=name, size=size, start=span.start, tensor=run)
-            for span, run in zip(held, runs, strict=True)
+            Part(key=name, size=size, start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
+            for s in held
         ]
     if value.dim() and length != size:
         raise RefusedError(
@@ -119,7 +147,7 @@ def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copie
             {"state": f"{name} of shape {list(value.shape)}", "shard": f"{length} of {size} elements"},
             "use zero=0, or an elementwise optimizer such as AdamW or SGD",
         )
-    if held[0].start:
+    if min(span.start for span in held):
         return []
     return [Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 

@@ -1,33 +1,24 @@
-"""Tensors on disk: flat pieces in safetensors files, which can be read back in other pieces.
+"""Tensors on disk: pieces in safetensors files, which can be read back in other pieces.
 
-torch.distributed.checkpoint decides which stored pieces meet which wanted ones, and whether the pieces of all
-workers make whole tensors. Its own files are not used: their index is a pickle, which may run code when it is
+The files of torch.distributed.checkpoint are not used: their index is a pickle, which may run code when it is
 read. Pieces lie in safetensors files instead, and the index in JSON. Bytes are verified, see [Note: blocks].
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Size, Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch import Tensor
 
 from piper.checkpoint.blocks import BlockReader, FileRecord, StorageError, write_blocks
 from piper.checkpoint.json_state import dtype_named
-from piper.checkpoint.metadata import SUFFIX, Record, Stored
+from piper.checkpoint.metadata import SUFFIX, Piece, Record, Stored, covered
+from piper.checkpoint.overlaps import Overlap, overlaps
 
+CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
 LONGEST = 2**30  # the largest header that is read, in bytes
 CODES = {  # how safetensors names the types
@@ -52,12 +43,23 @@ CODES = {  # how safetensors names the types
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A range of a tensor's elements: `tensor`, flat, begins at `start` of the `size` elements in all."""
+    """Elements of a flattened tensor of `size` elements: those from `start` on, as many as `tensor` has.
+
+    A tensor of two dimensions holds several runs, which begin `stride` elements from each other.
+    """
 
     key: str
     size: int
     start: int
     tensor: Tensor
+    stride: int = 0
+
+    def lies(self, file: str = "") -> Piece:
+        """Return where its elements lie in the tensor."""
+        shape = self.tensor.shape
+        if len(shape) < 2 or shape[0] == 1:
+            return Piece(offset=self.start, length=self.tensor.numel(), file=file)
+        return Piece(offset=self.start, length=shape[1], file=file, count=shape[0], stride=self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +69,7 @@ class Placed:
     key: str
     dtype: str
     size: int
-    start: int
-    length: int
-    file: str
+    piece: Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> Written:
     for part in sorted(parts, key=lambda part: part.start):  # several of one tensor lie end to end
         runs.setdefault(part.key, []).append(part)
     tensors = {
-        key: held[0].tensor if len(held) == 1 else torch.cat([part.tensor.view(-1) for part in held])
+        key: held[0].tensor.reshape(-1) if len(held) == 1 else torch.cat([p.tensor.reshape(-1) for p in held])
         for key, held in runs.items()
     }
     try:
@@ -102,9 +102,7 @@ def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> Written:
             key=part.key,
             dtype=str(part.tensor.dtype).removeprefix("torch."),
             size=part.size,
-            start=part.start,
-            length=part.tensor.numel(),
-            file=file,
+            piece=part.lies(file),
         )
         for part in parts
     )
@@ -153,37 +151,19 @@ def sync(path: Path) -> None:
 
 
 def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
-    """Return the index of what all workers wrote. torch's planner checks that parts make whole tensors."""
-    writers = [*placed]
-    plans = [SavePlan([write_item(part) for part in parts]) for parts in writers]
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.create_global_plan([*plans, SavePlan([])])  # the planner looks for gaps only among several plans
+    """Return the index of what all workers wrote, whose parts make whole tensors."""
     found: dict[str, list[Placed]] = {}
-    for parts in writers:
+    for parts in placed:
         for part in parts:
             found.setdefault(part.key, []).append(part)
-    return {
-        key: Stored(
-            dtype=parts[0].dtype,
-            size=parts[0].size,
-            pieces=tuple(sorted((part.start, part.length, part.file) for part in parts)),
-        )
-        for key, parts in found.items()
-    }
-
-
-def write_item(part: Placed) -> WriteItem:
-    """Return a part in the form that torch's planner takes."""
-    offsets = Size([part.start])
-    return WriteItem(
-        index=MetadataIndex(part.key, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=Size([part.length])),
-            properties=TensorProperties(dtype=dtype_named(part.dtype)),
-            size=Size([part.size]),
-        ),
-    )
+    index: dict[str, Stored] = {}
+    for key, parts in found.items():
+        kinds = {(part.dtype, part.size) for part in parts}
+        assert len(kinds) == 1, f"{key} is written as {sorted(kinds)}"
+        pieces = tuple(sorted(part.piece for part in parts))
+        index[key] = Stored(dtype=parts[0].dtype, size=parts[0].size, pieces=pieces)
+        covered(index[key])
+    return index
 
 
 class CheckpointReader:
@@ -191,30 +171,63 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, record: Record) -> None:
         self.folder, self.record = folder, record
-        self.metadata: Metadata = record.metadata()
         self.blocks = BlockReader(folder, record.files, record.block)
         self._places: dict[str, dict[str, tuple[int, int]]] = {}
         self._begins: dict[tuple[str, str], tuple[dict[int, int], int]] = {}
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
-        for file, wanted in by_file(self.metadata, parts).items():
-            for part, item in wanted:
-                (first,), (length,), (at,) = item.storage_offsets, item.lengths, item.dest_offsets
-                values = self.values(file, part.key, item.storage_index, first, length)
-                part.tensor.detach()[at : at + length].copy_(values)
+        wanted: dict[str, list[tuple[Part, Tensor, Piece]]] = {}  # by file: a block is read once
+        runs: list[tuple[Part, Tensor]] = []
+        for part in parts:
+            flat = part.tensor.detach()
+            if flat.dim() > 1:  # runs that lie apart are put together first
+                flat = torch.empty(flat.numel(), dtype=flat.dtype)
+                runs.append((part, flat))
+            for piece in self._pieces(part):
+                wanted.setdefault(piece.file, []).append((part, flat, piece))
+        for several in wanted.values():
+            for part, flat, piece in several:
+                for met in overlaps(piece, part.lies()):
+                    self._fill(flat, part.key, piece, met)
+        for part, flat in runs:
+            part.tensor.detach().copy_(flat.view(part.tensor.shape))
 
-    def values(self, file: str, key: str, piece: MetadataIndex, first: int, length: int) -> Tensor:
+    def _pieces(self, part: Part) -> Sequence[Piece]:
+        """Return the pieces of the tensor that a part belongs to."""
+        if not part.tensor.numel():
+            return ()
+        stored = self.record.tensors.get(part.key)
+        if stored is None or stored.size != part.size:
+            size = 0 if stored is None else stored.size
+            raise StorageError(f"the record has {size} elements of {part.key}, not {part.size}")
+        return stored.pieces
+
+    def _fill(self, flat: Tensor, key: str, piece: Piece, met: Overlap) -> None:
+        """Read the runs that a piece and a part have in common into the part."""
+        width = dtype_named(self.record.tensors[key].dtype).itemsize
+        rows = max(1, CHUNK // max(1, met.stored_step * width))
+        for first in range(0, met.count, rows):
+            count = min(rows, met.count - first)
+            begin = met.stored + first * met.stored_step
+            values = self.values(key, piece, begin, (count - 1) * met.stored_step + met.length)
+            at = met.wanted + first * met.wanted_step
+            room = flat[at : at + (count - 1) * met.wanted_step + met.length]
+            if count > 1:
+                room = room.unfold(0, met.length, met.wanted_step)
+                values = values.unfold(0, met.length, met.stored_step)
+            room.copy_(values)
+
+    def values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
         """Read elements of a stored piece: `length` of them from its element `first` on."""
-        stored = self.record.tensors[key]
+        stored, file = self.record.tensors[key], piece.file
         dtype = dtype_named(stored.dtype)
         begin, end = self.places(file).get(key, (0, -1))
-        assert piece.offset is not None
         starts, whole = self._runs(file, key)
         if end - begin != whole * dtype.itemsize:
             raise StorageError(f"{file}: it holds another {key} than the record says")
         raw = torch.empty(length * dtype.itemsize, dtype=torch.uint8)
-        at = begin + (starts[piece.offset[0]] + first) * dtype.itemsize
+        at = begin + (starts[piece.offset] + first) * dtype.itemsize
         self.blocks.read(file, at, raw.numpy().data)
         return raw.view(dtype)
 
@@ -222,9 +235,9 @@ class CheckpointReader:
         """Return where each piece of a tensor begins in a file, by its offset, and the length of all."""
         if (file, key) not in self._begins:
             starts, end = dict[int, int](), 0
-            for offset, length, name in sorted(self.record.tensors[key].pieces):
-                if name == file:
-                    starts[offset], end = end, end + length
+            for piece in sorted(self.record.tensors[key].pieces):
+                if piece.file == file:
+                    starts[piece.offset], end = end, end + piece.elements
             self._begins[file, key] = starts, end
         return self._begins[file, key]
 
@@ -259,9 +272,9 @@ class CheckpointReader:
         """Refuse files that hold other tensors than the record lists."""
         listed: dict[str, dict[str, int]] = {file: {} for file in self.record.files}
         for key, stored in self.record.tensors.items():
-            for _, length, file in stored.pieces:
-                size = length * dtype_named(stored.dtype).itemsize
-                listed[file][key] = listed[file].get(key, 0) + size
+            for piece in stored.pieces:
+                size = piece.elements * dtype_named(stored.dtype).itemsize
+                listed[piece.file][key] = listed[piece.file].get(key, 0) + size
         for file, wanted in listed.items():
             held = {key: high - low for key, (low, high) in self.places(file).items()}
             if held != wanted:
@@ -274,27 +287,3 @@ class CheckpointReader:
         """Verify every byte of every file."""
         self.blocks.verify()
         self.check_headers()
-
-
-def by_file(metadata: Metadata, parts: Iterable[Part]) -> Mapping[str, list[tuple[Part, ReadItem]]]:
-    """Return, for each file, the runs of its stored pieces to read and the part that each belongs to."""
-    found: dict[str, list[tuple[Part, ReadItem]]] = {}
-    for part in parts:
-        for item in reads(metadata, part):
-            found.setdefault(metadata.storage_data[item.storage_index], []).append((part, item))
-    return found
-
-
-def reads(metadata: Metadata, part: Part) -> Iterator[ReadItem]:
-    """Yield the runs of stored pieces that fill a part."""
-    length = part.tensor.numel()
-    if not length:
-        return
-    stored = metadata.state_dict_metadata.get(part.key)
-    if not isinstance(stored, TensorStorageMetadata) or stored.size != Size([part.size]):
-        size = stored.size.numel() if isinstance(stored, TensorStorageMetadata) else 0
-        raise StorageError(f"the record has {size} elements of {part.key}, not {part.size}")
-    chunk = ChunkStorageMetadata(offsets=Size([part.start]), sizes=Size([length]))
-    items = create_read_items_for_chunk_list(part.key, stored, [chunk])
-    assert sum(item.lengths[0] for item in items) == length, f"{part.key} is not whole"
-    yield from items

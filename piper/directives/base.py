@@ -75,6 +75,8 @@ def show_argument(value: object) -> str:
         return repr(value)
     if len(value) > 1 and all(map(is_whole, value)):
         return show_index(value)
+    if value and all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in value):
+        return "{" + ", ".join(f"{show_argument(key)}: {item!r}" for key, item in value) + "}"
     members = (one[0] if isinstance(one, tuple) and len(one) == 1 else one for one in value)
     return "[" + ", ".join(map(show_argument, members)) + "]"
 

@@ -13,7 +13,7 @@ BALANCE = (None, "zigzag")
 
 
 @registered(2, key="axis")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardAxis(Directive):
     """Divide the work of the selected regions over each group of `ways` neighbouring devices.
 

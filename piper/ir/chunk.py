@@ -210,6 +210,8 @@ class CapturedModel:
     chunks: tuple[Chunk, ...]
     loss: Output
     weight: Output | None = None  # of a (sum, weight) loss
+    metrics: Output | None = None  # the sum and the weight of each metric, one after another in one tensor
+    metric_names: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured

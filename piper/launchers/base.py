@@ -2,17 +2,18 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
+from piper.callbacks import Callback, Running, named_callbacks
 from piper.errors import WorkerError
 from piper.ir.chunk import CapturedModel
-from piper.plan.plan import Plans
+from piper.plan.plan import Bucket, Plans
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import ProgramLike
@@ -21,10 +22,21 @@ from piper.runtime.worker import Sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of a step: the loss of its batch, and the norm of its gradient before clipping."""
+    """The result of a step: the loss of its batch, the norm of its gradient before clipping, and metrics."""
 
     loss: float
     grad_norm: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss returns behind the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """The result of an evaluation: weighted means over all its batches."""
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +45,7 @@ class Resumed:
 
     step: int
     data: object = None
+    callbacks: Mapping[str, object] = field(default_factory=dict)  # the saved states of the job's callbacks
 
 
 class Trains(ABC):
@@ -40,17 +53,75 @@ class Trains(ABC):
 
     program: ProgramLike
     batches: Iterator[Mapping[str, Tensor]] | None = None  # begun with the first call
+    done = 0  # steps that `train` has trained, those before a loaded checkpoint included
+    stopping = False  # a callback has asked to stop
+    drives = True  # this process writes what callbacks write
 
     @abstractmethod
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
 
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`."""
+
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
-        """Train on the job's data, by default for the job's steps. A second call continues from there."""
+        """Train on the job's data, by default for the job's steps. A second call continues from there.
+
+        The job's `evaluate` and callbacks run as well. It ends early where a callback calls `stop`.
+        """
         if self.batches is None:
             self.batches = iter(self.program.job.data())
-        for batch in islice(self.batches, self.program.job.steps if steps is None else steps):
-            yield self.step(batch)
+        self.stopping = False
+        last = self.done + (self.program.job.steps if steps is None else steps)
+        for batch in islice(self.batches, last - self.done):
+            result = self.step(batch)
+            self.after_step(self.done + 1, result, last)
+            yield result
+            if self.stopping:
+                break
+        self.after_training(self.done)
+
+    def stop(self) -> None:
+        """End the training after this step. For callbacks."""
+        self.stopping = True
+
+    def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
+        """Evaluate where it is due, and call the callbacks. Return the result of an evaluation."""
+        self.done = step
+        for callback in self._callbacks():
+            callback.on_step(cast(Running, self), step, result)
+        asked = self.program.job.evaluate
+        if asked is None or (step % asked.every and step != last):
+            return None
+        found = self.evaluate()
+        for callback in self._callbacks():
+            callback.on_evaluate(cast(Running, self), step, found)
+        return found
+
+    def after_saving(self, step: int, path: Path) -> None:
+        """Call the callbacks after a checkpoint."""
+        for callback in self._callbacks():
+            callback.on_save(cast(Running, self), step, path)
+
+    def after_training(self, step: int) -> None:
+        """Call the callbacks at the end of the training."""
+        for callback in self._callbacks():
+            callback.on_end(cast(Running, self), step)
+
+    def resumed(self, found: Resumed) -> Resumed:
+        """Continue with the steps and the states of the callbacks that a checkpoint has."""
+        self.done = found.step
+        for name, callback in named_callbacks(self.program.job.callbacks).items():
+            if name in found.callbacks:
+                callback.load_state_dict(cast("Mapping[str, object]", found.callbacks[name]))
+        return found
+
+    def _callbacks(self) -> Iterator[Callback]:
+        """Yield the callbacks that run in this process."""
+        for callback in self.program.job.callbacks:
+            if self.drives or callback.everywhere:
+                yield callback
 
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""
@@ -60,11 +131,18 @@ class Trains(ABC):
 class Run(Protocol):
     """The interface of a running job."""
 
+    @property
+    def stopping(self) -> bool:
+        """Return whether a callback has asked to stop."""
+
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train on the job's own data, step by step."""
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
@@ -97,8 +175,29 @@ class Run(Protocol):
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""
 
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+
+    def stop(self) -> None:
+        """End `train` after this step. For callbacks."""
+
+    def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
+        """Evaluate where it is due and call the callbacks, in a loop that is not `train`."""
+
+    def after_saving(self, step: int, path: Path) -> None:
+        """Call the callbacks after a checkpoint, in a loop that is not `train`."""
+
+    def after_training(self, step: int) -> None:
+        """Call the callbacks at the end of the training, in a loop that is not `train`."""
+
     def close(self) -> None:
         """End every worker. Idempotent."""
+
+
+class Readable(Protocol):
+    """An object that can be waited for."""
+
+    def fileno(self) -> int: ...
 
 
 def streams_of(plans: Plans) -> int:
@@ -111,14 +210,26 @@ def ended() -> WorkerError:
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
-def result_of(plans: Plans, sums: Sums) -> StepResult:
+def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     """Return the result of a step from the sums over all devices."""
-    norm = math.sqrt(sums.squares)
+    norm, metrics = math.sqrt(sums.squares), metrics_of(outline, sums)
     if plans.weighted:
         if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
-            return StepResult(loss=math.nan, grad_norm=math.nan)
-        return StepResult(loss=sums.loss / sums.weight, grad_norm=norm / sums.weight)
-    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm)
+            return StepResult(loss=math.nan, grad_norm=math.nan, metrics=metrics)
+        loss, norm = sums.loss / sums.weight, norm / sums.weight
+        return StepResult(loss=loss, grad_norm=norm, metrics=metrics)
+    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics)
+
+
+def metrics_of(outline: CapturedModel, sums: Sums) -> dict[str, float]:
+    """Return the metrics of a step by name: each a sum divided by its weight."""
+    pairs = zip(sums.metrics[::2], sums.metrics[1::2], strict=True)
+    return {name: ratio(*pair) for name, pair in zip(outline.metric_names, pairs, strict=True)}
+
+
+def ratio(total: float, weight: float) -> float:
+    """Return a sum divided by its weight; NaN where nothing counts, as 0 / 0 in PyTorch."""
+    return total / weight if weight else math.nan
 
 
 def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,3 +241,21 @@ def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[
     for buffer in outline.buffers:
         found |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
     return found
+
+
+def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
+    """Return which devices to ask for which buckets, so that their answers hold every element once."""
+    asked: dict[int, list[str]] = {}
+    for bucket in buckets:
+        for group in bucket.distinct:
+            for device in group if bucket.zero else group[:1]:
+                asked.setdefault(device, []).append(bucket.name)
+    return asked
+
+
+def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the initial values of parameters and buffers that no device holds. They never change."""
+    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    residents = (slot for plan in program.plans for slot in plan.residents)
+    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    return {name: value.clone() for name, value in values.items() if name not in held}

@@ -1,7 +1,8 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -9,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.background import Done
 from piper.checkpoint.blocks import FileRecord, StorageError
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
@@ -27,6 +29,7 @@ from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
+CALLBACKS, DATA = "piper callbacks", "data"  # keys of the data of a checkpoint that has both
 WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
 
@@ -233,7 +236,14 @@ def trainer_names(program: ProgramLike) -> Trainer:
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
 
 
-class Saves:
+def with_states(callbacks: Sequence[Callback], data: object) -> object:
+    """Return the data of a checkpoint, with the states of callbacks if they have any."""
+    states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
+    states = {name: state for name, state in states.items() if state}
+    return {CALLBACKS: states, DATA: data} if states else data
+
+
+class Saves(ABC):
     """A run that saves and loads with `Checkpoints`."""
 
     checkpoints: Checkpoints
@@ -241,12 +251,28 @@ class Saves:
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint, with the states of the job's callbacks."""
+        self.write(path, with_states(self.checkpoints.program.job.callbacks, data), wait=wait, keep=keep)
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
         self.checkpoints.save(path, data=data, wait=wait, keep=keep)
 
     def load(self, path: Path | str) -> Resumed:
         """Go on from a checkpoint."""
-        return self.checkpoints.load(path)
+        return self.resumed(self.read(path))
+
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint, and callbacks as they are."""
+        found = self.checkpoints.load(path)
+        if isinstance(found.data, Mapping) and CALLBACKS in found.data:
+            states = cast("Mapping[str, object]", found.data[CALLBACKS])
+            found = Resumed(step=found.step, data=found.data[DATA], callbacks=states)
+        return found
+
+    @abstractmethod
+    def resumed(self, found: Resumed) -> Resumed:
+        """Continue from a checkpoint that workers have loaded."""
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""

@@ -1,25 +1,45 @@
 """The driver of a job: starts its workers, asks them for results, and notices when one is lost."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import wait
 from time import monotonic, sleep
-from typing import Protocol, cast
+from typing import cast
 
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
+from piper.launchers.base import (
+    Readable,
+    StepResult,
+    Trains,
+    ended,
+    holders,
+    result_of,
+    state_by_name,
+    streams_of,
+    unread_values,
+)
 from piper.launchers.checkpointing import Checkpoints, Saves
+from piper.launchers.evaluation import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, blame
-from piper.launchers.messages import PATIENCE, Assignment, BatchSlicer, Call, Heartbeat, pack_setup
+from piper.launchers.messages import (
+    PATIENCE,
+    Assignment,
+    BatchSlicer,
+    Call,
+    EvaluationBatch,
+    Heartbeat,
+    Preparation,
+    pack_setup,
+)
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_buffers, whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording, compare
@@ -44,15 +64,13 @@ class WorkerGroup(ABC):
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         """Call workers, each with its argument, and return their answers. One error ends all workers."""
 
+    def running(self, program: ProgramLike) -> AbstractContextManager[None]:
+        """Take note inside the block that workers run another program than the one they train with."""
+        return nullcontext()
+
     @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
-
-
-class Readable(Protocol):
-    """An object that can be waited for."""
-
-    def fileno(self) -> int: ...
 
 
 class SocketWorkerGroup(WorkerGroup):
@@ -62,6 +80,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
+        self.current = program  # what workers run now: an evaluation has a program of its own
         self.devices = devices_of(program.plans)
         self.stall = options.timeout
         self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
@@ -139,6 +158,14 @@ class SocketWorkerGroup(WorkerGroup):
     def bells(self) -> Sequence[Readable]:
         """Return objects that become readable when a process ends."""
         return ()
+
+    @contextmanager
+    def running(self, program: ProgramLike) -> Iterator[None]:
+        self.current = program
+        try:
+            yield
+        finally:
+            self.current = self.program
 
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         self.asked = monotonic()
@@ -231,8 +258,8 @@ class SocketWorkerGroup(WorkerGroup):
         statuses = self.statuses()
         self._listen(0)
         return JobSnapshot(
-            plans=self.program.plans,
-            origins=self.program.origins,
+            plans=self.current.plans,
+            origins=self.current.origins,
             timeout=self.stall,
             statuses=statuses,
             failures=self.failures,
@@ -244,25 +271,7 @@ def devices_of(plans: Plans) -> list[int]:
     return sorted(device for plan in plans for device in plan.devices)
 
 
-def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
-    """Return which devices to ask for which buckets, so that their answers hold every element once."""
-    asked: dict[int, list[str]] = {}
-    for bucket in buckets:
-        for group in bucket.distinct:
-            for device in group if bucket.zero else group[:1]:
-                asked.setdefault(device, []).append(bucket.name)
-    return asked
-
-
-def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial values of parameters and buffers that no device holds. They never change."""
-    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    residents = (slot for plan in program.plans for slot in plan.residents)
-    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
-    return {name: value.clone() for name, value in values.items() if name not in held}
-
-
-class RemoteRun(Saves, Trains):
+class RemoteRun(Evaluates, Trains, Saves):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
@@ -272,6 +281,7 @@ class RemoteRun(Saves, Trains):
         self.wanted = wanted_batch(setup_of(program))
         self.slicer = BatchSlicer(program.plans)
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
+        self.slicers: dict[int, BatchSlicer] = {}  # of evaluation programs, by their numbers
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 
@@ -293,7 +303,19 @@ class RemoteRun(Saves, Trains):
         answers = self._ask("step", cut)
         self.busy = {device: cast(Sums, sums).busy for device, sums in answers.items()}
         self.checkpoints.poll()
-        return result_of(self.plans, cast(Sums, answers[self.devices[0]]))
+        return result_of(self.plans, self.program.outline, cast(Sums, answers[self.devices[0]]))
+
+    def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
+        given = Preparation(number=number, setup=pack_setup(setup_of(program)), buffers=buffers)
+        self.slicers[number] = BatchSlicer(program.plans)
+        self._ask("prepare", dict.fromkeys(self.devices, given))
+
+    def _forward(self, number: int, program: ProgramLike, batch: Mapping[str, Tensor]) -> Sums:
+        slicer = self.slicers[number]
+        given = {d: EvaluationBatch(number=number, fields=slicer.cut(batch, d)) for d in self.devices}
+        with self.group.running(program):
+            answers = self._ask("evaluate", given)
+        return cast(Sums, answers[self.devices[0]])
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers. After each step they do so by themselves."""
@@ -328,6 +350,18 @@ class RemoteRun(Saves, Trains):
         reached = cast("set[str]", self._ask("reached", {first: None})[first])
         whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
         return {name: value for name, value in whole.items() if name in reached}
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
+        asked = {device: (key, names) for device, names in holders(buckets).items()}
+        answers = self._ask("optimizer_state", asked)
+        owned = {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, Tensor | None]", found).items()
+        }
+        return whole_state(buckets, owned)
 
     def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
         answers = self._ask(call, holders(buckets))

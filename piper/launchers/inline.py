@@ -1,7 +1,7 @@
 """`inline`: every device is a thread of this process."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,21 +14,22 @@ from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
 from piper.launchers.checkpointing import Checkpoints, Saves
+from piper.launchers.evaluation import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.processes import ProcessStatus, SharedFile, running
 from piper.launchers.versions import WorkerVersions
-from piper.runtime.assemble import whole_buffers, whole_parameters
+from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
-from piper.runtime.worker import Options, Worker
+from piper.runtime.worker import Options, Sums, Worker
 
 
-class InlineRun(Saves, Trains):
+class InlineRun(Evaluates, Trains, Saves):
     """A job whose devices are threads."""
 
     def __init__(
@@ -39,6 +40,7 @@ class InlineRun(Saves, Trains):
     ) -> None:
         self.program, self.plans, self.options = program, program.plans, options
         self.world = World(program.plans, options.timeout)
+        self.worlds = [self.world]  # of the training program, then of each evaluation program
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
         setup = setup_of(program)
@@ -92,15 +94,20 @@ class InlineRun(Saves, Trains):
         check_batch(batch, self.wanted)
         if not self.open:
             raise ended()
-        futures = {device: self.threads.submit(w.step, batch) for device, w in self.workers.items()}
+        sums = self._together(self.program, lambda worker: worker.step(batch))
+        self.checkpoints.poll()
+        self.protect()
+        return result_of(self.plans, self.program.outline, sums)
+
+    def _together(self, program: ProgramLike, act: Callable[[Worker], Sums]) -> Sums:
+        """Let every device run its plan of a program, and return the sums, which are the same on all."""
+        futures = {device: self.threads.submit(act, worker) for device, worker in self.workers.items()}
         wait(futures.values())
         for device, future in futures.items():
             if isinstance(error := future.exception(), Exception):
                 self.watchers[device].fail(error)
-        self._end_if_failed()
-        self.checkpoints.poll()
-        self.protect()
-        return result_of(self.plans, next(iter(futures.values())).result())
+        self._end_if_failed(program)
+        return next(iter(futures.values())).result()
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers, where it is kept."""
@@ -109,12 +116,13 @@ class InlineRun(Saves, Trains):
                 versions.write()
             except Exception as error:  # noqa: BLE001  it is raised below, as a failure of its device
                 self.watchers[device].fail(error)
-        self._end_if_failed()
+        self._end_if_failed(self.program)
 
-    def _end_if_failed(self) -> None:
+    def _end_if_failed(self, program: ProgramLike) -> None:
         if self.failures:
             self.close()
-            raise self._blame() from next(w.first for w in self.watchers.values() if w.first is not None)
+            cause = next(w.first for w in self.watchers.values() if w.first is not None)
+            raise self._blame(program) from cause
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
         """Take the state after a step from memory; `unread`: the values that no device holds."""
@@ -122,20 +130,31 @@ class InlineRun(Saves, Trains):
             versions.restore(step)
         self.unread.update(unread)
 
+    def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
+        world, setup = World(program.plans, self.options.timeout), setup_of(program)
+        self.worlds.append(world)
+        for device, worker in self.workers.items():
+            worker.prepare(number, setup, world.member(device), buffers.__getitem__, world.stop)
+
+    def _forward(self, number: int, program: ProgramLike, batch: Mapping[str, Tensor]) -> Sums:
+        if not self.open:
+            raise ended()
+        return self._together(program, lambda worker: worker.evaluate(number, batch))
+
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:
             raise ended()
         return {device: getattr(self.keepers[device], call)(value) for device, value in arguments.items()}
 
-    def _blame(self) -> WorkerError:
+    def _blame(self, program: ProgramLike) -> WorkerError:
         """Return the error that names the cause."""
         statuses = {
             device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
             for device, watcher in self.watchers.items()
         }
         snapshot = JobSnapshot(
-            plans=self.plans,
-            origins=self.program.origins,
+            plans=program.plans,
+            origins=program.origins,
             timeout=self.options.timeout,
             statuses=statuses,
             failures=self.failures,
@@ -169,6 +188,16 @@ class InlineRun(Saves, Trains):
         reached = next(iter(self.workers.values())).env.state.reached
         return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
 
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
+        owned = {
+            (bucket.name, device): self.workers[device].env.state.kept(bucket.name, key)
+            for bucket in buckets
+            for device in bucket.devices
+        }
+        return whole_state(buckets, owned)
+
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
         return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
@@ -186,7 +215,8 @@ class InlineRun(Saves, Trains):
                 self.checkpoints.settle()
         finally:
             self.open = False
-            self.world.stop()
+            for world in self.worlds:
+                world.stop()
             self.threads.shutdown()
             for worker in self.workers.values():
                 worker.close()

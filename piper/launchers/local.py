@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from torch import Tensor
 
-from piper.launchers.driver import Readable, RemoteRun, SocketWorkerGroup
+from piper.launchers.base import Readable
+from piper.launchers.driver import RemoteRun, SocketWorkerGroup
 from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone
 from piper.launchers.rendezvous import LOOPBACK, store_on

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.checkpoint.background import Done
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
-from piper.launchers.base import Resumed, StepResult
+from piper.launchers.base import EvaluationResult, Resumed, StepResult
 from piper.launchers.failures import Failure
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.serialize import Codec, pack, pickled_by_value, unpack
@@ -27,8 +27,8 @@ from piper.runtime.setup import Code, Setup
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Asked = Literal["owned", "gradients", "reached", "buffers", "trail", "record", "clock"]
-Call = Literal["step", "save", "load", "adopt", "poll", "protect", "restore"] | Asked
+Asked = Literal["owned", "gradients", "optimizer_state", "reached", "buffers", "trail", "record", "clock"]
+Call = Literal["step", "prepare", "evaluate", "save", "load", "adopt", "poll", "protect", "restore"] | Asked
 Span = tuple[int, int]
 
 
@@ -104,6 +104,23 @@ class BatchSlice:
         raise IndexError(f"rows {rows.start}:{rows.stop} were not sent to this device")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """An evaluation program for a worker, with the values of buffers that the worker does not hold."""
+
+    number: int
+    setup: bytes
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationBatch:
+    """A device's rows of a batch to evaluate on, and the number of the program that runs on them."""
+
+    number: int
+    fields: Mapping[str, BatchSlice]
+
+
 def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
     """Return the rows that a device's plan loads, by field, in ranges that do not touch."""
     found: dict[str, list[Span]] = {}
@@ -154,9 +171,12 @@ CODEC = Codec(
         BatchSlice,
         Clock,
         Done,
+        EvaluationBatch,
+        EvaluationResult,
         Failure,
         Heartbeat,
         Mark,
+        Preparation,
         RankInfo,
         RankZeroResult,
         Recording,

@@ -7,7 +7,7 @@ state, the batch and the step's number, so it gives the same bits again. That is
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Resumed, StepResult, Trains
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
+from piper.launchers.checkpointing import with_states
 from piper.launchers.events import Event, Notify, failure, mismatch
 from piper.launchers.flushing import write_version
 from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
@@ -155,7 +156,7 @@ class RecoveringRun(Trains):
         with self._phase("load"):
             if version is None:
                 if path is not None:
-                    self.run.load(path)
+                    self.run.read(path)
                 self.unread, version = dict(self.run.unread), first
             else:
                 self.versions.forget(lambda step: step > version)  # half of one may be there
@@ -175,7 +176,7 @@ class RecoveringRun(Trains):
         with self._phase("start"):
             self.run = self.starter.start(replace(self.options, blank=True))
         with self._phase("load"):
-            found = self.run.load(path)
+            found = self.run.read(path)
             self.unread, self.protected = dict(self.run.unread), False
         with self._phase("replay"):
             batches = self.disk.batches(found)
@@ -196,7 +197,7 @@ class RecoveringRun(Trains):
                 self._repeat(run, step, self.held[step])
             saving = self.saving
             if saving is not None and saving.step == step and not whole(saving.path):
-                run.save(saving.path, data=saving.data, wait=False, keep=saving.keep)
+                run.write(saving.path, saving.data, wait=False, keep=saving.keep)
         self.at = under_way
 
     def _repeat(self, run: Recoverable, step: int, batch: Mapping[str, Tensor]) -> None:
@@ -267,24 +268,34 @@ class RecoveringRun(Trains):
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
         """Write a checkpoint."""
-        self.saving = None if wait else Saving(step=self.done, path=Path(path), data=data, keep=keep)
-        self._call(lambda run: run.save(path, data=data, wait=wait, keep=keep))
+        given = with_states(self.program.job.callbacks, data)
+        self.saving = None if wait else Saving(step=self.done, path=Path(path), data=given, keep=keep)
+        self._call(lambda run: run.write(path, given, wait=wait, keep=keep))
 
     def load(self, path: Path | str) -> Resumed:
         """Go on from a checkpoint."""
-        found = self._call(lambda run: run.load(path))
+        found = self._call(lambda run: run.read(path))
         self.versions.forget(lambda step: True)
         assert self.run is not None
         self.unread, self.protected = dict(self.run.unread), False
         self.begun, self.done = (path, found.step), found.step
         self.held.clear()
         self.results.clear()
-        return found
+        return self.resumed(found)
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
         self._call(lambda run: run.settle())
         self.saving = None
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained."""
+        given = None if batches is None else [*batches]
+        return self._call(lambda run: run.evaluate(given))
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        return self._call(lambda run: run.optimizer_state(key))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
@@ -311,7 +322,7 @@ class RecoveringRun(Trains):
         self._end()
         step = self.versions.newest()
         if step is not None and not whole(path := step_path(folder, step)):
-            data = positions.get(step)
+            data = with_states(self.program.job.callbacks, positions.get(step))
             write_version(self.program, self.versions, step, path, unread=self.unread, data=data)
         return step
 

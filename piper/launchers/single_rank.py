@@ -1,6 +1,6 @@
 """`rank:N`: one device of a job by itself, with real kernels and memory, on a network that is only timed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.base import Resumed, StepResult, Trains, result_of
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains, result_of
 from piper.plan.memory import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
@@ -72,7 +72,7 @@ class SingleRankRun(Trains):
         begin = perf_counter()
         sums = self.worker.step(batch)
         self.seconds.append(perf_counter() - begin)
-        return result_of(self.plans, sums)
+        return result_of(self.plans, self.program.outline, sums)
 
     def peak(self) -> PeakMemory:
         """Return the peak memory so far, predicted and measured."""
@@ -92,6 +92,12 @@ class SingleRankRun(Trains):
 
     def gradients(self) -> dict[str, Tensor]:
         raise single_rank_error("there are no gradients of a whole job")
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        raise single_rank_error("there is nothing to evaluate")
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        raise single_rank_error("there is no optimizer state of a whole job")
 
     def trails(self) -> dict[int, dict[Mark, Tensor]]:
         """Return what every chunk returned in the last step; `keep_outputs` must be on."""

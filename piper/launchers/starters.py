@@ -1,12 +1,13 @@
 """Start the workers of a program again and again, from what stays when workers end."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from piper.errors import LaunchError
-from piper.launchers.base import Run
+from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
@@ -22,6 +23,12 @@ class Recoverable(Run, Protocol):
 
     unread: dict[str, Tensor]
     busy: dict[int, float]  # seconds that each device computed in the last step, where it is known
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
+
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint, and callbacks as they are."""
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers."""

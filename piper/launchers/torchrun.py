@@ -191,8 +191,10 @@ class TorchrunRun(RemoteRun):
 
     group: TorchrunWorkerGroup
     step = published(RemoteRun.step)
+    evaluate = published(RemoteRun.evaluate)
     state_dict = published(RemoteRun.state_dict)
     gradients = published(RemoteRun.gradients)
+    optimizer_state = published(RemoteRun.optimizer_state)
     trails = published(RemoteRun.trails)
     recordings = published(RemoteRun.recordings)
     save = published(RemoteRun.save)

@@ -6,7 +6,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar, cast
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Trains
+from piper.launchers.base import Resumed, Trains
 from piper.launchers.driver import RemoteRun, devices_of
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
@@ -41,7 +41,7 @@ from piper.runtime.setup import Initial, ProgramLike
 P = ParamSpec("P")
 T = TypeVar("T")
 DESCRIPTORS = Path("/proc/self/fd")
-CHANGES = ("step", "load")  # methods that every rank has to call when rank 0 does
+CHANGES = ("step", "evaluate", "load")  # methods that every rank has to call when rank 0 does
 BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
 LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
 Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
@@ -121,7 +121,8 @@ class BackgroundWorker:
             try:
                 self.channel.send(None)
                 while (asked := cast("tuple[Call, object] | None", self.calls.get())) is not None:
-                    with beating(self.channel):
+                    opens = self.sockets.recording() if asked[0] == "prepare" else nullcontext()
+                    with beating(self.channel), opens:
                         answer = server.answer(*asked)
                     if self.termination.news():
                         self.channel.send(Heartbeat(leaving=True))
@@ -154,7 +155,7 @@ class OpenSockets:
         """Record the sockets that are opened inside the block."""
         before = sockets()
         yield
-        self.opened = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+        self.opened |= {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
 
     def shut(self) -> None:
         """Shut the recorded sockets. Every wait on them, on either side, then ends with an error."""
@@ -279,6 +280,8 @@ def received(
 class TorchrunWorkerRun(Trains):
     """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
 
+    drives = False
+
     def __init__(self, program: ProgramLike, results: SimpleQueue[RankZeroResult | None]) -> None:
         self.program, self.results = program, results
         self.over = False
@@ -306,13 +309,18 @@ class TorchrunWorkerRun(Trains):
         )
 
     step = received(RemoteRun.step)
+    evaluate = received(RemoteRun.evaluate)
     state_dict = received(RemoteRun.state_dict)
     gradients = received(RemoteRun.gradients)
     trails = received(RemoteRun.trails)
     recordings = received(RemoteRun.recordings)
     save = received(RemoteRun.save)
-    load = received(RemoteRun.load)
+    optimizer_state = received(RemoteRun.optimizer_state)
     settle = received(RemoteRun.settle)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Continue from the checkpoint that rank 0 has loaded."""
+        return self.resumed(cast(Resumed, self._next("load")))
 
     def close(self) -> None:
         """Stop asking for results. The worker continues until rank 0 ends the run."""

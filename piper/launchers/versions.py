@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.layout import owned_range, saved_buckets
 from piper.checkpoint.load import read_state
-from piper.checkpoint.metadata import Record, Trainer, kept_by
+from piper.checkpoint.metadata import Piece, Record, Trainer, kept_by
 from piper.checkpoint.save import Copied, RefusedError, copy_state, merged
 from piper.checkpoint.storage import CheckpointReader, Part, Placed, index_of
 from piper.errors import ConfigError
@@ -82,7 +81,7 @@ class VersionWriter:
         for part, at in zip(copied.parts, ends, strict=False):
             if count := part.tensor.numel():
                 place = torch.frombuffer(memory, dtype=part.tensor.dtype, count=count, offset=at)
-                place.copy_(part.tensor.view(-1))
+                place.copy_(part.tensor.reshape(-1))
                 del place  # before the memory closes under it
         HEAD.pack_into(memory, 0, copied.step + 1, len(index))
 
@@ -110,9 +109,7 @@ def index_bytes(copied: Copied, file: str) -> bytes:
             key=part.key,
             dtype=str(part.tensor.dtype).removeprefix("torch."),
             size=part.size,
-            start=part.start,
-            length=part.tensor.numel(),
-            file=file,
+            piece=part.lies(file),
         )
         for part in copied.parts
     )
@@ -130,7 +127,8 @@ class Held:
     def part(self, number: int) -> Tensor:
         """Return the elements of a part."""
         placed, at = self.index.placed[number], self.begin + self.index.offsets[number]
-        return torch.frombuffer(self.memory, dtype=dtype_named(placed.dtype), count=placed.length, offset=at)
+        count = placed.piece.elements
+        return torch.frombuffer(self.memory, dtype=dtype_named(placed.dtype), count=count, offset=at)
 
 
 def step_in(descriptor: int) -> int | None:
@@ -157,7 +155,7 @@ class VersionShelf(CheckpointReader):
     def __init__(self, held: Iterable[Held], seed: int) -> None:
         found = [*held]
         self.located = {
-            (placed.file, placed.key, placed.start): (one, number)
+            (placed.piece.file, placed.key, placed.piece.offset): (one, number)
             for one in found
             for number, placed in enumerate(one.index.placed)
         }
@@ -172,12 +170,10 @@ class VersionShelf(CheckpointReader):
             numbers=numbers,
             tensors=index_of(one.index.placed for one in found),
         )
-        self.metadata = self.record.metadata()
 
-    def values(self, file: str, key: str, piece: MetadataIndex, first: int, length: int) -> Tensor:
+    def values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
         """Return elements of a stored piece: `length` of them from its element `first` on."""
-        assert piece.offset is not None
-        held, number = self.located[file, key, piece.offset[0]]
+        held, number = self.located[piece.file, key, piece.offset]
         return held.part(number)[first : first + length]
 
 
@@ -261,7 +257,13 @@ class Versions:
         for device, pair in self.descriptors.items():
             held = held_in(pair[step % GENERATIONS])
             found[device] = [
-                Part(key=placed.key, size=placed.size, start=placed.start, tensor=held.part(number))
+                Part(
+                    key=placed.key,
+                    size=placed.size,
+                    start=placed.piece.offset,
+                    tensor=held.part(number).view(placed.piece.count, -1).squeeze(0),
+                    stride=placed.piece.stride,
+                )
                 for number, placed in enumerate(held.index.placed)
             ]
         return found

@@ -14,12 +14,22 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.checkpoint.background import Done, Keeper
 from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, unpack_setup
+from piper.launchers.messages import (
+    CODEC,
+    PATIENCE,
+    Assignment,
+    Call,
+    EvaluationBatch,
+    Heartbeat,
+    Preparation,
+    unpack_setup,
+)
 from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
@@ -43,14 +53,14 @@ class WorkerServer:
 
     def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
         """Build the worker of a device; `marks`: the progress of each stream, for the driver to read."""
-        self.device = given.device
+        self.device, self.given = given.device, given
         torch.set_num_threads(given.options.threads)
         setup = unpack_setup(given.setup)
         if setup.device.type == "cuda":
             take_one(given.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         self.watcher = Watcher(self.device, marks, self.answers.put)
-        comms = self._comms(given, setup)
+        comms = self._comms(setup, "")
         self.worker = Worker(
             setup,
             self.device,
@@ -65,10 +75,15 @@ class WorkerServer:
         self.trouble: Failure | None = None  # of what was done between two calls
         self.thread = ThreadPoolExecutor(1, "step")
 
-    def _comms(self, given: Assignment, setup: Setup) -> Comms:
-        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared."""
+    def _comms(self, setup: Setup, prefix: str) -> Comms:
+        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared.
+
+        prefix: of the keys by which the workers of one program meet in the store that all programs share.
+        """
+        given = self.given
         at, patience = given.store, timedelta(seconds=max(given.options.timeout, PATIENCE))
-        store = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout
         if setup.device.type == "cuda" and not given.shares:
             return NcclComms(setup.plans, self.device, store, setup.device, timeout)
@@ -77,15 +92,31 @@ class WorkerServer:
 
     def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
         """Train on this device's rows of a batch."""
-        self.thread.submit(self._step, batch)
-        return self.answers.get()
+        answer = self._watched(lambda: self.worker.step(batch))
+        return replace(answer, busy=self.watcher.take_busy()) if isinstance(answer, Sums) else answer
 
-    def _step(self, batch: Mapping[str, Rows]) -> None:
-        try:
-            sums = self.worker.step(batch)
-            self.answers.put(replace(sums, busy=self.watcher.take_busy()))
-        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-            self.watcher.fail(error)
+    def prepare(self, given: Preparation) -> None:
+        """Take an evaluation program, and meet the other workers for it."""
+        setup = unpack_setup(given.setup)
+        comms = self._comms(setup, f"evaluation-{given.number}")
+        on_failure = comms.abort if isinstance(comms, NcclComms) else lambda: None
+        self.worker.prepare(given.number, setup, comms, given.buffers.__getitem__, on_failure)
+
+    def evaluate(self, given: EvaluationBatch) -> Sums | Failure:
+        """Evaluate on this device's rows of a batch."""
+        return self._watched(lambda: self.worker.evaluate(given.number, given.fields))
+
+    def _watched(self, act: Callable[[], Sums]) -> Sums | Failure:
+        """Run a plan in the thread of steps. A failure of any stream is the answer, while others wait."""
+
+        def run() -> None:
+            try:
+                self.answers.put(act())
+            except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+                self.watcher.fail(error)
+
+        self.thread.submit(run)
+        return self.answers.get()
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
         """Return this device's part of some buckets."""
@@ -94,6 +125,11 @@ class WorkerServer:
     def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
         """Return the last step's gradients of this device's part of some buckets."""
         return {name: self.worker.gradient(name) for name in buckets}
+
+    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, Tensor | None]:
+        """Return what the optimizer keeps under a key for this device's part of some buckets."""
+        key, buckets = asked
+        return {name: self.worker.env.state.kept(name, key) for name in buckets}
 
     def reached(self, _: object) -> set[str]:
         """Return the parameters that have gradients."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from piper.devices import Devices, show
@@ -49,6 +49,8 @@ def make_buckets(work: LoweringState) -> LoweringState:
     -->
     PP=0/0: a, b     PP=1/0: c     tied@PP=0: tied     tied@PP=1: tied
     """
+    if work.settings.buckets is not None:
+        return share_buckets(work, work.settings.buckets)
     graph = work.graph
     homes = homes_of(graph)
     parameters = {p.name: p for p in trained(graph.outline)}
@@ -77,6 +79,47 @@ def make_buckets(work: LoweringState) -> LoweringState:
         chunk_buckets={name: tuple(names) for name, names in by_chunk.items()},
         residents={**work.residents, **residents_of(made.values(), work.settings)},
         why=(*work.why, *why),
+    )
+
+
+def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringState:
+    """Read parameters from the buckets of another program of the same job, which trains them.
+
+    PP=0/0 (trained, read by PP=0)
+    -->
+    PP=0/0 (not trained, read by the chunks of this program that use its parameters)
+    """
+    homes = homes_of(work.graph)
+    readers: dict[str, list[str]] = {}
+    for chunk in work.graph.outline.chunks:
+        for name in chunk.params:
+            here = (b for b in given.values() if any(piece.name == name for piece in b.pieces))
+            found = next(b for b in here if set(homes[chunk.name].devices) <= set(b.devices))
+            if chunk.name not in readers.setdefault(found.name, []):
+                readers[found.name].append(chunk.name)
+    made: dict[str, Bucket] = {}
+    for bucket in given.values():
+        if bucket.name in readers:
+            siblings = tuple(name for name in bucket.siblings if name in readers)
+            made[bucket.name] = replace(
+                bucket,
+                chunks=tuple(readers[bucket.name]),
+                trainable=False,
+                siblings=siblings,
+                copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
+            )
+    by_chunk = {
+        chunk.name: tuple(b.name for b in made.values() if chunk.name in b.chunks)
+        for chunk in work.graph.outline.chunks
+    }
+    residents = residents_of(made.values(), work.settings)
+    states = {
+        slot: held
+        for slot, held in residents_of(given.values(), work.settings).items()
+        if slot.kind == "state"
+    }
+    return replace(
+        work, buckets=made, chunk_buckets=by_chunk, residents={**work.residents, **residents, **states}
     )
 
 

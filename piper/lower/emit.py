@@ -104,7 +104,8 @@ def slots_of(drafts: Iterable[PendingInstr], work: LoweringState) -> dict[SlotId
 
 def residents_held(work: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
     """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
-    states = {SlotId("state", b.name) for b in work.buckets.values() if device in b.devices}
+    buckets = work.buckets if work.settings.buckets is None else work.settings.buckets
+    states = {SlotId("state", b.name) for b in buckets.values() if device in b.devices}
     for name in work.residents:
         if name in used or name in states:
             yield name

@@ -20,6 +20,7 @@ class Settings:
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
+    buckets: Mapping[str, Bucket] | None = None  # of the program that trains what this one only reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from piper.devices import Devices, show
 from piper.ids import SlotId
-from piper.ir.chunk import Output
+from piper.ir.chunk import CapturedModel, Output
 from piper.ir.graph import Graph
 from piper.ir.node import (
     Accumulate,
@@ -31,6 +31,7 @@ from piper.sharding import Sharding
 
 LOSS = SlotId("loss")
 WEIGHT = SlotId("weight")
+METRICS = SlotId("metrics")
 NORM = SlotId("norm")
 TOTAL = SlotId("total")
 
@@ -93,10 +94,7 @@ def add_losses(work: LoweringState) -> LoweringState:
     -->
     F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
     """
-    outline = work.graph.outline
-    totals: dict[SlotId, Output] = {LOSS: outline.loss}
-    if outline.weight:
-        totals[WEIGHT] = outline.weight
+    totals = totals_of(work.graph.outline)
     after: dict[int, list[Node]] = {}
     for total, source in totals.items():
         result = output_slot(source.chunk, source.index)
@@ -116,8 +114,15 @@ def add_losses(work: LoweringState) -> LoweringState:
                     )
                 )
                 began = True
-    values = {**work.values, LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8)}
-    return replace(work, line=woven(work.line, {}, after), values=values)
+    pairs = len(work.graph.outline.metric_names)
+    sizes = {LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8), METRICS: Slot(nbytes=16 * pairs)}
+    return replace(work, line=woven(work.line, {}, after), values={**work.values, **sizes})
+
+
+def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
+    """Return the sums that a step takes over microbatches, and the outputs that each adds up."""
+    found = {LOSS: outline.loss, WEIGHT: outline.weight, METRICS: outline.metrics}
+    return {slot: source for slot, source in found.items() if source is not None}
 
 
 def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
@@ -154,12 +159,10 @@ def add_updates(work: LoweringState) -> LoweringState:
     everyone = work.graph.devices()
     nodes: list[Node] = []
     homes = homes_of(work.graph)
-    loss_home = homes[work.graph.outline.loss.chunk].devices
-    weight = work.graph.outline.weight
-    weight_home = homes[weight.chunk].devices if weight else ()
-    extras = {LOSS: loss_home, **({WEIGHT: weight_home} if weight else {})}
+    outline = work.graph.outline
+    extras = {slot: homes[source.chunk].devices for slot, source in totals_of(outline).items()}
     groups = device_groups(work, trained)
-    waits_for_total = work.settings.clip or weight is not None
+    waits_for_total = work.settings.clip or outline.weight is not None
     for devices, buckets in groups.items():
         reads = [final_gradient(b) for b in buckets]
         reads += [extra for extra, home in extras.items() if devices[0] in home]
@@ -177,13 +180,14 @@ def add_updates(work: LoweringState) -> LoweringState:
             )
     nodes += [gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2)]
     nodes += broadcasts(work)
+    size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     return replace(
         work,
         line=(*work.line, *nodes),
-        values={**work.values, NORM: Slot(nbytes=24)},
+        values={**work.values, NORM: Slot(nbytes=size)},
         residents={
             **work.residents,
-            TOTAL: Slot(nbytes=24),
+            TOTAL: Slot(nbytes=size),
         },  # the step's result: the runtime reads it
     )
 

@@ -14,6 +14,7 @@ from piper.sharding import Collective, Slicing
 SEED = SlotId("seed")
 LOSS = SlotId("loss")
 WEIGHT = SlotId("weight")
+METRICS = SlotId("metrics")
 TOTAL = SlotId("total")
 
 

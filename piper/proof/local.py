@@ -7,6 +7,7 @@ from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
 from piper.proof.decode import (
     LOSS,
+    METRICS,
     TOTAL,
     WEIGHT,
     accumulated_slot,
@@ -219,7 +220,8 @@ class Local:
     def sums(self) -> list[tuple[SlotId, Output]]:
         """Return the sums that every step takes, and the outputs they are of."""
         outline = self.spec.outline
-        return [(LOSS, outline.loss), *([(WEIGHT, outline.weight)] if outline.weight else [])]
+        found = ((LOSS, outline.loss), (WEIGHT, outline.weight), (METRICS, outline.metrics))
+        return [(slot, source) for slot, source in found if source is not None]
 
     def norm(self, program: int, place: int, ins: Instr) -> None:
         """Compute a device's part of the squared norm, and its sums: each gradient once, complete."""

@@ -47,10 +47,10 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     ):
         if found != wanted:
             yield f"the plans say {name}={found}; it should be {wanted}"
-    weight = spec.outline.weight
-    if weight is not None and spec.grids[weight.chunk].degree != spec.copies:
-        there = spec.grids[weight.chunk].degree
-        yield f"{spec.copies} devices hold each loss and {there} each weight; they are counted alike"
+    for what, source in (("weight", spec.outline.weight), ("metric", spec.outline.metrics)):
+        if source is not None and spec.grids[source.chunk].degree != spec.copies:
+            there = spec.grids[source.chunk].degree
+            yield f"{spec.copies} devices hold each loss and {there} each {what}; they are counted alike"
 
 
 def division_problems(spec: Specification) -> Iterator[str]:

@@ -67,3 +67,27 @@ def whole_flat(bucket: Bucket, group: Devices, owned: Owned) -> Tensor:
 def cut(flat: Tensor, piece: Piece) -> Tensor:
     """Return a piece of a flat bucket as a view in its shape."""
     return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+
+
+def whole_state(
+    buckets: Iterable[Bucket], owned: Mapping[tuple[str, int], Tensor | None]
+) -> dict[str, Tensor]:
+    """Return in full what optimizers keep for the parameters of some buckets, by parameter.
+
+    owned: by bucket and device. None: the device keeps nothing; if none of a bucket's devices does, its
+    parameters are left out.
+    """
+    given: list[Bucket] = []
+    likes: dict[str, Tensor] = {}
+    for bucket in buckets:
+        held = (owned.get((bucket.name, device)) for device in bucket.devices)
+        like = next((value for value in held if value is not None), None)
+        if like is not None:
+            given.append(bucket)
+            likes[bucket.name] = like
+
+    def part(bucket: str, device: int) -> Tensor:
+        found = owned.get((bucket, device))
+        return torch.zeros_like(likes[bucket]) if found is None else found
+
+    return whole_parameters(given, part)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk
+from piper.plan.divided import buffer_shares
 from piper.plan.plan import Plan
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Comms
@@ -61,25 +62,60 @@ class Env:
     """One device's slots, state and communicators, and what changes from step to step."""
 
     def __init__(
-        self, setup: Setup, device: int, comms: Comms, initial: Initial, dice: Dice | None = None
+        self,
+        setup: Setup,
+        device: int,
+        comms: Comms,
+        initial: Initial,
+        dice: Dice | None = None,
+        state: State | None = None,
     ) -> None:
+        """Fill the slots that outlive a step. state: of the program that trains what this one only reads."""
         self.setup, self.device, self.comms = setup, device, comms
         self.plan: Plan = setup.plans.of(device)
-        self.state = State(setup, device, initial)
+        self.state = State(setup, device, initial) if state is None else state
+        self.shares = buffer_shares(setup.plans, device)
         self.dice = dice or Dice(setup.device)
         self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
         self.index = {slot: i for i, slot in enumerate([*self.plan.residents, *self.plan.slots])}
         self.slots: list[object] = [None] * len(self.index)
         for slot in self.plan.residents:
-            held = self._seed() if slot.kind == "seed" else self.state.resident(slot, initial)
-            self.slots[self.index[slot]] = held
-        self.layouts: dict[str, Layout] = {n: holding.layout for n, holding in self.state.holdings.items()}
+            self.slots[self.index[slot]] = self._resident(slot, initial)
+        self.layouts: dict[str, Layout] = {
+            bucket.name: Layout(bucket, device)
+            for bucket in setup.plans.buckets.values()
+            if device in bucket.devices
+        }
         self.makers: dict[SlotId, str] = {}  # the stream that made each slot
         for ins in self.plan.instrs:
             for slot in ins.writes:
                 self.makers.setdefault(slot, ins.stream)
         self.batch: Mapping[str, Rows] = {}
         self.step = 0
+
+    def _resident(self, slot: SlotId, initial: Initial) -> object:
+        """Return the initial value of a slot that outlives the step."""
+        match slot.kind:
+            case "seed":
+                return self._seed()
+            case "buffer" if self.state.setup is not self.setup and slot.owner in self.state.shares:
+                return None  # it is taken over from the training worker before each run
+            case "buffer":
+                share, value = self.shares[slot.owner], initial(slot.owner)
+                if share.ways > 1:
+                    value = value.chunk(share.ways, share.axis)[share.part]
+                dtype = self.setup.dtype if value.is_floating_point() else value.dtype
+                return value.to(self.setup.device, dtype, copy=True)
+            case "place" | "host_place":
+                home, group = slot.devices
+                stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
+                place = home.index(self.device) // stride % len(group)
+                return torch.tensor([place], device=self.setup.device if slot.kind == "place" else "cpu")
+            case "constant":
+                return self.setup.constants[slot.owner].to(self.setup.device)
+            case "param":
+                return self.state.holdings[slot.owner].param
+        return None  # the optimizer keeps its own state; the total is written by the step
 
     def _seed(self) -> Tensor:
         """Return the gradient that each microbatch's loss starts from."""

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.context import Bound, Env
@@ -32,14 +33,14 @@ def accumulate(env: Env, ins: Instr) -> Bound:
 
 
 def add_scalar(env: Env, value: int, total: int, first: bool) -> Bound:
-    """Add up losses and weights in float64, in any precision of the model."""
+    """Add up losses, weights and metrics in float64, in any precision of the model."""
     slots = env.slots
 
     def begin() -> None:
-        slots[total] = cast(Tensor, slots[value]).to(torch.float64, copy=True).view(())
+        slots[total] = cast(Tensor, slots[value]).to(torch.float64, copy=True).view(-1)
 
     def add() -> None:
-        cast(Tensor, slots[total]).add_(cast(Tensor, slots[value]).view(()))
+        cast(Tensor, slots[total]).add_(cast(Tensor, slots[value]).view(-1))
 
     return begin if first else add
 
@@ -130,19 +131,25 @@ def norm(env: Env, ins: Instr) -> Bound:
     gradients = [slot for slot in ins.reads if slot.kind in ("grad", "grad_shard")]
     parts = [(env.at(slot), env.layouts[slot.owner].bucket.copies) for slot in gradients]
     kinds = {slot.kind: env.at(slot) for slot in ins.reads}
-    extras = [kinds.get("loss"), kinds.get("weight")]
+    length = total_length(env.setup.outline)
+    places = {"loss": slice(1, 2), "weight": slice(2, 3), "metrics": slice(3, length)}
+    extras = [(kinds[kind], place) for kind, place in places.items() if kind in kinds]
     device = env.setup.device
 
     def run() -> None:
-        result = torch.zeros(3, dtype=torch.float64, device=device)
+        result = torch.zeros(length, dtype=torch.float64, device=device)
         for slot, copies in parts:
             result[0] += squares(parts_of(slots[slot])) / copies
-        for i, extra in enumerate(extras, 1):
-            if extra is not None:
-                result[i] = cast(Tensor, slots[extra]) / env.setup.plans.copies
+        for extra, place in extras:
+            result[place] = cast(Tensor, slots[extra]) / env.setup.plans.copies
         slots[target] = result
 
     return run
+
+
+def total_length(outline: CapturedModel) -> int:
+    """Return the number of sums over all devices: the squared norm, the loss, its weight, the metrics."""
+    return 3 + 2 * len(outline.metric_names)
 
 
 def squares(gradient: list[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """The setup that a worker needs to run one device's plan."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from piper.callbacks import Callback
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plans
@@ -16,8 +17,19 @@ from piper.usercode import raised
 
 Code = Callable[..., tuple[Tensor, ...]]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, Tensor]]
+Mean = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and its weight
+Metrics = Mapping[str, tuple[Tensor, Tensor | float]]  # the sum and the weight of each
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Mean | tuple[Mean, Metrics]]
 Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value, by name
+
+
+class EvaluateLike(Protocol):
+    """The attributes of a job's evaluation that running it needs."""
+
+    @property
+    def data(self) -> Callable[[], Iterable[Mapping[str, Tensor]]]: ...
+    @property
+    def every(self) -> int: ...
 
 
 class JobLike(Protocol):
@@ -41,6 +53,10 @@ class JobLike(Protocol):
     def clip_norm(self) -> float | None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def evaluate(self) -> EvaluateLike | None: ...
+    @property
+    def callbacks(self) -> Sequence[Callback]: ...
 
 
 class ProgramLike(Protocol):
@@ -58,6 +74,7 @@ class ProgramLike(Protocol):
     def device(self) -> str: ...
     def code(self, chunk: Chunk, phase: Phase) -> Code: ...
     def origins(self, node: str) -> list[str]: ...
+    def evaluation(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

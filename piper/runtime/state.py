@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.ids import SlotId
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.bucket_layout import Flat, Layout
@@ -90,25 +89,6 @@ class State:
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
 
-    def resident(self, slot: SlotId, initial: Initial) -> object:
-        """Return the initial value of a slot that outlives the step."""
-        if slot.kind == "buffer":
-            share, value = self.shares[slot.owner], initial(slot.owner)
-            if share.ways > 1:
-                value = value.chunk(share.ways, share.axis)[share.part]
-            dtype = self.setup.dtype if value.is_floating_point() else value.dtype
-            return value.to(self.setup.device, dtype, copy=True)
-        if slot.kind in ("place", "host_place"):
-            home, group = slot.devices
-            stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
-            place = home.index(self.device) // stride % len(group)
-            return torch.tensor([place], device=self.setup.device if slot.kind == "place" else "cpu")
-        if slot.kind == "constant":
-            return self.setup.constants[slot.owner].to(self.setup.device)
-        if slot.kind == "param":
-            return self.holdings[slot.owner].param
-        return None  # the optimizer keeps its own state; the total is written by the step
-
     def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None) -> None:
         """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
 
@@ -134,6 +114,23 @@ class State:
             updated = [tensor for tensor, _ in portion if tensor in self.copies]
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
+
+    def kept(self, bucket: str, key: str) -> Tensor | None:
+        """Return what the optimizer keeps under a key for this device's part of a bucket, in one flat tensor.
+
+        Parameters without it count as zeros. None: no parameter of the bucket has it.
+        """
+        if self.optimizer is None:
+            return None
+        found = torch.zeros_like(self.holdings[bucket].trained)
+        places = dict(self.holdings[bucket].layout.segments(found))
+        some = False
+        for piece, tensor in self.segments[bucket]:
+            value = self.optimizer.state.get(tensor, {}).get(key)
+            if isinstance(value, Tensor) and value.numel() == tensor.numel():
+                places[piece].copy_(value.view(places[piece].shape))
+                some = True
+        return found if some else None
 
     def _factors(self, sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the divisor of the gradients and the factor that clips their norm. None: not needed."""

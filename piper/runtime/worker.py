@@ -23,8 +23,10 @@ from piper.runtime.debug.memory_meter import Meter
 from piper.runtime.debug.output_recorder import Trail
 from piper.runtime.debug.profiler import Recorder
 from piper.runtime.executor import Executor
+from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, Setup
+from piper.runtime.state import State
 
 TOTAL = SlotId("total")
 
@@ -36,6 +38,7 @@ class Sums:
     squares: float  # of the gradient's norm, before it is divided by the weight
     loss: float
     weight: float
+    metrics: tuple[float, ...] = ()  # the sum and the weight of each metric, one after another
     busy: float = 0.0  # seconds that this device computed, where a launcher counts them
 
 
@@ -72,16 +75,23 @@ class Worker:
         on_failure: Callable[[], None] = lambda: None,
         watch: Watch | None = None,
         kernels: Kernels = KERNELS,
+        state: State | None = None,
     ) -> None:
+        """Build a device's state and bind its plan.
+
+        state: of the worker whose parameters this one reads, without training them. None: it has its own.
+        """
         self.setup, self.device = setup, device
+        self.options, self.watch = options, watch
         self.intake: Intake | None = None
         if options.graphs:
             on_streams = isinstance(comms, NcclComms | AloneComms)
             check_static(setup, [setup.plans.of(device)], options, by_host=not on_streams)
             self.intake = Intake()
             kernels = self.intake.kernels(kernels)
-        self.env = Env(setup, device, comms, initial, dice)
-        self.env.state.keep_gradients = options.keep_gradients
+        self.env = Env(setup, device, comms, initial, dice, state)
+        if state is None:
+            self.env.state.keep_gradients = options.keep_gradients
         plan = self.env.plan
         bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
         if self.intake is not None:
@@ -98,7 +108,10 @@ class Worker:
             bound = [self.recorder.watch(place, ins, run) for place, (ins, run) in timed]
         if watch is not None:
             bound = [watch(i, ins, run) for i, (ins, run) in enumerate(zip(plan.instrs, bound, strict=True))]
-        self.on_host = torch.zeros(3, dtype=torch.float64, pin_memory=setup.device.type == "cuda")
+        self.on_host = torch.zeros(
+            total_length(setup.outline), dtype=torch.float64, pin_memory=setup.device.type == "cuda"
+        )
+        self.evaluators: dict[int, Worker] = {}
         self.executor = self._executor(bound, options, on_failure)
 
     def _executor(
@@ -140,19 +153,57 @@ class Worker:
 
     def step(self, batch: Mapping[str, Rows]) -> Sums:
         """Train on one global batch, of which this device takes its rows."""
+        sums = self.run(batch)
+        self.env.step += 1
+        if self.env.state.scheduler is not None:
+            self.env.state.scheduler.step()
+        return sums
+
+    def run(self, batch: Mapping[str, Rows]) -> Sums:
+        """Run the plan once on this device's rows of a global batch, and return the sums over all devices."""
         env = self.env
         env.batch = batch
         if self.meter is not None:
             self.meter.begin()
         self.executor.run()
         env.batch = {}
-        env.step += 1
-        if env.state.scheduler is not None:
-            env.state.scheduler.step()
         if self.setup.device.type != "cuda":
             self._fetch()
-        squares, loss, weight = self.on_host.tolist()
-        return Sums(squares=squares, loss=loss, weight=weight)
+        squares, loss, weight, *metrics = self.on_host.tolist()
+        return Sums(squares=squares, loss=loss, weight=weight, metrics=tuple(metrics))
+
+    def prepare(
+        self,
+        number: int,
+        setup: Setup,
+        comms: Comms,
+        initial: Initial,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bind the plan of an evaluation program, which reads this worker's parameters and buffers.
+
+        initial: the values of buffers that the training plan does not hold.
+        """
+        self.evaluators[number] = Worker(
+            setup,
+            self.device,
+            comms,
+            initial,
+            Options(streams=self.options.streams, timeout=self.options.timeout, threads=self.options.threads),
+            self.env.dice,
+            on_failure,
+            self.watch,
+            state=self.env.state,
+        )
+
+    def evaluate(self, number: int, batch: Mapping[str, Rows]) -> Sums:
+        """Run an evaluation program on one global batch, with this worker's parameters and buffers."""
+        evaluator = self.evaluators[number]
+        for slot, place in evaluator.env.index.items():
+            if slot.kind == "buffer" and slot in self.env.index:
+                evaluator.env.slots[place] = self.env.slots[self.env.at(slot)]
+        evaluator.env.step = self.env.step
+        return evaluator.run(batch)
 
     def owned(self, bucket: str) -> Tensor:
         """Return what this device holds of a bucket, exact: its shard, or all of it."""
@@ -180,4 +231,6 @@ class Worker:
 
     def close(self) -> None:
         """End the worker's threads."""
+        for evaluator in self.evaluators.values():
+            evaluator.close()
         self.executor.close()

@@ -3,6 +3,7 @@
 from piper.schedules.dualpipe import dualpipe_v
 from piper.schedules.gpipe import gpipe
 from piper.schedules.one_forward_one_backward import interleaved_1f1b, one_f_one_b
+from piper.schedules.pairs import pairs
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.synthesise import Synthesised, synthesise
@@ -23,6 +24,7 @@ __all__ = [
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "one_f_one_b",
+    "pairs",
     "synthesise",
     "v_half",
     "v_min",

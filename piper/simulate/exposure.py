@@ -56,15 +56,16 @@ def exposure(
 
 
 def main_phase(graph: Graph, plan: Plan, spans: Sequence[Span]) -> Interval | None:
-    """Return the time from the first to the last instruction of overlapped pairs of forward and backward.
+    """Return the time from the first to the last instruction of groups whose members overlap.
 
-    None: the device has no such pair.
+    These are the groups of an `order` that hold forwards and backwards, or several microbatches. None: the
+    device runs no such group.
     """
     pairs = {
         compute_name(step.chunk, step.phase, step.part)
         for ordering in graph.orderings
         for group in ordering.groups
-        if len({step.phase == "F" for step in group}) == 2
+        if len({(step.phase == "F", step.part) for step in group}) > 1
         for step in group
     }
     times = [span for ins, span in zip(plan.instrs, spans, strict=True) if ins.node in pairs]

@@ -11,10 +11,12 @@ import json
 import platform
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from piper.compiler import Program, strategy_of
 from piper.devices import show
@@ -169,36 +171,47 @@ def versions() -> dict[str, str]:
     return found
 
 
-class Metrics:
-    """`metrics.jsonl`: one object for each step, on disk before the next step begins."""
+class Lines:
+    """A file with one object for each step, on disk before the next step begins."""
 
-    def __init__(self, folder: Path, done: int) -> None:
-        """Open the metrics of a folder, and keep `done` steps: a resumed run writes the later ones again."""
-        self.path = folder / METRICS
+    def __init__(self, folder: Path, name: str, done: int) -> None:
+        """Open the file of a folder, and keep `done` steps: a resumed run writes the later ones again."""
+        self.path = folder / name
         kept = "".join(line for line, step in read_lines(self.path) if step <= done)
         try:
             if not self.path.exists() or self.path.read_text(encoding="utf-8") != kept:
-                part = self.path.with_name(f".{METRICS}.part")
+                part = self.path.with_name(f".{name}.part")
                 part.write_text(kept, encoding="utf-8")
                 part.replace(self.path)  # a kill leaves the earlier lines
             self.file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise unwritable(folder, error) from None
 
-    def __call__(self, measure: Measure) -> None:
+    def write(self, fields: Mapping[str, object]) -> None:
+        """Write one line."""
         try:
-            self.file.write(json.dumps(asdict(measure)) + "\n")
+            self.file.write(json.dumps(fields) + "\n")
             self.file.flush()
         except OSError as error:
             raise unwritable(self.path.parent, error) from None
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.file.close()
+
+
+class Metrics(Lines):
+    """`metrics.jsonl`: the measures of each step."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        super().__init__(folder, METRICS, done)
+
+    def __call__(self, measure: Measure) -> None:
+        self.write(asdict(measure))
 
 
 def read_lines(path: Path) -> list[tuple[str, int]]:

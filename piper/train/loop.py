@@ -51,6 +51,7 @@ class Course:
     saves: Saves | None = None
     stopping: Callable[[], bool] = lambda: False
     culprit: Callable[[], str | None] | None = None  # the first result of the last step that is not finite
+    after: Callable[[int, Result], None] = lambda step, result: None  # evaluates and runs callbacks
 
 
 def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> int:
@@ -77,6 +78,7 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
                 step_s=seconds,
             )
         )
+        course.after(step, result)
         last = step == course.steps or course.stopping()
         if course.saves is not None and (last or step % course.saves.every == 0):
             course.saves.save(step, last)

@@ -57,9 +57,17 @@ def prepare_saves(folder: Path, job: Job, resume: bool) -> Path | None:
     return where
 
 
-def saves_of(run: Saved, folder: Path, job: Job, feed: Feed, warn: Callable[[str], None]) -> Saves | None:
+def saves_of(
+    run: Saved,
+    folder: Path,
+    job: Job,
+    feed: Feed,
+    warn: Callable[[str], None],
+    saved: Callable[[int, Path], None] = lambda step, path: None,
+) -> Saves | None:
     """Return how to save. None: the job asks for no saves.
 
+    saved: is called with the step and the folder of each checkpoint.
     A save that fails is a warning, except at the end of the run.
     """
     where, wanted = checkpoints_of(folder, job), job.checkpoint
@@ -73,6 +81,7 @@ def saves_of(run: Saved, folder: Path, job: Job, feed: Feed, warn: Callable[[str
             warn(f"warning: {error}")
         try:
             run.save(step_path(where, step), data=feed.state_dict(), wait=last, keep=wanted.keep)
+            saved(step, step_path(where, step))
         except UndroppedError as error:
             warn(f"warning: {error}")
         except UnwrittenError as error:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
@@ -15,7 +16,7 @@ from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.base import Run
+from piper.launchers.base import Run, StepResult
 from piper.launchers.events import Event
 from piper.launchers.launch import check_launcher, launcher, recovers
 from piper.launchers.recovery import RecoveringRun, recovering
@@ -26,11 +27,12 @@ from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
+from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.events import Events
 from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
-from piper.train.loop import Course, Reporter, checked, train
+from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
@@ -151,22 +153,33 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             return first_bad(program.outline, run.trails(), run.state_dict())
 
         with (
+            ExitStack() as held,
             watching(console, folder, program, done, memory) as tell,
             interrupts(preempting, asked.grace - reserve(asked, run)) as interrupted,
         ):
+            evaluations = held.enter_context(Evaluations(folder, done))
+
+            def after(step: int, result: Result) -> None:
+                evaluated = run.after_step(step, cast(StepResult, result), job.steps)
+                if evaluated is not None:
+                    evaluations.write(step, evaluated)
+                    console.print(evaluation_line(step, evaluated))
+
             course = Course(
                 done=done,
                 steps=job.steps,
                 tell=partial(noting, tell, feed, positions),
-                saves=saves_of(run, folder, job, feed, console.print),
-                stopping=partial(stopping, run, interrupted),
+                saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
+                stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
+                after=after,
             )
             rate = Rate(job, program.plans.buckets.values(), trainer)
             batches = checked(feed, wanted_batch(setup_of(program)))
             begun = done
             try:
                 done = train(run, batches, rate, course)
+                run.after_training(done)
             except PreemptedError:
                 done = flushed(run, folder, job, positions)
         if asked.profile:

@@ -4,11 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from piper.checkpoint.layout import buffers_of, held_buckets, owned_range, saved_buckets, saved_buffers, spans
+from piper.checkpoint.layout import (
+    Span,
+    buffers_of,
+    held_buckets,
+    owned_range,
+    saved_buckets,
+    saved_buffers,
+    spans,
+    within,
+)
 from piper.ids import SlotId
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
-from piper.sharding import WHOLE, Sharding
+from piper.sharding import WHOLE, Comb, Sharding, combs, local_sizes, runs
 
 
 def bucket(
@@ -88,7 +97,7 @@ def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> No
     piece = Piece(name="w", shape=(2, 2), offset=5, shardings=(Sharding(dim=1, ways=3),))
     made = replace(bucket("c", {"v": 5}, (0, 1, 2)), groups=((0,), (1,), (2,)))
     made = replace(made, pieces=(piece,))
-    assert [(s.start, s.at, s.length) for s in spans(made, 1, 0, 9)] == [(2, 5, 2), (8, 7, 2)]
+    assert spans(made, 1, 0, 9) == [Span(name="w", start=2, at=5, length=2, count=2, stride=6, step=2)]
     assert [(s.start, s.at, s.length) for s in spans(made, 2, 6, 8)] == [(5, 6, 1), (10, 7, 1)]
 
 
@@ -110,3 +119,54 @@ def test_the_first_copy_of_a_buffer_is_written() -> None:
 def test_every_part_of_a_divided_buffer_is_written() -> None:
     shares = {device: {"scale": Share(part=device % 2, ways=2)} for device in range(4)}
     assert [saved_buffers(shares, device) for device in range(4)] == [["scale"], ["scale"], [], []]
+
+
+def test_a_slice_along_the_second_dimension_is_one_comb() -> None:
+    assert list(combs((4, 3), (Sharding(dim=1, ways=2),), 1)) == [
+        Comb(here=0, there=3, length=3, count=4, here_step=3, there_step=6)
+    ]
+    blocks = (Sharding(dim=1, ways=2, blocks=2),)  # [2, 8] held as columns 0, 1, 4, 5 of each row
+    assert list(combs((2, 4), blocks, 0)) == [
+        Comb(here=0, there=0, length=2, count=2, here_step=4, there_step=8),
+        Comb(here=2, there=4, length=2, count=2, here_step=4, there_step=8),
+    ]
+    assert list(combs((2, 3), (), 0)) == [Comb(here=0, there=0, length=6)]
+
+
+@pytest.mark.parametrize(
+    "shardings",
+    [
+        (Sharding(dim=0, ways=2),),
+        (Sharding(dim=1, ways=2),),
+        (Sharding(dim=1, ways=2, blocks=3),),
+        (Sharding(dim=1, ways=2, zigzag=True),),
+        (Sharding(dim=2, ways=2),),
+        (Sharding(dim=0, ways=2), Sharding(dim=1, ways=2, stride=2)),
+        (Sharding(dim=1, ways=2), Sharding(dim=2, ways=2, stride=2)),
+        (Sharding(dim=0, ways=2, blocks=2), Sharding(dim=2, ways=2, stride=2)),
+    ],
+)
+def test_combs_are_the_runs(shardings: tuple[Sharding, ...]) -> None:
+    shape = local_sizes((8, 12, 4), shardings)
+    for position in range(4):
+        found = [
+            (comb.here + i * comb.here_step, comb.there + i * comb.there_step, comb.length)
+            for comb in combs(shape, shardings, position)
+            for i in range(comb.count)
+        ]
+        assert sorted(found) == list(runs(shape, shardings, position))
+
+
+def test_a_range_cuts_the_runs_at_its_ends() -> None:
+    comb = Comb(here=0, there=100, length=4, count=5, here_step=4, there_step=10)
+    assert list(within("w", 20, comb, 22, 35)) == [
+        Span(name="w", start=110, at=24, length=4, count=2, stride=10, step=4),
+        Span(name="w", start=102, at=22, length=2),
+        Span(name="w", start=130, at=32, length=3),
+    ]
+    assert list(within("w", 20, comb, 25, 27)) == [Span(name="w", start=111, at=25, length=2)]
+    assert list(within("w", 20, comb, 0, 20)) == list(within("w", 20, comb, 40, 99)) == []
+    assert list(within("w", 20, comb, 0, 24)) == [Span(name="w", start=100, at=20, length=4)]
+    assert list(within("w", 5, Comb(here=0, there=7, length=6), 8, 99)) == [
+        Span(name="w", start=10, at=8, length=3)
+    ]

@@ -66,6 +66,9 @@ class Sabotaged:
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)
 
+    def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
+        return self.program.evaluation(batch)
+
 
 class BrokenError(Exception):
     """What a trap raises: a class of the user's own, which the driver need not know."""

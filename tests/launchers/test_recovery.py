@@ -93,12 +93,12 @@ class Counting:
         self.script.do(f"restore {step}")
         self.done = step
 
-    def load(self, path: Path) -> Resumed:
+    def read(self, path: Path) -> Resumed:
         self.script.do(f"load {path}")
         self.done = 7
         return Resumed(step=7)
 
-    def save(self, path: Path, *, data: object, wait: bool, keep: int | None) -> None:
+    def write(self, path: Path, data: object, *, wait: bool, keep: int | None) -> None:
         self.script.do(f"save {path} after {self.done}")
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Counting:
 def scripted(script: Script, retries: int = 3, **more: object) -> tuple[RecoveringRun, list[Event]]:
     events: list[Event] = []
     run = RecoveringRun(
-        cast(ProgramLike, SimpleNamespace(plans=())),
+        cast(ProgramLike, SimpleNamespace(plans=(), job=SimpleNamespace(callbacks=()))),
         Options(),
         script,
         cast(Versions, script),

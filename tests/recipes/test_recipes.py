@@ -24,6 +24,7 @@ ALL = (
     "tensor.py:sequence",
     "tensor.py:context",
     "tensor.py:four_dimensions",
+    "tensor_pairs.py:hidden",
 )
 ELSEWHERE = {"paper_example.py"}  # beside the paper's own numbers
 DENSE = (5.54854, 5.34922)  # the first is about ln 256: a model that knows nothing of bytes

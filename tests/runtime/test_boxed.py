@@ -11,7 +11,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.debug.check import check
-from piper.runtime.setup import JobLike
+from piper.runtime.setup import JobLike, ProgramLike
 from tests.runtime.grid import Cell, batches, compiled
 
 Code = Callable[..., tuple[Tensor, ...]]
@@ -66,6 +66,9 @@ class InBoxes:
 
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)
+
+    def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
+        return self.program.evaluation(batch)
 
 
 def test_saved_values_are_given_away_with_their_last_use() -> None:

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import flop_registry
 
 from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
 from piper.capture.autodiff.partition import Section
+from piper.capture.cost.kernels import Traffic, counted, fused, kernel_of, operations
 from piper.capture.cost.workspace import workspace_of
-from piper.capture.kernels import Traffic, counted, fused, kernel_of, operations
 from piper.capture.trace.sizes import Sizes
 from piper.ir.chunk import Kernel
 

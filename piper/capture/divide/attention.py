@@ -9,10 +9,12 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.divide.compute import aligned
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError, UnevenError
+from piper.capture.divide.draws import attend_and_drop, mask_of
 from piper.capture.divide.layout import WHOLE, Divided, divides
 from piper.capture.divide.masks import is_causal, unrepeated
 from piper.capture.divide.ring import by_ring, scale_of
 from piper.capture.divide.shapes import argument
+from piper.capture.trace.effects import draws
 
 HEADS, SEQUENCE = 1, 2  # dimensions of [batch, heads, sequence, head size]
 
@@ -26,8 +28,8 @@ def attention(d: Divider, node: fx.Node) -> None:
     if have is None:  # the mask alone is divided
         d.plain(node)
         return
-    if float(argument(node, 4, "dropout_p", 0.0)):  # type: ignore[arg-type]
-        raise NoRuleError("dropout inside attention draws for all heads at once")
+    if draws(node) and have.dim == SEQUENCE:
+        raise NoRuleError("dropout inside attention divides by heads, not by the sequence")
     if have.dim == SEQUENCE and d.division.attention == "ring":
         by_ring(d, node, query, key, value, have)
     elif have.dim == SEQUENCE and d.division.attention == "heads":
@@ -46,15 +48,16 @@ def _alike(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.No
         if not divides(size := d.shape(x)[have.dim], have, d.degree):
             raise UnevenError(f"{size} heads", size, d.degree)
     local = [d.to(x, have, varies=True) for x in (query, key, value)]
+    if draws(node):
+        d.done(node, attend_and_drop(d, node, local, have, mask_of(d, node, have)), have)
+        return
     d.done(node, _attend(d, node, local, have), have)
 
 
 def _attend(
     d: Divider, node: fx.Node, local: list[fx.Node], have: Divided, mask: fx.Node | None = None
 ) -> fx.Node:
-    given = argument(node, 3, "attn_mask")
-    if mask is None and isinstance(given, fx.Node):
-        mask = d.to(given, aligned(d, given, have, 4), varies=True)
+    mask = mask or mask_of(d, node, have)
     causal = bool(argument(node, 5, "is_causal", False)) and mask is None
     kwargs: dict[str, Argument] = {n: node.kwargs[n] for n in ("scale", "enable_gqa") if n in node.kwargs}
     return d.emit(node.target, (*local, mask, 0.0, causal), kwargs)

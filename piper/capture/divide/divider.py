@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.divide.collective import change, collective
-from piper.capture.divide.division import Division, NoRuleError, UnevenError
+from piper.capture.divide.division import DRAWN, Division, NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
 from piper.capture.divide.reshapes import REPLAYED, value_of
 from piper.capture.trace.blame import node_line
@@ -343,12 +343,12 @@ class Divider:
             self._count_uses(node)
             self.plain(node)
             return
-        if draws(node) and node.target is not aten.dropout.default:
+        if draws(node) and node.target not in DRAWN:
             raise CaptureError(
                 f"{node.target} draws random numbers for a divided value",
                 by=self.division.by,
                 facts=self.facts(),
-                hint="leave it out of the regions that are divided; dropout outside of attention divides",
+                hint="leave it out of the regions that are divided; dropout, rand_like and randn_like divide",
             )
         rule = self.rules.get(node.target) or self.fallback(node)
         if rule is None:

@@ -4,11 +4,17 @@ from collections.abc import Mapping
 
 import torch
 
-from piper.capture.divide import attention, compute, losses, shapes
+from piper.capture.divide import attention, compute, draws, losses, shapes
 from piper.capture.divide.divider import Rule
 from piper.errors import ConfigError
 
-_RULES: dict[object, Rule] = {**shapes.RULES, **compute.RULES, **losses.RULES, **attention.RULES}
+_RULES: dict[object, Rule] = {
+    **shapes.RULES,
+    **compute.RULES,
+    **losses.RULES,
+    **attention.RULES,
+    **draws.RULES,
+}
 # ^ grows by `sharding_rule` alone
 
 

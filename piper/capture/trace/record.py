@@ -8,8 +8,10 @@ from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
+from torch.fx.node import Argument
 from torch.nn.utils.parametrizations import _SpectralNorm
 
+from piper.capture.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.trace.blame import loss_failed, node_line, quiet
 from piper.capture.trace.hooks import no_tensor_hooks
@@ -41,8 +43,13 @@ class Step(nn.Module):
         return self.loss[0](self.model, batch)
 
 
-def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recording:
-    """Trace `loss(model, batch)`, all of it, into one graph."""
+def record(
+    model: nn.Module, loss: LossFn, batch: dict[str, Tensor], *, forward_only: bool = False
+) -> Recording:
+    """Trace `loss(model, batch)`, all of it, into one graph.
+
+    forward_only: nothing is trained, so the loss need not depend on a trainable parameter.
+    """
     step = Step(model, loss)
     settings = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
@@ -66,7 +73,7 @@ def record(model: nn.Module, loss: LossFn, batch: dict[str, Tensor]) -> Recordin
         returned = _structure(captured)
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
     regions = [*listed_regions(model), *entered]
-    return _Reader(captured, tensors, _sources(model, batch), regions).read(returned)
+    return _Reader(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
@@ -99,29 +106,18 @@ def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]
     return {**found, **{id(tensor): Batch(field=name) for name, tensor in batch.items()}}
 
 
-def _structure(captured: fx.GraphModule) -> tuple[object, ...]:
+def _structure(captured: fx.GraphModule) -> Returned:
     """Return what the loss returned, with graph nodes in place of computed tensors."""
     flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
     try:
         returned = captured.graph._codegen.process_outputs(flat)
     except AttributeError as error:  # a Python number is read off a tensor after the graph
         raise _not_a_loss("it returns a Python number") from error
-    values = returned if isinstance(returned, tuple) else (returned,)
-    if len(values) not in (1, 2) or not all(isinstance(value, fx.Node | Tensor) for value in values):
-        kinds = ", ".join(
-            "a tensor" if isinstance(value, fx.Node | Tensor) else type(value).__name__ for value in values
-        )
-        raise _not_a_loss(f"it returns {'(' + kinds + ')' if isinstance(returned, tuple) else kinds}")
-    return values
+    return returned_by_loss(returned)
 
 
 def _not_a_loss(got: str) -> CaptureError:
-    return CaptureError(
-        "the loss is not a loss",
-        by="loss",
-        facts={"got": got},
-        hint="return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors",
-    )
+    return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=FORMS)
 
 
 class _Reader:
@@ -147,7 +143,7 @@ class _Reader:
         self.depth = 0
         self.bundle = 0
 
-    def read(self, returned: tuple[object, ...]) -> Recording:
+    def read(self, returned: Returned, forward_only: bool) -> Recording:
         for node in self.captured.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, self.tensors[node])
@@ -155,14 +151,18 @@ class _Reader:
                 self._attribute(node)
             elif node.op != "output" and not self._context(node):
                 self._copy(node)
-        results = tuple(self._result(value) for value in returned)
-        _check_results(results)
+        results = tuple(self._result(value) for value in returned.values)
+        _check_results(results, forward_only)
+        if returned.metrics:
+            results = (*results, self._packed(returned.metrics, results[0].meta["example_value"]))
         marks = {node: node.meta.get("custom") or {} for node in self.graph.nodes}
         return Recording(
             graph=self.graph,
             root=self.root,
             origins=self.origins,
             results=results,
+            weighted=len(returned.values) > 1,
+            metrics=tuple(returned.metrics),
             tags=number_regions(marks, self.regions),
             places=places_of(self.regions),
             modes=self.modes,
@@ -235,6 +235,30 @@ class _Reader:
             return self.copies[value]
         return self._input(fx.Graph().placeholder("result"), value)
 
+    def _packed(self, metrics: Mapping[str, tuple[object, object]], loss: FakeTensor) -> fx.Node:
+        """Add nodes that put the sum and the weight of every metric into one tensor of float64."""
+        with loss.fake_mode:
+            numbers = [self._number(name, part, loss) for name, pair in metrics.items() for part in pair]
+            return self._call(torch.stack, numbers)
+
+    def _number(self, name: str, part: object, loss: FakeTensor) -> fx.Node:
+        """Return the node of a metric's sum or weight, which may be a Python number."""
+        if isinstance(part, int | float):
+            return self._call(torch.full, (), float(part), dtype=torch.float64, device=loss.device)
+        node = self._result(part)
+        value = node.meta["example_value"]
+        if value.dim():
+            raise _not_a_loss(f"its metric {name!r} has a part of shape {list(value.shape)}")
+        return self._call(torch.Tensor.to, self._call(torch.Tensor.detach, node), torch.float64)
+
+    def _call(self, function: Callable[..., Tensor], *arguments: Argument, **options: Argument) -> fx.Node:
+        """Add a call to the graph, with the value it has for the traced batch."""
+        node = self.graph.call_function(function, arguments, options)
+        values = fx.map_arg(arguments, lambda used: used.meta["example_value"])
+        node.meta["example_value"] = function(*values, **options)
+        self.modes[node] = Mode()
+        return node
+
 
 def _attribute_name(module: nn.Module, value: object) -> str | None:
     """Return the name under which a module holds an unregistered value. None: no module holds it."""
@@ -245,7 +269,7 @@ def _attribute_name(module: nn.Module, value: object) -> str | None:
     return None
 
 
-def _check_results(results: tuple[fx.Node, ...]) -> None:
+def _check_results(results: tuple[fx.Node, ...], forward_only: bool) -> None:
     values = [node.meta["example_value"] for node in results]
     for what, value in zip(("loss", "weight"), values, strict=False):
         if value.dim():
@@ -257,7 +281,7 @@ def _check_results(results: tuple[fx.Node, ...]) -> None:
             facts={"but": "gradients are those of the sum, divided by the total weight of the batch"},
             hint="detach it: return loss, weight.detach(); or return a mean, whose gradient is that of both",
         )
-    if not values[0].requires_grad:
+    if not values[0].requires_grad and not forward_only:
         raise CaptureError(
             "the loss does not depend on any trainable parameter",
             by="loss" + node_line(results[0]),

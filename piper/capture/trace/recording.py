@@ -43,12 +43,14 @@ class Recording:
     graph: fx.Graph
     root: nn.Module  # holds the graph's attributes
     origins: Mapping[fx.Node, Origin]  # of each placeholder
-    results: tuple[fx.Node, ...]  # the loss, or its sum and its weight
+    results: tuple[fx.Node, ...]  # the loss, or its sum and its weight; then all metrics in one tensor
     tags: Mapping[fx.Node, Tags]
     modes: Mapping[fx.Node, Mode]
     bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     places: Mapping[tuple[str, int], str] = field(default_factory=dict)  # the line of each region
+    weighted: bool = False  # the loss is a sum with a weight
+    metrics: tuple[str, ...] = ()  # the names of the metrics
 
 
 def number_regions(

@@ -25,7 +25,7 @@ from piper.capture.trace.sizes import Sizes, dtype_name
 from piper.capture.trace.uneven_means import uneven_means
 from piper.errors import CaptureError
 from piper.gc_pause import no_collection
-from piper.ir.chunk import Buffer, CapturedModel, Parameter, Tags
+from piper.ir.chunk import Buffer, CapturedModel, Output, Parameter, Tags
 
 Precision = Literal["fp32", "bf16", "fp64"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -55,17 +55,21 @@ def trace(
     device: str | torch.device = "cpu",
     *,
     compiled: bool = False,
+    forward_only: bool = False,
 ) -> Traced:
     """Capture `loss_fn(model_fn(), batch)` for a slice of `rows` samples.
 
     Nothing is allocated: the model is built of fakes on the device it will run on. `batch` only gives names,
     shapes and types. compiled: the code will be compiled, and is traced into operations for the compiler.
+    forward_only: capture the model as `model.eval()` makes it, with nothing to train.
     """
     check_batch(batch, rows)
     dtype, device = DTYPES[precision], torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(model_fn, mode, dtype, device)
     check_hooks(model, loss_fn)
+    if forward_only:
+        model.eval().requires_grad_(False)
     with mode:
         fakes = {
             name: torch.empty(
@@ -75,14 +79,16 @@ def trace(
             )
             for name, field in batch.items()
         }
-    recording = record(model, loss_fn, fakes)
+    recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
     pieces, assembler = _cut(recording)
-    loss, *weight = (assembler.output(node) for node in assembler.recording.results)
+    results = results_of(assembler)
     outline = CapturedModel(
         chunks=tuple(piece.chunk for piece in pieces),
-        loss=loss,
-        weight=weight[0] if weight else None,
+        loss=results.loss,
+        weight=results.weight,
+        metrics=results.metrics,
+        metric_names=recording.metrics,
         parameters=parameters_of(model),
         buffers=buffers_of(model),
         batch={name: Sizes().spec(fake) for name, fake in fakes.items()},
@@ -107,17 +113,35 @@ def divided(traced: Traced, requests: Sequence[Request]) -> Traced:
         traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
     )
     pieces, assembler = _cut(made.recording)
-    loss, *weight = (assembler.output(node) for node in assembler.recording.results)
+    results = results_of(assembler)
     outline = replace(
         traced.outline,
         chunks=tuple(piece.chunk for piece in pieces),
-        loss=loss,
-        weight=weight[0] if weight else None,
+        loss=results.loss,
+        weight=results.weight,
+        metrics=results.metrics,
         parameters=made.parameters,
         fields=made.batch,
         degrees=degrees_of(requests),
     )
     return replace(traced, outline=outline, pieces=tuple(pieces), recording=made.recording)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The outputs of chunks that the loss returns."""
+
+    loss: Output
+    weight: Output | None
+    metrics: Output | None
+
+
+def results_of(assembler: Assembler) -> Results:
+    """Return which outputs of chunks are the loss, its weight and its metrics."""
+    recording = assembler.recording
+    loss, *others = (assembler.output(node) for node in recording.results)
+    weight = others.pop(0) if recording.weighted else None
+    return Results(loss=loss, weight=weight, metrics=others[0] if others else None)
 
 
 def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:

@@ -23,7 +23,7 @@ _DIVISIONS = (operator.truediv, torch.div, torch.true_divide)
 
 def uneven_means(recording: Recording, rows: int) -> tuple[str, ...]:
     """Return each mean of a loss whose slices may count unevenly, with its line. rows: the samples traced."""
-    if len(recording.results) > 1:
+    if recording.weighted:
         return ()  # a sum with its weight
     needed = live(recording.graph, recording.results[:1])
     found = (

@@ -84,7 +84,10 @@ class Reference:
         """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32."""
         exact = self.dtype is torch.float64 and self.program.outline.degrees
         with Exact() if exact else nullcontext():
-            return self.job.loss(self.model, batch)
+            result = self.job.loss(self.model, batch)
+        if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
+            return result[0]
+        return result
 
     def _whole(self, batch: Mapping[str, Tensor]) -> float:
         """Run the job's loss on all samples at once, and its backward."""

@@ -47,7 +47,7 @@ class Sorted(nn.Module):
 
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x)
+        return x * torch.bernoulli(x)
 
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -146,10 +146,10 @@ def test_an_operation_without_a_rule() -> None:
 
 def test_random_numbers_for_a_divided_value() -> None:
     assert refused(job(Noisy(), axis="TP", weights=FFN)) == cleandoc("""
-        shard #0 (here): aten.rand_like.default draws random numbers for a divided value
-          operation: aten.rand_like.default (here)
+        shard #0 (here): aten.bernoulli.default draws random numbers for a divided value
+          operation: aten.bernoulli.default (here)
           operands:  linear_1 [4, 6, 16] divided along 2
-          hint:      leave it out of the regions that are divided; dropout outside of attention divides
+          hint:      leave it out of the regions that are divided; dropout, rand_like and randn_like divide
     """)
 
 
@@ -333,5 +333,6 @@ def test_attention_that_a_ring_cannot_pass_on() -> None:
         "a ring passes on as many keys as there are queries, not 12 for 6"
     )
     assert found("dropped").startswith(
-        "shard #0 (here): aten.scaled_dot_product_attention.default draws random numbers for a divided value"
+        "shard #0 (here): aten.scaled_dot_product_attention.default cannot be divided: "
+        "dropout inside attention divides by heads, not by the sequence"
     )

@@ -124,7 +124,7 @@ def kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: Sizes) -
     if not flops:
         return Kernel(kind="traffic", dtype=_type_of(node), nbytes=nbytes)
     assert isinstance(node.target, torch._ops.OpOverload)
-    attends = "_scaled_dot_product_" in node.target.name()
+    attends = {"query", "key"} <= {argument.name for argument in node.target._schema.arguments}
     return Kernel(
         kind="attention" if attends else "product",
         dtype=_type_of(node),

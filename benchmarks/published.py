@@ -1,0 +1,347 @@
+"""Published training runs, simulated as ordinary strategies: predicted next to published TFLOP/s per device.
+
+python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--out FILE]
+
+A row names a model, its shape, its devices and how it was divided. Its model is captured with two layers,
+which are then repeated: equal layers share code and cost the same. The strategy is a list of directives, the
+machines are the cluster files that Piper ships, and no figure of either was chosen by looking at these rows.
+Microbatch sizes and interleaving are those of the scripts that the authors published.
+
+A pipeline repeats itself once it is full, so a step with many microbatches is extrapolated from two shorter
+ones. `--full` simulates every microbatch.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from published_models import Decoder, Sizes, divided_weights, loss
+from repeated import repeated
+
+import piper
+from piper.directives import Directive, apply
+from piper.gc_pause import no_collection
+from piper.ir.chunk import CapturedModel
+from piper.ir.graph import Graph, start
+from piper.ir.select import At
+from piper.lower.lower import LOWERING, lower
+from piper.lower.state import LoweringState, Settings
+from piper.plan.plan import Plans
+from piper.schedules.grid import Grid, orders
+from piper.schedules.names import grid_for
+from piper.simulate.cluster import Cluster, load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.simulate import Simulation, simulate
+
+TABLE = Path(__file__).parent / "published.csv"
+CLUSTERS = {"H100": "h100", "A100": "a100"}
+FIELDS = {"tokens": 1, "labels": 1}
+# What the table does not say: samples of a microbatch and stages of a rank (Megatron-LM: its script for table
+# 1; Llama 3: section 3.3.2, by which a stage is one layer, and the embedding and the head are stages too).
+DETAILS = {
+    "405B": (1, 8),
+    "1.7B": (16, 1),
+    "3.6B": (16, 1),
+    "7.5B": (16, 1),
+    "18.4B": (8, 1),
+    "39.1B": (4, 1),
+    "76.1B": (2, 3),
+    "145.6B": (2, 2),
+    "310.1B": (1, 2),
+    "529.6B": (1, 3),
+    "1008B": (1, 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A published run."""
+
+    source: str
+    model: str
+    sizes: Sizes
+    gpu: str
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    global_batch: int
+    recompute: bool
+    published: float  # TFLOP/s of a device
+    counts_recompute: bool  # whether recomputation counts as work
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of a microbatch."""
+        return DETAILS[self.model][0]
+
+    @property
+    def stages_per_rank(self) -> int:
+        return DETAILS[self.model][1]
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // (self.dp * self.samples)
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        long = f", {self.sizes.seq // 1024}k tokens" if self.cp > 1 else ""
+        return f"{self.model} on {self.devices} {self.gpu}{long}"
+
+    @property
+    def work(self) -> float:
+        """Return the floating-point operations of a step, as the source counts them.
+
+        Megatron-LM counts recomputation and whole attention (its equation 3). Llama 3 counts the model
+        alone; attention is causal.
+        """
+        s, tokens = self.sizes, self.global_batch * self.sizes.seq
+        if self.counts_recompute:
+            part = 1 + s.seq / (6 * s.dim) + s.vocab / (16 * s.layers * s.dim)
+            return 96 * tokens * s.layers * s.dim**2 * part
+        keys = s.dim * s.kv_heads // s.heads
+        layer = 2 * s.dim * s.dim + 2 * s.dim * keys + (3 if s.gated else 2) * s.dim * s.ffn
+        attention = 6 * s.layers * s.dim * s.seq
+        return tokens * (6 * (s.layers * layer + s.vocab * s.dim) + attention)
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Read the published runs."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row_of(found) for found in csv.DictReader(file)]
+
+
+def row_of(found: dict[str, str]) -> Row:
+    """Read one published run."""
+    number = {name: int(found[name]) for name in ("tp", "cp", "pp", "dp", "global_batch")}
+    sizes = Sizes(
+        layers=int(found["layers"]),
+        dim=int(found["dim"]),
+        ffn=int(found["ffn"]),
+        gated=found["gated"] == "1",
+        heads=int(found["heads"]),
+        kv_heads=int(found["kv_heads"]),
+        vocab=int(found["vocab"]),
+        seq=int(found["seq"]),
+    )
+    row = Row(
+        source=found["source"],
+        model=found["model"],
+        sizes=sizes,
+        gpu=found["gpu"],
+        recompute=found["recompute"] == "full",
+        published=float(found["tflops_per_gpu"]),
+        counts_recompute=found["counted"] == "hardware",
+        **number,
+    )
+    assert row.devices == int(found["gpus"]), f"{row.name}: {found['gpus']} devices were published"
+    return row
+
+
+def captured(row: Row) -> CapturedModel:
+    """Capture two layers of a model for one group of devices, and repeat the second."""
+    small = replace(row.sizes, layers=2)
+    tokens = torch.zeros((row.samples, row.sizes.seq), dtype=torch.long)
+    job = piper.Job(
+        model=lambda: Decoder(small),
+        loss=loss,
+        data=lambda: [{"tokens": tokens, "labels": tokens}],
+        strategy=[*axes(row, piper.at(), range(row.tp * row.cp))] or [piper.place(piper.at(), [0])],
+        optimizer=lambda params: torch.optim.AdamW(params, fused=True),
+        precision="bf16",
+    )
+    program = piper.compile(job, device="cpu", compile=True)
+    return repeated(program.outline, row.sizes.layers)
+
+
+def axes(row: Row, where: At, devices: Sequence[int]) -> list[Directive]:
+    """Return tensor parallelism, with a divided sequence between for Llama 3, and context parallelism."""
+    found: list[Directive] = []
+    if row.tp > 1:
+        weights = divided_weights(row.sizes)
+        between = 1 if row.sizes.gated else None
+        found.append(piper.shard(where, devices, ways=row.tp, axis="TP", weights=weights, between=between))
+    if row.cp > 1:
+        found.append(piper.shard(where, devices, ways=row.cp, axis="CP", batch=FIELDS, balance="zigzag"))
+    return found
+
+
+def stages_of(row: Row) -> list[range]:
+    """Return the regions of each stage: the embedding is the first one, the head the last."""
+    stages, layers = row.pp * row.stages_per_rank, row.sizes.layers
+    if stages == layers + 2:
+        return [range(region, region + 1) for region in range(stages)]
+    assert layers % stages == 0, f"{row.name}: {layers} layers do not divide into {stages} stages"
+    each = layers // stages
+    found = [range(1 + each * stage, 1 + each * (stage + 1)) for stage in range(stages)]
+    found[0] = range(found[0].start - 1, found[0].stop)
+    found[-1] = range(found[-1].start, found[-1].stop + 1)
+    return found
+
+
+def strategy_of(row: Row, microbatches: int) -> list[Directive]:
+    """Return a row's strategy: replicas, tensor and context parallelism, recomputation, a schedule."""
+    stages, devices = stages_of(row), devices_of(row)
+    grid = grid_of(row, microbatches)
+    zero = 1 if row.sizes.gated else 0
+    found: list[Directive] = []
+    for number, regions in enumerate(stages):
+        where = piper.at(LAYER=regions)
+        own = devices[number % row.pp]
+        found.append(piper.replicate(where, own, zero=zero) if len(own) > 1 else piper.place(where, own))
+        found += axes(row, where, own)
+    if row.recompute:
+        layers = piper.at(LAYER=range(1, row.sizes.layers + 1))
+        found.append(piper.remat(layers, 1.0, across="LAYER"))
+    if microbatches > 1:
+        found.append(piper.split(piper.at(), parts=microbatches))
+    if grid is not None and microbatches > 1:
+        found += orders(grid, stage=[piper.at(LAYER=regions) for regions in stages])
+    return found
+
+
+def devices_of(row: Row) -> list[list[int]]:
+    """Return the devices of each rank of the pipeline.
+
+    Groups of tensor and context parallelism are neighbours. Llama 3 puts the ranks of a pipeline next to each
+    other, Megatron-LM the replicas.
+    """
+    group = row.tp * row.cp
+    if row.sizes.gated:
+        starts = [[(replica * row.pp + rank) * group for replica in range(row.dp)] for rank in range(row.pp)]
+    else:
+        starts = [[(rank * row.dp + replica) * group for replica in range(row.dp)] for rank in range(row.pp)]
+    return [[first + n for first in firsts for n in range(group)] for firsts in starts]
+
+
+def grid_of(row: Row, microbatches: int) -> Grid | None:
+    """Return a row's schedule. None: it has one rank."""
+    if row.pp == 1:
+        return None
+    if row.stages_per_rank > 1:
+        return grid_for("interleaved-1f1b", row.pp, microbatches, row.stages_per_rank)
+    return grid_for("1f1b", row.pp, microbatches)
+
+
+def simulated(
+    row: Row, outline: CapturedModel, cluster: Cluster, microbatches: int, *, prove: bool = False
+) -> Simulation:
+    """Lower a row's strategy to plans and simulate a step."""
+    samples = row.dp * row.samples * microbatches
+    settings = Settings(samples=samples, state_bytes=8, master_bytes=4)
+    plans = lowered(apply(start(outline), strategy_of(row, microbatches)), settings, prove=prove)
+    return simulate(plans, outline, Roofline(cluster))
+
+
+def lowered(graph: Graph, settings: Settings, *, prove: bool) -> Plans:
+    """Lower a graph to plans. A proof takes longer than all rewrites together."""
+    if prove:
+        return lower(graph, settings)[0]
+    work = LoweringState(graph=graph, settings=settings)
+    with no_collection():
+        for rewrite, _ in LOWERING:
+            work = rewrite(work)
+    assert work.plans is not None
+    return work.plans
+
+
+def step_of(row: Row, outline: CapturedModel, cluster: Cluster, *, full: bool) -> float:
+    """Return the seconds of a step, extrapolated where it has many microbatches."""
+    few = row.pp
+    more = few + (row.pp if row.stages_per_rank > 1 else max(2, row.pp // 8))
+    if full or row.pp == 1 or row.microbatches <= few + more:
+        return simulated(row, outline, cluster, row.microbatches).step
+    one, two = (simulated(row, outline, cluster, count).step for count in (few, more))
+    return two + (row.microbatches - more) * (two - one) / (more - few)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A row and what was predicted of it."""
+
+    row: Row
+    step: float
+    took: float  # seconds of this machine
+
+    @property
+    def predicted(self) -> float:
+        """Return the TFLOP/s of a device."""
+        return self.row.work / self.step / self.row.devices / 1e12
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.row.published - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.row.name:32} {self.row.published:9.0f} {self.predicted:9.0f} {100 * self.error:+7.1f} % "
+            f"{self.step:9.2f} s {self.took:7.1f} s"
+        )
+
+
+def predicted(row: Row, *, full: bool = False) -> Found:
+    """Simulate one row."""
+    begin = time.process_time()
+    step = step_of(row, captured(row), load_cluster(CLUSTERS[row.gpu]), full=full)
+    return Found(row=row, step=step, took=time.process_time() - begin)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return Spearman's correlation of the ranks of pairs. Equal values share their mean rank."""
+    ranks = [ranked([pair[side] for pair in pairs]) for side in (0, 1)]
+    return statistics.correlation(ranks[0], ranks[1])
+
+
+def ranked(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value, from 1."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
+
+
+def summary(found: Sequence[Found]) -> list[str]:
+    """Return the median and the largest error, and how well the order agrees within each source."""
+    errors = [abs(one.error) for one in found]
+    lines = [f"median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %"]
+    for source in dict.fromkeys(one.row.source for one in found):
+        pairs = [(one.row.published, one.predicted) for one in found if one.row.source == source]
+        if len(pairs) > 2:
+            lines.append(f"{source}: rank correlation {rank_correlation(pairs):.2f} over {len(pairs)} runs")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--rows", default="", help="models, such as 1.7B,405B; default: all")
+    parser.add_argument("--full", action="store_true", help="simulate every microbatch")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON lines")
+    options = parser.parse_args()
+    wanted = set(filter(None, options.rows.split(",")))
+    found = []
+    print(f"{'run':32} {'published':>9} {'predicted':>9} {'error':>9} {'step':>11} {'CPU':>9}")
+    for row in rows_of(options.table):
+        if not wanted or row.model in wanted:
+            found.append(predicted(row, full=options.full))
+            print(found[-1], flush=True)
+    lines = summary(found)
+    print(*lines, sep="\n")
+    if options.out is not None:
+        figures = [
+            {"run": f.row.name, "published": f.row.published, "predicted": f.predicted, "step_s": f.step}
+            for f in found
+        ]
+        options.out.write_text("".join(json.dumps(figure) + "\n" for figure in figures))
+
+
+if __name__ == "__main__":
+    main()

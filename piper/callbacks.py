@@ -1,0 +1,307 @@
+"""Callbacks: what happens after a step, an evaluation, a checkpoint, and at the end of a training.
+
+A job has callbacks, `piper.Job(callbacks=[...])`. `run.train()` and `piper train` call them in the driver, in
+the order of the list.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+
+from piper.errors import ConfigError
+from piper.usercode import calling_line
+
+if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+AVERAGE = "piper_average"  # the key of a parameter's average among what the optimizer keeps for it
+
+
+class Numbers(Protocol):
+    """The numbers of an evaluation."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class StepNumbers(Numbers, Protocol):
+    """The numbers of a step."""
+
+    @property
+    def grad_norm(self) -> float: ...
+
+
+class Running(Protocol):
+    """The run that a callback gets."""
+
+    def stop(self) -> None:
+        """End the training after this step."""
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None: ...
+    def state_dict(self) -> "dict[str, Tensor]": ...
+    def optimizer_state(self, key: str) -> "dict[str, Tensor]": ...
+
+
+class Callback:
+    """A callback that does nothing. Override what you need.
+
+    everywhere: it runs on every rank of a torchrun job, so it must decide the same on each and write nothing.
+    Otherwise it runs on rank 0 alone.
+    """
+
+    everywhere = False
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        """Run after a step. Steps count from 1."""
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        """Run after an evaluation."""
+
+    def on_save(self, run: Running, step: int, path: Path) -> None:
+        """Run after a checkpoint of the job is on its way to the disk."""
+
+    def on_end(self, run: Running, step: int) -> None:
+        """Run at the end of a training, also after `run.stop()`."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint keeps of this callback: numbers, texts and lists of them."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue with what a checkpoint kept of this callback."""
+
+    def wrap_optimizer(
+        self, make: "Callable[[Iterable[Tensor]], Optimizer]"
+    ) -> "Callable[[Iterable[Tensor]], Optimizer]":
+        """Return the function that makes the job's optimizer, changed where this callback needs it."""
+        return make
+
+
+def named_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by the names that checkpoints have for them: the class, and a number if several."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        taken = sum(other == name or other.startswith(f"{name}.") for other in found)
+        found[f"{name}.{taken}" if taken else name] = callback
+    return found
+
+
+class Best:
+    """The best value of an evaluation so far."""
+
+    def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
+        if mode not in ("min", "max"):
+            refuse(f"there is no mode {mode!r}", "mode is one of min, max")
+        self.metric, self.mode = metric, mode
+        self.value: float | None = None
+        self.step = 0
+
+    def improves(self, step: int, result: Numbers, least: float = 0.0) -> bool:
+        """Take note of an evaluation. Return whether it is better than the best by more than `least`."""
+        value = value_of(result, self.metric)
+        sign = 1.0 if self.mode == "min" else -1.0
+        if math.isnan(value) or (self.value is not None and sign * (self.value - value) <= least):
+            return False
+        self.value, self.step = value, step
+        return True
+
+
+class EarlyStopping(Callback):
+    """Stops the training after `patience` evaluations without an improvement.
+
+    metric: `loss`, or one of the metrics. least: what an improvement must exceed.
+    """
+
+    everywhere = True
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        least: float = 0.0,
+    ) -> None:
+        if patience < 1:
+            refuse(f"patience={patience}", "wait for at least 1 evaluation")
+        self.best, self.patience, self.least = Best(metric, mode), patience, least
+        self.waited = 0
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        """Count the evaluations without an improvement, and stop after too many."""
+        self.waited = 0 if self.best.improves(step, result, self.least) else self.waited + 1
+        if self.waited >= self.patience:
+            run.stop()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the best value, its step, and how many evaluations came after it."""
+        return {"best": self.best.value, "step": self.best.step, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue to count."""
+        self.best.value, self.best.step, self.waited = state["best"], state["step"], state["waited"]
+
+
+class BestCheckpoint(Callback):
+    """Saves a checkpoint after each evaluation that is the best so far, in place of the one before it."""
+
+    def __init__(
+        self, folder: Path | str, metric: str = "loss", *, mode: Literal["min", "max"] = "min"
+    ) -> None:
+        self.folder, self.best = Path(folder), Best(metric, mode)
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        """Save where the evaluation is the best so far."""
+        if self.best.improves(step, result):
+            run.save(self.folder)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the best value and its step."""
+        return {"best": self.best.value, "step": self.best.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the best value."""
+        self.best.value, self.best.step = state["best"], state["step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaged:
+    """A function that makes an optimizer, which then averages the parameters after each of its steps."""
+
+    make: "Callable[[Iterable[Tensor]], Optimizer]"
+    decay: float
+
+    def __call__(self, params: "Iterable[Tensor]") -> "Optimizer":
+        optimizer = self.make(params)
+        optimizer.register_step_post_hook(self.average)
+        return optimizer
+
+    def average(self, optimizer: "Optimizer", args: object, kwargs: object) -> None:
+        """Move the average of each parameter that was just updated towards it."""
+        import torch
+
+        averages, values = [], []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                kept = optimizer.state[parameter]
+                if AVERAGE not in kept:
+                    kept[AVERAGE] = parameter.detach().clone()
+                else:
+                    averages.append(kept[AVERAGE])
+                    values.append(parameter.detach())
+        if averages:
+            torch._foreach_lerp_(averages, values, 1.0 - self.decay)
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the parameters.
+
+    It begins with the parameters after the first step. It is state of the optimizer: sharded like the
+    parameters, counted in plans, and saved in checkpoints.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0.0 < decay < 1.0:
+            refuse(f"decay={decay!r}", "choose a decay between 0 and 1, such as 0.999")
+        self.decay = decay
+
+    def wrap_optimizer(
+        self, make: "Callable[[Iterable[Tensor]], Optimizer]"
+    ) -> "Callable[[Iterable[Tensor]], Optimizer]":
+        """Return a function that makes the optimizer with the average."""
+        return make if isinstance(make, Averaged) else Averaged(make=make, decay=self.decay)
+
+    def averages(self, run: Running) -> "dict[str, Tensor]":
+        """Return the model's state with the averages in place of the trained parameters, in full."""
+        found = run.optimizer_state(AVERAGE)
+        state = run.state_dict()
+        if not found:
+            refuse("there is no average yet", "train a step first")
+        return {name: found.get(name, value) for name, value in state.items()}
+
+
+class TensorBoard(Callback):
+    """Writes the numbers of steps and evaluations for TensorBoard."""
+
+    def __init__(self, folder: Path | str = "tensorboard") -> None:
+        self.folder = Path(folder)
+        self.writer: Any = None  # torch's own
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        """Write the numbers of a step."""
+        self._write("train", step, {"loss": result.loss, "grad_norm": result.grad_norm, **result.metrics})
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        """Write the numbers of an evaluation."""
+        self._write("evaluate", step, {"loss": result.loss, **result.metrics})
+
+    def on_end(self, run: Running, step: int) -> None:
+        """Close the file."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def _write(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
+        if self.writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                refuse("TensorBoard is not installed", "install it: pip install tensorboard")
+            self.writer = SummaryWriter(str(self.folder))
+        for name, value in numbers.items():
+            self.writer.add_scalar(f"{part}/{name}", value, step)
+
+
+class WeightsAndBiases(Callback):
+    """Logs the numbers of steps and evaluations to Weights & Biases. options: those of `wandb.init`."""
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
+        self.run: Any = None  # wandb's own
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        """Send the numbers of a step."""
+        self._log("train", step, {"loss": result.loss, "grad_norm": result.grad_norm, **result.metrics})
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        """Send the numbers of an evaluation."""
+        self._log("evaluate", step, {"loss": result.loss, **result.metrics})
+
+    def on_end(self, run: Running, step: int) -> None:
+        """Finish wandb's run."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+    def _log(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
+        if self.run is None:
+            try:
+                import wandb  # type: ignore[import-not-found]
+            except ImportError:
+                refuse("wandb is not installed", "install it: pip install wandb")
+            self.run = wandb.init(**self.options)
+        self.run.log({f"{part}/{name}": value for name, value in numbers.items()}, step=step)
+
+
+def value_of(result: Numbers, metric: str) -> float:
+    """Return the loss or a metric of an evaluation."""
+    values = {**result.metrics, "loss": result.loss}
+    if metric not in values:
+        refuse(f"there is no metric {metric!r}", f"an evaluation has {', '.join(values)}")
+    return values[metric]
+
+
+def refuse(what: str, hint: str) -> NoReturn:
+    """Raise a ConfigError that names the user's line."""
+    line = calling_line()
+    raise ConfigError(what, by=f"callbacks ({line})" if line else "callbacks", hint=hint)

@@ -1,0 +1,67 @@
+"""The forms of what a loss returns: a mean, or a sum with its weight, and metrics with either."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from piper.errors import CaptureError
+
+FORMS = "return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors"
+METRICS = 'return the metrics behind the loss: return loss, {"accuracy": (correct, number)}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """What a loss returned."""
+
+    values: tuple[object, ...]  # the loss, or its sum and its weight
+    metrics: Mapping[str, tuple[object, object]] = field(default_factory=dict)  # the sum and weight of each
+
+
+def returned_by_loss(returned: object) -> Returned:
+    """Read what a loss returned: `loss`, `(sum, weight)`, `(loss, metrics)` or `((sum, weight), metrics)`.
+
+    Raise a CaptureError where it is something else.
+    """
+    metrics: Mapping[str, tuple[object, object]] = {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        metrics = checked_metrics(returned[1])
+        returned = returned[0]
+    values = returned if isinstance(returned, tuple) else (returned,)
+    if len(values) not in (1, 2) or not all(map(is_tensor, values)):
+        kinds = ", ".join("a tensor" if is_tensor(value) else type(value).__name__ for value in values)
+        got = f"({kinds})" if isinstance(returned, tuple) else kinds
+        raise CaptureError(
+            "the loss is not a loss", by="loss", facts={"got": f"it returns {got}"}, hint=FORMS
+        )
+    return Returned(values=values, metrics=metrics)
+
+
+def checked_metrics(metrics: Mapping[object, object]) -> dict[str, tuple[object, object]]:
+    """Return the metrics of a loss. Raise a CaptureError where one has no name, no sum or no weight."""
+    found: dict[str, tuple[object, object]] = {}
+    for name, pair in metrics.items():
+        if not (isinstance(name, str) and isinstance(pair, tuple) and len(pair) == 2):
+            raise not_a_metric(name, type(pair).__name__)
+        if not all(is_tensor(part) or is_number(part) for part in pair):
+            raise not_a_metric(name, "(" + ", ".join(type(part).__name__ for part in pair) + ")")
+        found[name] = pair
+    return found
+
+
+def not_a_metric(name: object, got: str) -> CaptureError:
+    """Return the error of a metric that cannot be added up."""
+    return CaptureError(
+        f"the metric {name!r} is not a pair (sum, weight)", by="loss", facts={"got": got}, hint=METRICS
+    )
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor, or the node of one in a captured graph."""
+    return isinstance(value, fx.Node | Tensor)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a Python number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

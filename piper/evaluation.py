@@ -1,0 +1,131 @@
+"""Compiles the program that evaluates a job: the forward alone, under the job's own strategy."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from piper.capture.autodiff.differentiate import Captured
+from piper.capture.trace.trace import Traced, divided, trace
+from piper.compiler import (
+    MASTER_BYTES,
+    Program,
+    capture_slices,
+    likely_rows,
+    outline_by_slice,
+    placing,
+    strategy_of,
+    usable_cache,
+)
+from piper.devices import show
+from piper.directives import ShardAxis, apply
+from piper.divisions import requests_of
+from piper.errors import CaptureError
+from piper.ir.chunk import CapturedModel, Parameter
+from piper.ir.graph import Graph, start
+from piper.job import Batch
+from piper.lower.lower import lower
+from piper.lower.state import Completed, Settings
+from piper.runtime.setup import device_of
+
+if TYPE_CHECKING:
+    from piper.capture.trace.record import LossFn
+
+
+def compile_evaluation(program: Program, batch: Batch) -> Program:
+    """Compile the forward of a trained program for batches like `batch`, and prove its plans.
+
+    The model is captured in eval mode, with the loss that evaluation runs. Backward nodes have nothing to do
+    and are dropped by lowering, like those of a frozen region.
+    """
+    job = program.job
+    loss: LossFn = job.loss if job.evaluate is None or job.evaluate.metrics is None else job.evaluate.metrics
+    strategy = strategy_of(job)
+    samples = len(next(iter(batch.values())))
+    compiled = program.cache is not None
+    settings = Settings(
+        samples=samples,
+        state_bytes=program.work.settings.state_bytes,
+        master_bytes=MASTER_BYTES[job.precision],
+        buckets=program.plans.buckets,
+    )
+    codes: dict[int, Captured] = {}
+    kept = None if program.cache is None else usable_cache(program.cache)
+
+    def recorded_at(rows: int) -> Traced:
+        device = device_of(program.device)
+        return trace(
+            job.model, loss, batch, rows, job.precision, device, compiled=compiled, forward_only=True
+        )
+
+    def traced_at(rows: int) -> Traced:
+        return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
+
+    def captured(graph: Graph) -> Completed:
+        graph = replace(graph, budgets={})  # there is no backward to recompute for
+        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+        outline = outline_by_slice(graph, samples, codes)
+        check_buffers(program, graph, outline)
+        return Completed(outline=with_parameters_of(program.outline, outline, program))
+
+    with placing(job, strategy, batch):
+        traced = recorded_at(likely_rows(strategy, samples))
+        divides = any(isinstance(directive, ShardAxis) for directive in strategy)
+        graph = apply(start(traced.outline), strategy, orders=not divides)
+        requests = requests_of(graph, strategy)
+        if requests:
+            traced = divided(traced, requests)
+        if divides:
+            graph = apply(start(traced.outline), strategy)
+        plans, work = lower(replace(graph, reruns={}), settings, captured)
+    return replace(
+        program, graph=work.graph, plans=plans, work=work, codes=codes, warnings=(), cache=program.cache
+    )
+
+
+def with_parameters_of(trained: CapturedModel, outline: CapturedModel, program: Program) -> CapturedModel:
+    """Return an outline with the parameters of the trained program, divided as that program divides them.
+
+    Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
+    """
+    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    for chunk in outline.chunks:
+        for name in chunk.params:
+            if name not in held:
+                raise CaptureError(
+                    f"the model uses {name} in eval mode only",
+                    by="model",
+                    facts={"but": "evaluation reads the parameters of the training program"},
+                    hint="make it a buffer, or let the forward use it in both modes",
+                )
+    found = {parameter.name: parameter for parameter in outline.parameters}
+    for parameter in trained.parameters:
+        if parameter.name in held:
+            assert layout_of(parameter) == layout_of(found[parameter.name]), parameter.name
+    return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained.parameters))
+
+
+def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> None:
+    """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
+    homes = {node.chunk: node.devices for node in program.graph.nodes.values()}
+    trained: dict[str, set[int]] = {}
+    for chunk in program.outline.chunks:
+        for name in chunk.buffers:
+            trained.setdefault(name, set()).update(homes[chunk.name])
+    placed = {node.chunk: node.devices for node in graph.nodes.values()}
+    for chunk in outline.chunks:
+        for name in chunk.buffers:
+            if name in trained and not trained[name].issuperset(placed[chunk.name]):
+                raise CaptureError(
+                    f"the buffer {name} is on other devices in eval mode",
+                    by="model",
+                    facts={
+                        "training": f"uses it on {show(tuple(sorted(trained[name])))}",
+                        chunk.name: f"uses it on {show(placed[chunk.name])}",
+                    },
+                    hint="place the regions that share the buffer on the same devices",
+                )
+
+
+def layout_of(parameter: Parameter) -> object:
+    """Return the shape and type of a parameter, and how devices divide it."""
+    slices = [(held.axis, held.degree, held.dim, held.blocks) for held in parameter.slices]
+    return parameter.shape, parameter.dtype, slices

@@ -1,0 +1,203 @@
+"""Evaluates a running job: batches go through forward-only programs, and sums become weighted means."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from piper.errors import ConfigError
+from piper.launchers.base import EvaluationResult, ratio
+from piper.plan.plan import Plans
+from piper.runtime.batch import type_of
+from piper.runtime.setup import ProgramLike, initial_tensors
+from piper.runtime.worker import Sums
+
+Batch = Mapping[str, Tensor]
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # of the fields of a batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Samples of a batch that run together.
+
+    copies: how often each sample occurs in `batch`, where fewer samples are left than there are slices.
+    """
+
+    batch: Batch
+    samples: int
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """The sums of an evaluation so far."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    metrics: tuple[float, ...] = ()  # the sum and the weight of each metric
+    samples: int = 0
+    batches: int = 0
+
+    def add(self, plans: Plans, piece: Piece, sums: Sums) -> "Means":
+        """Return these sums with those of one piece. A mean loss counts by the samples of the piece."""
+        if plans.weighted:
+            loss, weight = sums.loss / piece.copies, sums.weight / piece.copies
+        else:
+            loss, weight = sums.loss * plans.seed * piece.samples, float(piece.samples)
+        found = [value / piece.copies for value in sums.metrics]
+        before = self.metrics or (0.0,) * len(found)
+        return replace(
+            self,
+            loss=self.loss + loss,
+            weight=self.weight + weight,
+            metrics=tuple(a + b for a, b in zip(before, found, strict=True)),
+            samples=self.samples + piece.samples,
+        )
+
+    def result(self, names: Iterable[str]) -> EvaluationResult:
+        """Return the weighted means of the loss and of the named metrics."""
+        pairs = zip(self.metrics[::2], self.metrics[1::2], strict=True)
+        return EvaluationResult(
+            loss=ratio(self.loss, self.weight),
+            metrics={name: ratio(*pair) for name, pair in zip(names, pairs, strict=True)},
+            samples=self.samples,
+            batches=self.batches,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """An evaluation program that workers are ready to run, and its number among those of a run."""
+
+    number: int
+    program: ProgramLike
+    buffers: Mapping[str, Tensor]  # those that came from the driver: training does not use them
+
+
+class Evaluates(ABC):
+    """A run that can evaluate. Each shape of batches gets a program of its own, compiled when first seen."""
+
+    program: ProgramLike
+    plans: Plans
+    unread: dict[str, Tensor]  # the values that no worker holds
+    prepared: dict[Shapes, Prepared] | None = None
+    preparations = 0  # how many programs workers have been given
+
+    def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
+        """Return the loss and the metrics of some batches, by default of the job's `evaluate`.
+
+        The model is in eval mode, and nothing is trained. A mean loss counts each batch by its samples, a
+        (sum, weight) by its weight, and so do metrics.
+        """
+        means, names = Means(), tuple[str, ...]()
+        for batch in self._batches(batches):
+            check_samples(batch)
+            for piece in pieces_of(batch, slices_of(self.plans)):
+                prepared = self._prepared(piece.batch)
+                sums = self._forward(prepared.number, prepared.program, piece.batch)
+                means = means.add(prepared.program.plans, piece, sums)
+                names = prepared.program.outline.metric_names
+            means = replace(means, batches=means.batches + 1)
+        if not means.batches:
+            raise ConfigError(
+                "there is no batch to evaluate on", by="evaluate", hint="give at least one batch"
+            )
+        return means.result(names)
+
+    def _batches(self, batches: Iterable[Batch] | None) -> Iterable[Batch]:
+        if batches is not None:
+            return batches
+        asked = self.program.job.evaluate
+        if asked is None:
+            raise ConfigError(
+                "there are no batches to evaluate on",
+                by="evaluate",
+                hint="give them: run.evaluate(batches); or let the job have some: "
+                "piper.Job(..., evaluate=piper.Evaluate(data=...))",
+            )
+        return asked.data()
+
+    def _prepared(self, batch: Batch) -> Prepared:
+        """Return the program for batches of these shapes. Compile it and prepare the workers if it is new."""
+        known = self.prepared = {} if self.prepared is None else self.prepared
+        shapes = tuple(
+            (name, tuple(field.shape), type_of(str(field.dtype).removeprefix("torch.")))
+            for name, field in sorted(batch.items())
+        )
+        found = known.get(shapes)
+        if found is not None and all(self.unread.get(name) is value for name, value in found.buffers.items()):
+            return found
+        program = self.program.evaluation(batch) if found is None else found.program
+        buffers = self._unheld(program)
+        self._prepare(self.preparations, program, buffers)
+        known[shapes] = Prepared(number=self.preparations, program=program, buffers=buffers)
+        self.preparations += 1
+        return known[shapes]
+
+    def _unheld(self, program: ProgramLike) -> dict[str, Tensor]:
+        """Return the values of the buffers that an evaluation program reads and no worker holds."""
+        used, held = buffers_of(program), buffers_of(self.program)
+        if missing := [name for name in used if name not in held and name not in self.unread]:
+            made = initial_tensors(
+                self.program.job
+            )  # the run began from a checkpoint, which has none of them
+            self.unread |= {name: made[name] for name in missing}
+        return {name: self.unread[name] for name in used if name not in held}
+
+    @abstractmethod
+    def _prepare(self, number: int, program: ProgramLike, buffers: Batch) -> None:
+        """Give workers an evaluation program, and the values of buffers that only evaluation reads."""
+
+    @abstractmethod
+    def _forward(self, number: int, program: ProgramLike, batch: Batch) -> Sums:
+        """Run an evaluation program on a global batch."""
+
+
+def buffers_of(program: ProgramLike) -> list[str]:
+    """Return the names of the buffers that the devices of a program hold."""
+    slots = (slot for plan in program.plans for slot in plan.residents if slot.kind == "buffer")
+    return sorted({slot.owner for slot in slots})
+
+
+def slices_of(plans: Plans) -> int:
+    """Return the number of equal slices that the samples of a batch must divide into."""
+    return plans.cells * math.prod(plans.axes.values())
+
+
+def pieces_of(batch: Batch, slices: int) -> Iterator[Piece]:
+    """Yield a batch in pieces whose samples divide into slices, each sample in exactly one piece.
+
+    A remainder runs with copies of its samples, one for each slice: 3 samples in 4 slices run as 2 samples
+    twice, then 1 sample four times. The sums are divided by the number of copies, so they stay exact.
+    """
+    samples = len(next(iter(batch.values())))
+    start = samples - samples % slices
+    if start:
+        whole = batch if start == samples else {name: field[:start] for name, field in batch.items()}
+        yield Piece(batch=whole, samples=start)
+    while start < samples:
+        some = next(n for n in range(samples - start, 0, -1) if slices % n == 0)
+        copies = slices // some
+        rows = {name: torch.cat([field[start : start + some]] * copies) for name, field in batch.items()}
+        yield Piece(batch=rows, samples=some, copies=copies)
+        start += some
+
+
+def check_samples(batch: object) -> None:
+    """Refuse a batch that is not a dict of tensors with the same number of samples, at least one."""
+    fields = batch if isinstance(batch, Mapping) else {}
+    sizes = {
+        name: field.shape[0] if isinstance(field, Tensor) and field.dim() else 0
+        for name, field in fields.items()
+    }
+    if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
+        got = ", ".join(f"{name} {size}" for name, size in sizes.items()) or type(batch).__name__
+        raise ConfigError(
+            "a batch to evaluate on is a dict of tensors with the same number of samples",
+            by="evaluate",
+            facts={"got": got},
+            hint='give {"tokens": tokens, "labels": labels}, each with one row for each sample',
+        )

@@ -1,0 +1,140 @@
+"""Slices along any dimension are stored as few pieces and read back as slices of any other kind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from piper.checkpoint.metadata import Piece, Record, Spec, Stored, check_sections, covered, record_of
+from piper.checkpoint.overlaps import Overlap, overlaps
+from piper.checkpoint.save import buffer_parts
+from piper.checkpoint.storage import CheckpointReader, Part, index_of, write_parts
+from piper.plan.divided import Share
+from piper.sharding import Sharding, combs, local_sizes
+
+WHOLE = (6, 8)
+DIVISIONS: dict[str, tuple[Sharding, ...]] = {
+    "whole": (),
+    "rows": (Sharding(dim=0, ways=2),),
+    "columns": (Sharding(dim=1, ways=2),),
+    "blocks": (Sharding(dim=1, ways=2, blocks=2),),
+    "quarters": (Sharding(dim=1, ways=4),),
+    "both": (Sharding(dim=0, ways=2), Sharding(dim=1, ways=2, stride=2)),
+}
+
+
+def devices(division: tuple[Sharding, ...]) -> int:
+    return max((held.ways * held.stride for held in division), default=1)
+
+
+def parts(flat: torch.Tensor, division: tuple[Sharding, ...], position: int) -> list[Part]:
+    """Return a device's slice as runs of the whole."""
+    found = []
+    for comb in combs(local_sizes(WHOLE, division), division, position):
+        runs = flat[comb.here :][: comb.length]
+        if comb.count > 1:
+            span = flat[comb.here :][: (comb.count - 1) * comb.here_step + comb.length]
+            runs = span.unfold(0, comb.length, comb.here_step)
+        found.append(Part(key="model.w", size=48, start=comb.there, tensor=runs, stride=comb.there_step))
+    return found
+
+
+def held(whole: torch.Tensor, division: tuple[Sharding, ...], position: int) -> torch.Tensor:
+    """Return a device's slice of a matrix, taken dimension by dimension."""
+    for one in division:
+        cuts = whole.unflatten(one.dim, (one.blocks, one.ways, -1)).select(one.dim + 1, one.index(position))
+        whole = cuts.flatten(one.dim, one.dim + 1)
+    return whole
+
+
+@pytest.mark.parametrize("saved", DIVISIONS)
+@pytest.mark.parametrize("loaded", DIVISIONS)
+def test_any_slices_are_read_from_any_others(saved: str, loaded: str, tmp_path: Path) -> None:
+    whole = torch.arange(48.0).view(WHOLE)
+    written = []
+    for position in range(devices(DIVISIONS[saved])):
+        flat = held(whole, DIVISIONS[saved], position).reshape(-1).clone()
+        written.append(write_parts(tmp_path, f"device-{position}", parts(flat, DIVISIONS[saved], position)))
+    record = Record(
+        step=0,
+        model={"w": Spec(shape=WHOLE)},
+        tensors=index_of(one.placed for one in written),
+        files={name: file for one in written for name, file in one.files.items()},
+    )
+    again = record_of(json.loads(record.to_json()))
+    assert again.tensors == record.tensors
+    check_sections(again)
+    shelf = CheckpointReader(tmp_path, again)
+    shelf.check_headers()
+    for position in range(devices(DIVISIONS[loaded])):
+        wanted = held(whole, DIVISIONS[loaded], position)
+        flat = torch.zeros(wanted.numel(), dtype=torch.float64)
+        shelf.read(parts(flat, DIVISIONS[loaded], position))
+        assert torch.equal(flat.view(wanted.shape), wanted.double())
+
+
+def test_a_buffer_is_divided_along_its_own_dimension(tmp_path: Path) -> None:
+    whole = torch.arange(8.0).view(2, 4)
+    written = []
+    for part in range(2):
+        mine = whole[:, 2 * part : 2 * part + 2].contiguous()
+        share = Share(part=part, ways=2, axis=1)
+        written.append(write_parts(tmp_path, f"device-{part}", buffer_parts("b", share, mine, mine.view(-1))))
+    record = Record(
+        step=0,
+        tensors=index_of(one.placed for one in written),
+        files={name: file for one in written for name, file in one.files.items()},
+    )
+    flat = torch.zeros(8)
+    CheckpointReader(tmp_path, record).read(buffer_parts("b", Share(part=0, ways=1), whole, flat))
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    half = torch.zeros(4)
+    share = Share(part=1, ways=2, axis=1)
+    CheckpointReader(tmp_path, record).read(buffer_parts("b", share, half.view(2, 2), half))
+    assert half.tolist() == [2.0, 3.0, 6.0, 7.0]
+
+
+def test_a_divided_matrix_is_one_piece_on_each_device() -> None:
+    flat = torch.zeros(4096 * 8)
+    big = [
+        Part(key="w", size=4096 * 16, start=comb.there, tensor=flat.view(4096, 8), stride=comb.there_step)
+        for comb in combs((4096, 8), (Sharding(dim=1, ways=2),), 1)
+    ]
+    assert [part.lies("f") for part in big] == [Piece(offset=8, length=8, file="f", count=4096, stride=16)]
+    assert big[0].lies("f").as_list() == [8, 8, "f", 4096, 16]
+
+
+def test_what_two_pieces_have_in_common() -> None:
+    rows = Piece(offset=0, length=4, file="f", count=3, stride=8)  # 0-3, 8-11, 16-19
+    assert list(overlaps(rows, Piece(offset=0, length=24, file=""))) == [
+        Overlap(stored=0, wanted=0, length=4, count=3, stored_step=4, wanted_step=8)
+    ]
+    assert list(overlaps(rows, Piece(offset=2, length=8, file=""))) == [
+        Overlap(stored=2, wanted=0, length=2, count=2, stored_step=2, wanted_step=6)
+    ]
+    assert list(overlaps(rows, Piece(offset=4, length=4, file="", count=2, stride=8))) == []
+    assert list(overlaps(rows, Piece(offset=3, length=15, file=""))) == [
+        Overlap(stored=3, wanted=0, length=1),
+        Overlap(stored=4, wanted=5, length=4),
+        Overlap(stored=8, wanted=13, length=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (Piece(offset=2, length=2, file="f", count=2, stride=4), None),
+        (Piece(offset=1, length=2, file="f", count=2, stride=4), "a gap or an overlap at element 2"),
+        (Piece(offset=2, length=2, file="f", count=2, stride=5), "a gap or an overlap at element 6"),
+        (Piece(offset=2, length=2, file="f"), "a tensor of 8 elements has 6 in its pieces"),
+    ],
+)
+def test_runs_of_pieces_make_the_whole_tensor(second: Piece, why: str | None) -> None:
+    first = Piece(offset=0, length=2, file="f", count=2, stride=4)
+    stored = Stored(dtype="float32", size=8, pieces=(first, second))
+    if why is None:
+        covered(stored)
+    else:
+        with pytest.raises(ValueError, match=why):
+            covered(stored)
