@@ -57,7 +57,6 @@ class WorkerGroup(ABC):
     """The workers of a job, one for each device."""
 
     leaving = False  # whether the system has asked a worker to end
-    stall = 0.0  # seconds without any progress after which the job has stalled
     protects = False  # workers keep versions of their state in memory
 
     @abstractmethod
@@ -82,7 +81,7 @@ class SocketWorkerGroup(WorkerGroup):
         self.program, self.options = program, options
         self.current = program  # what workers run now: an evaluation has a program of its own
         self.devices = devices_of(program.plans)
-        self.stall = options.timeout
+        self.stall = options.timeout  # seconds without any progress after which the job has stalled
         self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
