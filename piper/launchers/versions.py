@@ -22,7 +22,7 @@ from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.layout import owned_range, saved_buckets
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import Piece, Record, Trainer, kept_by
-from piper.checkpoint.save import Copied, RefusedError, copy_state, merged
+from piper.checkpoint.save import Copied, RefusedError, Shapes, copy_state, merged
 from piper.checkpoint.storage import CheckpointReader, Part, Placed, index_of
 from piper.errors import ConfigError
 from piper.format import size
@@ -33,21 +33,21 @@ from piper.plan.plan import Plans
 from piper.runtime.worker import Worker
 
 GENERATIONS = 2
-HEAD = struct.Struct("=qq")  # the step plus one, or 0 while it is written; the bytes of the index
+HEAD = struct.Struct("=qqq")  # the step plus one, or 0 while it is written; bytes of the copy and the layout
 INDEX = 2**20  # bytes that indices take at most, for the estimate
 Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
-    """What a version of one device holds, and where."""
+class Layout:
+    """What lies where in a version of one device."""
 
-    copied: Copied  # without tensors
     placed: tuple[Placed, ...]
     offsets: tuple[int, ...]  # of each placed part, in bytes
+    moments: dict[str, Shapes]  # the optimizer's tensors
 
 
-CODEC = Codec((Index,))
+CODEC = Codec((Copied, Layout))
 
 
 def same(value: Tensor) -> Tensor:
@@ -66,24 +66,37 @@ class VersionWriter:
     def __init__(self, worker: Worker, descriptors: Sequence[int]) -> None:
         self.worker, self.descriptors = worker, descriptors
         self.memories: dict[int, mmap.mmap] = {}
+        self.layout: tuple[object, bytes] | None = None  # what it depends on, and the layout as bytes
 
     def write(self) -> None:
         """Copy the state as it is between two steps."""
         copied = copy_state(self.worker, same)
-        index = index_bytes(copied, f"device-{self.worker.device:05}")
-        begin = rounded(HEAD.size + len(index))
-        ends = [begin]
+        texts = (CODEC.encode(replace(copied, parts=[], moments={})), self._layout(copied))
+        lengths = [len(text) for text in texts]
+        index = b"".join(texts)
+        at = [rounded(HEAD.size + len(index))]
         for part in copied.parts:
-            ends.append(rounded(ends[-1] + part.tensor.nbytes))
-        memory = self._memory(copied.step % GENERATIONS, ends[-1])
-        HEAD.pack_into(memory, 0, 0, len(index))
+            at.append(rounded(at[-1] + part.tensor.nbytes))
+        memory = self._memory(copied.step % GENERATIONS, at[-1])
+        HEAD.pack_into(memory, 0, 0, *lengths)
         memory[HEAD.size : HEAD.size + len(index)] = index
-        for part, at in zip(copied.parts, ends, strict=False):
+        for part, offset in zip(copied.parts, at, strict=False):
             if count := part.tensor.numel():
-                place = torch.frombuffer(memory, dtype=part.tensor.dtype, count=count, offset=at)
+                place = torch.frombuffer(memory, dtype=part.tensor.dtype, count=count, offset=offset)
                 place.copy_(part.tensor.reshape(-1))
                 del place  # before the memory closes under it
-        HEAD.pack_into(memory, 0, copied.step + 1, len(index))
+        HEAD.pack_into(memory, 0, copied.step + 1, *lengths)
+
+    def _layout(self, copied: Copied) -> bytes:
+        """Return what lies where, as bytes. It seldom changes from step to step, so it is kept."""
+        depends = (
+            [(p.key, p.start, p.stride, p.tensor.shape, p.tensor.dtype) for p in copied.parts],
+            copied.moments,
+        )
+        if self.layout is None or self.layout[0] != depends:
+            layout = layout_of(copied, f"device-{self.worker.device:05}")
+            self.layout = (depends, CODEC.encode(layout))
+        return self.layout[1]
 
     def _memory(self, generation: int, nbytes: int) -> mmap.mmap:
         """Return the memory of a generation, at least this large."""
@@ -98,8 +111,8 @@ class VersionWriter:
         return found
 
 
-def index_bytes(copied: Copied, file: str) -> bytes:
-    """Return the index of a version. Offsets count from the first tensor."""
+def layout_of(copied: Copied, file: str) -> Layout:
+    """Return what lies where in a version. Offsets count from the first tensor."""
     offsets, at = [], 0
     for part in copied.parts:
         offsets.append(at)
@@ -113,20 +126,21 @@ def index_bytes(copied: Copied, file: str) -> bytes:
         )
         for part in copied.parts
     )
-    return CODEC.encode(Index(copied=replace(copied, parts=[]), placed=placed, offsets=tuple(offsets)))
+    return Layout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """A version of one device in memory."""
 
-    index: Index
+    copied: Copied  # without tensors
+    layout: Layout
     memory: mmap.mmap
     begin: int  # where its tensors begin
 
     def part(self, number: int) -> Tensor:
         """Return the elements of a part."""
-        placed, at = self.index.placed[number], self.begin + self.index.offsets[number]
+        placed, at = self.layout.placed[number], self.begin + self.layout.offsets[number]
         count = placed.piece.elements
         return torch.frombuffer(self.memory, dtype=dtype_named(placed.dtype), count=count, offset=at)
 
@@ -143,10 +157,12 @@ def step_in(descriptor: int) -> int | None:
 def held_in(descriptor: int) -> Held:
     """Return the version in a file."""
     memory = mmap.mmap(descriptor, 0)
-    _, length = HEAD.unpack_from(memory)
-    index = CODEC.decode(memory[HEAD.size : HEAD.size + length])
-    assert isinstance(index, Index)
-    return Held(index=index, memory=memory, begin=rounded(HEAD.size + length))
+    _, first, second = HEAD.unpack_from(memory)
+    middle, end = HEAD.size + first, HEAD.size + first + second
+    copied, layout = CODEC.decode(memory[HEAD.size : middle]), CODEC.decode(memory[middle:end])
+    assert isinstance(copied, Copied) and isinstance(layout, Layout)
+    copied = replace(copied, moments=layout.moments)
+    return Held(copied=copied, layout=layout, memory=memory, begin=rounded(end))
 
 
 class VersionShelf(CheckpointReader):
@@ -157,9 +173,9 @@ class VersionShelf(CheckpointReader):
         self.located = {
             (placed.piece.file, placed.key, placed.piece.offset): (one, number)
             for one in found
-            for number, placed in enumerate(one.index.placed)
+            for number, placed in enumerate(one.layout.placed)
         }
-        copies = [one.index.copied for one in found]
+        copies = [one.copied for one in found]
         moments, numbers = merged([c.moments for c in copies]), merged([c.numbers for c in copies])
         trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
         self.record = Record(
@@ -168,7 +184,7 @@ class VersionShelf(CheckpointReader):
             trainer=replace(trainer, kept=kept_by(moments, numbers)),
             moments=moments,
             numbers=numbers,
-            tensors=index_of(one.index.placed for one in found),
+            tensors=index_of(one.layout.placed for one in found),
         )
 
     def values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
@@ -244,7 +260,7 @@ class Versions:
             for descriptor in pair:
                 step = step_in(descriptor)
                 if step is not None and chosen(step):
-                    os.pwrite(descriptor, HEAD.pack(0, 0), 0)
+                    os.pwrite(descriptor, HEAD.pack(0, 0, 0), 0)
 
     def shelf(self, step: int, seed: int) -> VersionShelf:
         """Return the tensors of a complete version."""
@@ -264,7 +280,7 @@ class Versions:
                     tensor=held.part(number).view(placed.piece.count, -1).squeeze(0),
                     stride=placed.piece.stride,
                 )
-                for number, placed in enumerate(held.index.placed)
+                for number, placed in enumerate(held.layout.placed)
             ]
         return found
 

@@ -61,7 +61,7 @@ def injector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Injector]:
     def written(self: VersionWriter) -> None:
         if made.armed == (self.worker.device, PROTECT):  # it is lost half-way
             memory = self._memory(self.worker.env.step % 2, 64)
-            HEAD.pack_into(memory, 0, 0, 10)
+            HEAD.pack_into(memory, 0, 0, 10, 10)
         made.fire(self.worker.device, PROTECT)
         write(self)
 
