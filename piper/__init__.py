@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 from piper import callbacks as callbacks
 from piper import schedules as schedules
 from piper import strategies as strategies
-from piper.directives import Directive as Directive
-from piper.directives import order as order
-from piper.directives import place as place
-from piper.directives import remat as remat
-from piper.directives import replicate as replicate
-from piper.directives import shard as shard
-from piper.directives import split as split
+from piper.directives import *  # noqa: F403  whose `__all__` is what users write
 from piper.directives.base import known_directives
 from piper.errors import CaptureError as CaptureError
 from piper.errors import ConfigError as ConfigError
@@ -30,11 +24,15 @@ from piper.job import Job as Job
 from piper.version import VERSION
 
 if TYPE_CHECKING:
+    from piper import checkpoint as checkpoint
+    from piper import data as data
     from piper import losses as losses
     from piper.capture.divide.rules import sharding_rule as sharding_rule
     from piper.capture.trace.annotate import annotate as annotate
     from piper.capture.trace.annotate import annotate_modules as annotate_modules
     from piper.capture.trace.repeated_layers import annotate_layers as annotate_layers
+    from piper.checkpoint.huggingface import export_hf as export_hf
+    from piper.checkpoint.huggingface import import_hf as import_hf
     from piper.compiler import compile as compile
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
@@ -42,31 +40,36 @@ if TYPE_CHECKING:
     from piper.launchers.base import Run as Run
     from piper.launchers.launch import launch as launch
     from piper.models.tensor_plan import tensor_plan as tensor_plan
+    from piper.tuning.tune import tune as tune
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.trace.annotate",
     "annotate_layers": "piper.capture.trace.repeated_layers",
     "annotate_modules": "piper.capture.trace.annotate",
     "compile": "piper.compiler",
+    "export_hf": "piper.checkpoint.huggingface",
+    "import_hf": "piper.checkpoint.huggingface",
     "Run": "piper.launchers.base",
     "grouped_mm": "piper.experts",
     "launch": "piper.launchers.launch",
     "route": "piper.experts",
     "sharding_rule": "piper.capture.divide.rules",
     "tensor_plan": "piper.models.tensor_plan",
+    "tune": "piper.tuning.tune",
     "unroute": "piper.experts",
 }
 
 __version__ = VERSION
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
+_MODULES = ("checkpoint", "data", "losses")  # they need torch
 _OTHERS = (
+    *_MODULES,
     "Checkpoint",
     "Directive",
     "Evaluate",
     "Job",
     "at",
     "callbacks",
-    "losses",
     "schedules",
     "strategies",
 )
@@ -74,8 +77,8 @@ __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 
 def __getattr__(name: str) -> object:
-    if name == "losses":
-        return import_module("piper.losses")
+    if name in _MODULES:
+        return import_module(f"piper.{name}")
     if name in NEEDS_TORCH:
         return getattr(import_module(NEEDS_TORCH[name]), name)
     raise AttributeError(f"module 'piper' has no attribute {name!r}")

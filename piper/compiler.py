@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import CACHE, KEY, Cache
+from piper.capture.divide.request import Request
+from piper.capture.recordings import Recordings, division_of, fields_of
 from piper.capture.trace.trace import Traced, divided, trace
 from piper.data.taking import batches_of
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
@@ -23,7 +26,7 @@ from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job
-from piper.lower.buckets import make_buckets
+from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import Completed, LoweringState, Settings
@@ -33,6 +36,10 @@ from piper.plan.plan import Bucket, Piece, Plans
 from piper.runtime.setup import device_kind, device_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
+
+if TYPE_CHECKING:
+    from piper.notebook import Page
+    from piper.simulate.simulate import Simulation
 
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
@@ -46,6 +53,7 @@ class Program:
     plans: Plans
     work: LoweringState
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
+    recordings: Recordings  # of the model; other strategies use them again: compile(job, captured=program)
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
     cache: Path | None = None  # of compiled code. None: chunks run operation by operation
@@ -75,6 +83,28 @@ class Program:
         """Return the directives that shaped a node, each with its source line."""
         return origins(self.work, node)
 
+    def __repr__(self) -> str:
+        from piper.notebook import line_of  # it draws what this module compiles
+
+        return line_of(self)
+
+    def _repr_html_(self) -> str:
+        from piper.notebook import table_of
+
+        return table_of(self)
+
+    def simulate(self, cluster: Path | str | None = None) -> "Simulation":
+        """Simulate a step on a cluster: h100, h200, a100, cpu, or a TOML file. None: h100."""
+        from piper.notebook import simulated
+
+        return simulated(self, cluster)
+
+    def view(self, cluster: Path | str | None = None) -> "Page":
+        """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
+        from piper.notebook import page_of
+
+        return page_of(self, cluster)
+
     def evaluation(self, batch: Batch) -> "Program":
         """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
 
@@ -87,17 +117,35 @@ class Program:
 
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
-    job: Job, *, device: str | None = None, compile: bool = False, cache: Path | str = CACHE
+    job: Job,
+    *,
+    device: str | None = None,
+    compile: bool = False,
+    cache: Path | str = CACHE,
+    captured: "Program | Recordings | None" = None,
 ) -> Program:
     """Capture a job's model, apply its strategy, lower it to plans and prove them.
 
     device: the kind of device the job is captured for and runs on, `cpu` or `cuda`. None: CUDA if available.
     compile: compile the chunks with Inductor, each on first use, unless `cache` already has it. False: chunks
     run operation by operation.
+    captured: an earlier program of the same model and loss, or its `recordings`. The model is then traced
+    only for microbatch sizes that no compilation before has asked for.
     """
-    kind = device_kind(device)
-    strategy = strategy_of(job)
     batch = first_batch(job)
+    known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
+    kept = usable_cache(Path(cache)) if compile else None
+    folder = Path(cache) if compile else None
+    return build(job, Capturing(job=job, batch=batch, recordings=known, cache=kept, folder=folder))
+
+
+def build(job: Job, capturing: "Capturing", *, state_bytes: int | None = None) -> Program:
+    """Compile a job whose model is captured as `capturing` does.
+
+    state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
+    None: it is tried.
+    """
+    strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
     settings = Settings(
         samples=samples,
@@ -106,31 +154,27 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         master_bytes=MASTER_BYTES[job.precision],
     )
     codes: dict[int, Captured] = {}
-    kept = usable_cache(Path(cache)) if compile else None
+    requests: list[Request] = []
 
-    def recorded_at(rows: int) -> Traced:
-        return trace(job.model, job.loss, batch, rows, job.precision, device_of(kind), compiled=compile)
-
-    def traced_at(rows: int) -> Traced:
-        return divided(recorded_at(rows), requests) if requests else recorded_at(rows)
-
-    def captured(graph: Graph) -> Completed:
-        probe = probed(job, graph, settings)
-        codes.update(capture_slices(graph, samples, {traced.rows: traced}, traced_at, kept))
+    def completed(graph: Graph) -> Completed:
+        before = probed(job, graph, settings) if state_bytes is None else None
+        codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
-        probe = probed(job, replace(graph, outline=outline), settings, probe)
-        return Completed(outline=outline, state_bytes=probe.probe.state_bytes)
+        if before is None:
+            return Completed(outline=outline, state_bytes=state_bytes)
+        probe = probed(job, replace(graph, outline=outline), settings, before)
+        return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 
     with placing(job, strategy, batch):
-        traced = recorded_at(likely_rows(strategy, samples))
+        traced = capturing.traced(likely_rows(strategy, samples))
         divides = any(isinstance(directive, ShardAxis) for directive in strategy)
         graph = apply(start(traced.outline), strategy, orders=not divides)
-        requests = requests_of(graph, strategy)
+        requests += requests_of(graph, strategy)
         if requests:  # collectives are nodes that directives see
-            traced = divided(traced, requests)
+            traced = capturing.traced(traced.rows, requests)
         if divides:
             graph = apply(start(traced.outline), strategy)
-        plans, work = lower(graph, settings, captured)
+        plans, work = lower(graph, settings, completed)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
@@ -138,10 +182,77 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         plans=replace(plans, why=(*plans.why, *reasons)),
         work=work,
         codes=codes,
-        device=kind,
+        recordings=capturing.recordings,
+        device=capturing.recordings.device,
         warnings=uneven_slices(traced, work.graph, samples),
-        cache=Path(cache) if compile else None,
+        cache=capturing.folder,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capturing:
+    """Captures a job's model for the microbatch sizes that are asked for, each once."""
+
+    job: Job
+    batch: Batch
+    recordings: Recordings
+    cache: Cache | None = None  # stores compiled code; None: code is not compiled
+    folder: Path | None = None  # of the cache that was asked for
+
+    def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
+        """Return the model for slices of `rows` samples, divided as `requests` ask."""
+        known, job = self.recordings, self.job
+        if rows not in known.recorded:
+            known.recorded[rows] = trace(
+                job.model,
+                job.loss,
+                self.batch,
+                rows,
+                job.precision,
+                device_of(known.device),
+                compiled=known.compiled,
+            )
+        if not requests:
+            return known.recorded[rows]
+        key = (rows, division_of(requests))
+        if key not in known.divided:
+            known.divided[key] = divided(known.recorded[rows], requests)
+        return known.divided[key]
+
+    def differentiated(
+        self, rows: int, requests: Sequence[Request], ways: Mapping[str, int], budgets: Mapping[str, float]
+    ) -> Captured:
+        """Return the model's code for slices of `rows` samples."""
+        key = (rows, division_of(requests), tuple(ways.items()), tuple(budgets.items()))
+        if key not in self.recordings.differentiated:
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache)
+            self.recordings.differentiated[key] = found
+        return self.recordings.differentiated[key]
+
+
+def known_recordings(
+    job: Job, kind: str, batch: Batch, captured: Program | Recordings | None, *, compiled: bool
+) -> Recordings:
+    """Return the recordings that a compilation may use and extend: those given, or new ones."""
+    fresh = Recordings(
+        model=job.model,
+        loss=job.loss,
+        precision=job.precision,
+        device=kind,
+        compiled=compiled,
+        fields=fields_of(batch),
+    )
+    if captured is None:
+        return fresh
+    if not isinstance(captured, Program | Recordings):
+        raise ConfigError(
+            f"captured is a {type(captured).__name__}",
+            by="compile",
+            hint="give an earlier program of the same job: compile(job, captured=program)",
+        )
+    earlier = captured.recordings if isinstance(captured, Program) else captured
+    earlier.check(fresh, "compile")
+    return earlier
 
 
 def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
@@ -229,21 +340,14 @@ def rows_of(graph: Graph, samples: int) -> dict[str, int]:
 
 
 def capture_slices(
-    graph: Graph,
-    samples: int,
-    traces: dict[int, Traced],
-    traced_at: Callable[[int], Traced],
-    cache: Cache | None = None,
+    graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
 ) -> dict[int, Captured]:
     """Differentiate the model for every slice size that its chunks get, and return the code by size."""
     ways = {
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    return {
-        rows: differentiate(traces.get(rows) or traced_at(rows), ways, graph.budgets, cache)
-        for rows in needed
-    }
+    return {rows: capturing.differentiated(rows, requests, ways, graph.budgets) for rows in needed}
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
@@ -277,8 +381,14 @@ def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = N
     sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
     policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in buckets}
     made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
-    probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
-    optimizer = empty_optimizer(job.optimizer, buckets) if job.scheduler is not None else None
+    try:
+        probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
+    except ConfigError:
+        if not any(bucket.zero for bucket in buckets):
+            raise
+        cut = trained_buckets(graph, replace(settings, whole=True), known=before is not None)
+        probe = replace(probe_optimizer(job.optimizer, sizes, cut, made_by), whole=True)
+    optimizer = empty_optimizer(job.optimizer, buckets, sizes) if job.scheduler is not None else None
     if optimizer is not None and job.scheduler is not None:
         try_scheduler(job.scheduler, optimizer, job.steps)
     return Probed(probe=probe, buckets=buckets)
@@ -298,4 +408,6 @@ def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Buck
                 pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
         if pieces:
             found.append(replace(bucket, pieces=tuple(pieces), trainable=True))
+    if settings.whole:  # those that are trained were not known before
+        return tuple(with_whole_parameters({bucket.name: bucket for bucket in found}).values())
     return tuple(found)

@@ -20,6 +20,22 @@ def write_output(path: Path, content: str | bytes, mark: str) -> None:
     path.write_bytes(data)
 
 
+def refuse_existing(path: Path) -> None:
+    """Refuse a file that exists and is not empty: it may have been edited since it was written."""
+    if path.exists() and (not path.is_file() or path.stat().st_size):
+        raise ConfigError(
+            "this file exists",
+            by=str(path),
+            hint="name another file, or move this one away first",
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            "the folder of this file does not exist",
+            by=str(path),
+            hint="make the folder first, or name another",
+        )
+
+
 def marked(path: Path, mark: str) -> bool:
     """Return whether a file is empty, or holds the mark that Piper writes."""
     with path.open("rb") as file:

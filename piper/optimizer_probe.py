@@ -27,7 +27,7 @@ from piper.runtime.standins import (
     view_of,
     whole_view,
 )
-from piper.runtime.trainers import MakeOptimizer, make_optimizer
+from piper.runtime.trainers import MakeOptimizer, build_optimizer, make_optimizer
 from piper.usercode import named, raised, said
 
 STEPS = 4
@@ -46,6 +46,7 @@ class Probe:
 
     name: str
     state_bytes: int  # of state for one parameter element
+    whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,10 @@ def probe_optimizer(
             facts={"devices": show(everyone), "but": f"{drawn.name} is updated in another way each time"},
             hint="use an optimizer whose step depends on gradients and its own state only",
         )
+    direct = made_of_parts(make, small)
     for devices, mine in apart:
         try:
-            for device in dict.fromkeys((devices[0], devices[-1])):
+            for device in dict.fromkeys((devices[0], devices[-1])) if direct else ():
                 check_groups(make, view_of(device, mine, sizes), sizes, groups)
             for view in tried(devices, mine, sizes, small):
                 if view.parts:  # a device that holds padding only has no optimizer
@@ -116,11 +118,20 @@ def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small
     return small_views(devices[0], buckets, small)
 
 
+def made_of_parts(make: MakeOptimizer, sizes: Sizes) -> bool:
+    """Return whether the user's function gets parts of parameters: see `build_optimizer`."""
+    try:
+        return bool(make_optimizer(make, hollow(whole_view(sizes), sizes)).state)
+    except ConfigError:
+        return True  # it looks at values
+
+
 def true_groups(make: MakeOptimizer, view: View, sizes: Sizes) -> Groups | None:
     """Return the group of each parameter at its true size. None: the function looks at values."""
-    tensors = hollow(view, sizes)
+    named_tensors = hollow(view, sizes)
     try:
-        return groups_of(make_optimizer(make, tensors), view, tensors)
+        optimizer = make_optimizer(make, named_tensors)
+        return groups_of(optimizer, view, [tensor for _, tensor in named_tensors])
     except ConfigError as error:
         if isinstance(error.__cause__, RuntimeError | TypeError):
             return None  # stand-ins have no values; if it is another error, the small ones show it again
@@ -188,7 +199,9 @@ def trial_of(
 def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, list[Tensor]]:
     """Return the optimizer of a view, over its small parameters in the groups that the true ones are in."""
     tensors = [part.of(trial.start[part.name]).clone().requires_grad_() for part in view.parts]
-    optimizer = make_optimizer(trial.make, tensors)
+    held = [(part.name, tensor) for part, tensor in zip(view.parts, tensors, strict=True)]
+    sizes = {name: tuple(value.shape) for name, value in trial.start.items()}
+    optimizer = build_optimizer(trial.make, sizes, held)
     if groups is not None and not alike(groups_of(optimizer, view, tensors), groups):
         regroup(optimizer, view, tensors, groups)
     for group in optimizer.param_groups:
@@ -334,8 +347,8 @@ def refused_optimizer(
             f"{name} cannot work on sharded parameters",
             by=named("optimizer", make),
             facts={"asked": f"{asked} over {show(bucket.devices)}{by}", "but": error.why},
-            hint="use zero=0, or an elementwise optimizer such as AdamW or SGD with the same options for all "
-            "parameters; original shapes on shards are not there yet",
+            hint="use an elementwise optimizer such as AdamW or SGD for these parameters, "
+            "or do not divide them",
         )
     count = sum(len(bucket.pieces) for bucket in buckets)
     return ConfigError(

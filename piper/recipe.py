@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +17,8 @@ from piper.usercode import defined_at, said, users_frames
 MOST = 16  # functions of a file that are listed
 
 
-def load_recipe(spec: str) -> Job:
-    """Import a recipe's file and call its function."""
+def load_recipe(spec: str, strategy: Path | None = None) -> Job:
+    """Import a recipe's file and call its function. strategy: a JSON file that takes its strategy's place."""
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise ConfigError(
@@ -44,7 +45,7 @@ def load_recipe(spec: str) -> Job:
             by=defined_at(function) or spec,
             hint="end the function with `return piper.Job(...)`",
         )
-    return job
+    return job if strategy is None else replace(job, strategy=strategy)
 
 
 def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], object]:

@@ -303,11 +303,6 @@ class Failing(torch.optim.SGD):
 def optimizer_step():
     return piper.Job(**good(), optimizer=lambda params: Failing(params, lr=0.1))
 
-def optimizer_muon():
-    optimizer = lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.1)  # optimizer_muon
-    strategy = [piper.replicate(piper.at(), [0, 1], zero=1)]  # shards for muon
-    return piper.Job(**good(), optimizer=optimizer, strategy=strategy)
-
 def scheduled(scheduler):
     optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
     return piper.Job(**good(), optimizer=optimizer, scheduler=scheduler)
@@ -701,12 +696,6 @@ error: optimizer (net.py:<optimizer_without_lr>): Rateless has no learning rate
 error: optimizer (net.py:<optimizer_step>): Failing.step() failed
   why:  ZeroDivisionError: no gradients
   hint: fix the optimizer at that line
-""",
-    "net.py:optimizer_muon": """
-error: optimizer (net.py:<optimizer_muon>): Muon cannot work on sharded parameters
-  asked: zero=1 over 0,1, by replicate #0 (net.py:<shards for muon>)
-  but:   it refuses what device 0 holds: ValueError: optimizer got an empty parameter list
-  hint:  use zero=0, or an elementwise optimizer such as AdamW or SGD with the same options for all parameters; original shapes on shards are not there yet
 """,
     "net.py:scheduler_raises": """
 error: scheduler (net.py:<scheduler_raises>): scheduler() failed

@@ -14,8 +14,10 @@ from piper.compiler import Program
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError
 from piper.launchers.evaluation import pieces_of
+from piper.models import decoder
 from piper.plan.memory import timeline
 from tests import plain, zoo
+from tests.runtime import divided
 
 Batch = Mapping[str, Tensor]
 
@@ -294,6 +296,24 @@ def test_expert_parallelism_equals_plain_pytorch() -> None:
     ]
     made = piper.Job(
         model=case.model, loss=case.loss, data=lambda: [case.batch(8, 0)], strategy=strategy, precision="fp64"
+    )
+    assert compared(made, [case.batch(8, 1), case.batch(3, 2)]) < 1e-9
+
+
+def with_metrics(model: nn.Module, batch: Batch) -> tuple[Any, dict[str, tuple[Tensor, float]]]:
+    found = decoder.token_loss(model, batch)
+    return found, {"twice": (2 * found[0], 1.0)}
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_equals_plain_pytorch() -> None:
+    case, model = zoo.case("sum_weight"), divided.MODELS["decoder"]()
+    made = piper.Job(
+        model=lambda: model.build(1),
+        loss=with_metrics,
+        data=lambda: [case.batch(8, 0)],
+        strategy=[*divided.zero(model, 3), piper.split(piper.at(), parts=2)],
+        precision="fp64",
     )
     assert compared(made, [case.batch(8, 1), case.batch(3, 2)]) < 1e-9
 

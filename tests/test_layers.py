@@ -104,8 +104,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
-        "usercode",
         "callbacks",
+        "usercode",
         "private_files",
         "ids",
         "checkpoint",
@@ -123,11 +123,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"usercode", "files", "errors", "torch"},
     "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
-    "compiler": PACKAGES | {"torch", "evaluation"},  # evaluation: a program compiles its own, when asked to
+    "compiler": PACKAGES | {"torch", "evaluation", "notebook"},  # a program shows itself
     "evaluation": PACKAGES | {"compiler", "torch"},
+    "notebook": PACKAGES | {"compiler", "train"},
     "train": PACKAGES | {"compiler", "checkpoint", "torch"},  # the loop around everything else
-    "cli": PACKAGES | {"compiler", "train", "torch", "__init__"},
-    "__init__": PACKAGES | {"compiler"},
+    "tuning": PACKAGES | {"compiler", "torch"},  # compiles candidates
+    "cli": PACKAGES | {"compiler", "train", "tuning", "torch", "__init__"},
+    "__init__": PACKAGES | {"compiler", "tuning"},
     "__main__": {"cli"},
 }
 PURE = (

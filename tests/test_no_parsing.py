@@ -53,6 +53,7 @@ ALLOWED = {
     "runtime/cuda/graph_inputs.py": "the first line of an error",
     "runtime/debug/mixing.py": "an operation of torch's, by its name",
     "cli/schedule.py": "numbers that the user wrote",
+    "cli/tune_report.py": "an amount of memory that the user wrote",
     "runtime/debug/replay.py": "an operation of torch's, by its name",
     "simulate/cluster.py": "names of files, and keys of a TOML table",
     "train/background.py": "a recipe, as it is given: file.py:function",

@@ -26,9 +26,7 @@ def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
     if not bucket.zero:
         return 0, bucket.numel
     group = next(group for group in bucket.groups if device in group)
-    shard = bucket.padded // bucket.group_size
-    first = group.index(device) * shard
-    return first, first + shard
+    return bucket.shard(group.index(device))
 
 
 def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:

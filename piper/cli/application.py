@@ -13,10 +13,11 @@ from rich.console import Console
 
 from piper.cli.diff import diff
 from piper.cli.init import init
-from piper.cli.options import AsJson, Compile, Device, Recipe
+from piper.cli.options import AsJson, Compile, Device, Recipe, StrategyFile
 from piper.cli.profile import profile
 from piper.cli.schedule import schedule
 from piper.cli.simulate import simulate
+from piper.cli.tune import tune
 from piper.cli.view import view
 from piper.errors import PiperError
 from piper.launchers.processes import on_rank_zero
@@ -39,6 +40,7 @@ app.command()(diff)
 app.command()(schedule)
 app.command()(view)
 app.command()(init)
+app.command()(tune)
 
 
 def main() -> None:
@@ -101,13 +103,14 @@ def plan(
     text: Annotated[
         Path | None, typer.Option(help="Write the plans in their text form to this file.")
     ] = None,
+    strategy: StrategyFile = None,
     compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
     from piper.recipe import load_recipe
 
-    job = load_recipe(recipe)
+    job = load_recipe(recipe, strategy)
     from piper.cli.plan_report import plan_report, print_plan, write_text
     from piper.compiler import compile  # torch is paid for only where it is used
 
@@ -124,7 +127,10 @@ def plan(
 @on_rank_zero
 def check(
     recipe: Recipe,
-    on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
+    on: Annotated[
+        str, typer.Option(help="The launcher: inline (threads), local (processes), ...")
+    ] = "inline",
+    strategy: StrategyFile = None,
     device: Device = None,
     compiled: Compile = False,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
@@ -140,7 +146,7 @@ def check(
     from piper.runtime.debug.check import check as compare
 
     check_launcher(on, "piper check")
-    job = replace(load_recipe(recipe), precision="fp64")
+    job = replace(load_recipe(recipe, strategy), precision="fp64")
     program = compile(job, device=device, compile=compiled)
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
@@ -156,8 +162,12 @@ def check(
 def train(
     recipe: Recipe,
     on: Annotated[
-        str, typer.Option(help="inline (threads), local (processes), ray, or rank:N for device N alone.")
+        str,
+        typer.Option(
+            help="The launcher: inline (threads), local (processes), ... or rank:N, device N alone."
+        ),
     ] = "local",
+    strategy: StrategyFile = None,
     device: Device = None,
     compiled: Compile = False,
     cluster: Annotated[
@@ -201,6 +211,7 @@ def train(
         wanted = Wanted(
             recipe=recipe,
             on=on,
+            strategy=strategy,
             steps=steps,
             device=device,
             cluster=cluster,
@@ -216,6 +227,7 @@ def train(
     asked = Asked(
         recipe=recipe,
         on=on,
+        strategy=strategy,
         steps=steps,
         resume=resume,
         out=out,
@@ -237,6 +249,7 @@ def train(
     except KeyboardInterrupt:
         interrupted("stopped before the step was done; --resume goes on from the newest checkpoint, if any")
     if outcome.stopped:
-        again = f"piper train {recipe} --on {on} --steps {outcome.steps} --out {outcome.folder} --resume"
+        same = f"{recipe} --on {on}" + (f" --strategy {strategy}" if strategy is not None else "")
+        again = f"piper train {same} --steps {outcome.steps} --out {outcome.folder} --resume"
         interrupted(stopping(outcome, again), PREEMPTED if outcome.preempted else INTERRUPTED)
     sys.stdout.write(ending(outcome) + "\n")

@@ -25,3 +25,7 @@ ClusterName = Annotated[
         metavar="NAME|FILE",
     ),
 ]
+StrategyFile = Annotated[
+    Path | None,
+    typer.Option("--strategy", help="A JSON strategy in place of the recipe's own.", metavar="FILE"),
+]

@@ -5,13 +5,14 @@ import sys
 
 from rich.console import Console
 
-from piper.cli.options import AsJson, ClusterName, Compile, CostsFile, Recipe
+from piper.cli.options import AsJson, ClusterName, Compile, CostsFile, Recipe, StrategyFile
 
 
 def simulate(
     recipe: Recipe,
     cluster: ClusterName = None,
     costs: CostsFile = None,
+    strategy: StrategyFile = None,
     compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
@@ -23,7 +24,7 @@ def simulate(
     from piper.simulate.simulate import simulate as run
 
     prices = prices_of(cluster, costs)
-    program = compile(load_recipe(recipe), compile=compiled)
+    program = compile(load_recipe(recipe, strategy), compile=compiled)
     prices.check(program.outline)
     found = run(program.plans, program.outline, prices.costs)
     simulated = SimulatedStep(

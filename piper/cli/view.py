@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.options import CostsFile
+from piper.cli.options import CostsFile, StrategyFile
 from piper.schedules.grid import Grid
 from piper.schedules.simulate import UNIT, Costs
 
@@ -30,6 +30,7 @@ def view(
     ] = False,
     cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
     costs: CostsFile = None,
+    strategy: StrategyFile = None,
 ) -> None:
     """Show a strategy: its pipeline, streams, memory, dependencies and what made them, planned and measured.
 
@@ -45,7 +46,7 @@ def view(
     from piper.view.text_timeline import timeline_text
     from piper.view.trace import chrome_trace
 
-    subject = subject_of(target, cluster=cluster, costs=costs, measured=measured)
+    subject = subject_of(target, cluster=cluster, costs=costs, measured=measured, strategy=strategy)
     drawn = ""
     if svg or png:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))

@@ -21,9 +21,21 @@ if TYPE_CHECKING:
 CPU = "cpu"
 
 
-def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
-    """Find what a target names: `file.py:function`, or the folder of a run."""
+def subject_of(
+    target: str, *, cluster: str | None, costs: Path | None, measured: bool, strategy: Path | None = None
+) -> Subject:
+    """Find what a target names: `file.py:function`, or the folder of a run.
+
+    strategy: a JSON file that takes the place of a recipe's own.
+    """
     if Path(target).is_dir():
+        if strategy is not None:
+            raise ConfigError(
+                "a run has the strategy that it was trained with",
+                by=target,
+                facts={"asked": f"--strategy {strategy}"},
+                hint="name the recipe instead: piper view file.py:function --strategy FILE",
+            )
         return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
     if ":" not in target:
         raise ConfigError(
@@ -38,7 +50,7 @@ def subject_of(target: str, *, cluster: str | None, costs: Path | None, measured
             hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
         )
     prices = prices_of(cluster, costs)
-    program = compiled(target)
+    program = compiled(target, strategy)
     return of_background(recipe_background(program, target), program.plans, prices)
 
 
@@ -66,12 +78,12 @@ def of_background(
     )
 
 
-def compiled(recipe: str) -> "Program":
-    """Compile a recipe."""
+def compiled(recipe: str, strategy: Path | None = None) -> "Program":
+    """Compile a recipe. strategy: a JSON file that takes the place of its own."""
     from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 
-    return compile(load_recipe(recipe))
+    return compile(load_recipe(recipe, strategy))
 
 
 def recipe_background(program: "Program", recipe: str) -> Background:

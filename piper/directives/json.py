@@ -1,7 +1,7 @@
 """Strategies as JSON, in the published form: a list of objects, one per directive."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from piper.directives.base import STREAM, Directive, form_of, is_whole, known_directives
 from piper.errors import ConfigError
-from piper.ir.select import PASSES, Asked, At, at
+from piper.ir.select import PASSES, Asked, At, Index, at
 
 
 def load_strategy(path: Path) -> list[Directive]:
@@ -44,6 +44,52 @@ def parse_strategy(text: str, source: str = "strategy") -> list[Directive]:
             hint='put the directives in brackets: [{"op": "place", ...}]',
         )
     return [read_entry(entry, f"{source}[{number}]") for number, entry in enumerate(entries)]
+
+
+def show_strategy(strategy: Sequence[Directive]) -> str:
+    """Write a strategy as JSON text that `parse_strategy` reads back: one directive on each line."""
+    lines = (json.dumps(write_entry(directive)) for directive in strategy)
+    return "[\n " + ",\n ".join(lines) + "\n]\n"
+
+
+def write_entry(directive: Directive) -> dict[str, object]:
+    """Return the JSON form of one directive, without fields that have their default value."""
+    entry: dict[str, object] = {"op": directive.verb}
+    defaults = {field.name: field.default for field in fields(directive)}
+    for key, spelling in keys_of(type(directive)).items():
+        value = getattr(directive, spelling.field)
+        if spelling.level:
+            if value == spelling.level:
+                entry[key] = True
+        elif spelling.needed or value != defaults[spelling.field]:
+            entry[key] = write_value(value)
+    assert read_entry(entry, "strategy") == directive, f"{directive} has no JSON form"
+    return entry
+
+
+def write_value(value: object) -> object:
+    """Return the JSON form of one field of a directive."""
+    match value:
+        case At():
+            tags = {tag: write_index(index) for tag, index in value.tags}
+            return {**tags, "PASS": value.phase} if value.phase else tags
+        case tuple() if value and all(isinstance(one, tuple) and isinstance(one[0], At) for one in value):
+            return [[write_value(member) for member in group] for group in value]
+        case tuple() if value and all(isinstance(one, tuple) for one in value):
+            return dict(value)
+        case tuple():
+            return list(value)
+    return value
+
+
+def write_index(index: Index) -> object:
+    """Return the JSON form of what a filter asks of a tag; neighbouring indices are a range."""
+    if index is None:
+        return "-"
+    if not isinstance(index, tuple):
+        return index
+    whole = range(index[0], index[-1] + 1)
+    return {"from": whole.start, "to": whole.stop} if index == (*whole,) else list(index)
 
 
 def kind(value: object) -> str:

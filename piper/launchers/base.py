@@ -2,18 +2,20 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, cast
+from types import TracebackType
+from typing import Protocol, Self, cast
 
 from torch import Tensor
 
 from piper.callbacks import Callback, Running, named_callbacks
 from piper.errors import WorkerError
 from piper.ir.chunk import CapturedModel
-from piper.plan.plan import Bucket, Plans
+from piper.launchers.optimizer_groups import OptimizerGroups
+from piper.plan.plan import Plans
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording
 from piper.runtime.setup import ProgramLike
@@ -38,6 +40,11 @@ class EvaluationResult:
     samples: int = 0
     batches: int = 0
 
+    def _repr_html_(self) -> str:
+        numbers = {"loss": self.loss, **self.metrics, "samples": self.samples}
+        rows = "".join(f"<tr><td>{name}</td><td>{value:g}</td></tr>" for name, value in numbers.items())
+        return f"<table>{rows}</table>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
@@ -56,6 +63,18 @@ class Trains(ABC):
     done = 0  # steps that `train` has trained, those before a loaded checkpoint included
     stopping = False  # a callback has asked to stop
     drives = True  # this process writes what callbacks write
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker. Idempotent."""
 
     @abstractmethod
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
@@ -81,6 +100,19 @@ class Trains(ABC):
             if self.stopping:
                 break
         self.after_training(self.done)
+
+    @property
+    def optimizer(self) -> OptimizerGroups:
+        """Return the options of the optimizer's groups, to read and to set."""
+        return OptimizerGroups(self)
+
+    @abstractmethod
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+
+    @abstractmethod
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters on all devices."""
 
     def stop(self) -> None:
         """End the training after this step. For callbacks."""
@@ -129,7 +161,22 @@ class Trains(ABC):
 
 
 class Run(Protocol):
-    """The interface of a running job."""
+    """The interface of a running job. It ends with its `with` block, with `close`, or when it is not used."""
+
+    @property
+    def optimizer(self) -> OptimizerGroups:
+        """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
+
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters on all devices."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None: ...
 
     @property
     def stopping(self) -> bool:
@@ -172,9 +219,6 @@ class Run(Protocol):
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
 
-    def leaving(self) -> bool:
-        """Return whether the system has asked a worker to end, by SIGTERM."""
-
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
 
@@ -189,6 +233,9 @@ class Run(Protocol):
 
     def after_training(self, step: int) -> None:
         """Call the callbacks at the end of the training, in a loop that is not `train`."""
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
 
     def close(self) -> None:
         """End every worker. Idempotent."""
@@ -241,16 +288,6 @@ def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[
     for buffer in outline.buffers:
         found |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
     return found
-
-
-def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
-    """Return which devices to ask for which buckets, so that their answers hold every element once."""
-    asked: dict[int, list[str]] = {}
-    for bucket in buckets:
-        for group in bucket.distinct:
-            for device in group if bucket.zero else group[:1]:
-                asked.setdefault(device, []).append(bucket.name)
-    return asked
 
 
 def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -229,7 +229,8 @@ def read_unread(program: ProgramLike, shelf: CheckpointReader) -> dict[str, Tens
 def trainer_names(program: ProgramLike) -> Trainer:
     """Return which optimizer and scheduler a program's workers have."""
     job: JobLike = program.job
-    optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values())
+    sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+    optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values(), sizes)
     if optimizer is None:
         return Trainer()
     scheduler = job.scheduler(optimizer) if job.scheduler else None

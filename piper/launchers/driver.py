@@ -15,7 +15,6 @@ from piper.launchers.base import (
     StepResult,
     Trains,
     ended,
-    holders,
     result_of,
     state_by_name,
     streams_of,
@@ -35,11 +34,12 @@ from piper.launchers.messages import (
     pack_setup,
 )
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
+from piper.launchers.remote_optimizer import RemoteOptimizer, holders
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
+from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import Mark
 from piper.runtime.debug.profiler import Clock, Recording, compare
@@ -270,7 +270,7 @@ def devices_of(plans: Plans) -> list[int]:
     return sorted(device for plan in plans for device in plan.devices)
 
 
-class RemoteRun(Evaluates, Trains, Saves):
+class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
@@ -349,18 +349,6 @@ class RemoteRun(Evaluates, Trains, Saves):
         reached = cast("set[str]", self._ask("reached", {first: None})[first])
         whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
         return {name: value for name, value in whole.items() if name in reached}
-
-    def optimizer_state(self, key: str) -> dict[str, Tensor]:
-        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
-        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
-        asked = {device: (key, names) for device, names in holders(buckets).items()}
-        answers = self._ask("optimizer_state", asked)
-        owned = {
-            (bucket, device): value
-            for device, found in answers.items()
-            for bucket, value in cast("dict[str, Tensor | None]", found).items()
-        }
-        return whole_state(buckets, owned)
 
     def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
         answers = self._ask(call, holders(buckets))

@@ -188,6 +188,16 @@ class InlineRun(Evaluates, Trains, Saves):
         reached = next(iter(self.workers.values())).env.state.reached
         return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
 
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+        found = (worker.env.state.options() for worker in self.workers.values())
+        return next((groups for groups in found if groups is not None), [])
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters on all devices."""
+        for worker in self.workers.values():
+            worker.env.state.set_option(group, key, value)
+
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
         buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]

@@ -1,10 +1,11 @@
 """Starting a program: on threads, on processes of this machine, or on Ray."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import weakref
+from contextlib import AbstractContextManager, ExitStack
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, get_args
+from types import TracebackType
+from typing import Literal, cast, get_args
 
 from piper.errors import ConfigError
 from piper.launchers.base import Run
@@ -20,7 +21,6 @@ ALONE = "rank:"  # and the number of a device
 DEFAULT = Options()
 
 
-@contextmanager
 def launch(
     program: ProgramLike,
     on: On | str = "inline",
@@ -34,8 +34,10 @@ def launch(
     graphs: bool = DEFAULT.graphs,
     cluster: str | None = None,
     resume: Path | str | None = None,
-) -> Iterator[Run]:
+) -> Run:
     """Start a program's workers, and end them with the block.
+
+    Without a block they end with `run.close()`, when nothing refers to the run any more, or with the process.
 
     on: threads of this process, processes of this machine, or Ray. Under torchrun, `local` starts none but
     joins those there are: every rank runs the same script and gets the same results. Or `rank:N`: device N
@@ -60,10 +62,47 @@ def launch(
         graphs=graphs,
         blank=resume is not None,
     )
-    with launcher(program, on, options, cluster=cluster) as run:
+    held = ExitStack()
+    run = held.enter_context(launcher(program, on, options, cluster=cluster))
+    try:
         if resume is not None:
             run.load(resume)
-        yield run
+    except BaseException as error:
+        held.__exit__(type(error), error, error.__traceback__)
+        raise
+    return cast(Run, LaunchedRun(run, held))
+
+
+class LaunchedRun:
+    """A run that ends its workers by itself: with its block, with `close`, or when nothing refers to it."""
+
+    def __init__(self, run: Run, held: ExitStack) -> None:
+        vars(self)["_run"], vars(self)["_held"] = run, held
+        vars(self)["_end"] = weakref.finalize(self, held.close)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(vars(self)["_run"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(vars(self)["_run"], name, value)
+
+    def __enter__(self) -> "LaunchedRun":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if vars(self)["_end"].detach() is None:
+            return None  # it was closed inside the block
+        ended: bool | None = vars(self)["_held"].__exit__(kind, error, trace)
+        return ended
+
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+        vars(self)["_end"]()
+
+    def __repr__(self) -> str:
+        return repr(vars(self)["_run"])
 
 
 def launcher(

@@ -27,7 +27,18 @@ from piper.runtime.setup import Code, Setup
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Asked = Literal["owned", "gradients", "optimizer_state", "reached", "buffers", "trail", "record", "clock"]
+Asked = Literal[
+    "owned",
+    "gradients",
+    "optimizer_state",
+    "optimizer_options",
+    "set_optimizer_option",
+    "reached",
+    "buffers",
+    "trail",
+    "record",
+    "clock",
+]
 Call = Literal["step", "prepare", "evaluate", "save", "load", "adopt", "poll", "protect", "restore"] | Asked
 Span = tuple[int, int]
 

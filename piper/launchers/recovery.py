@@ -73,6 +73,7 @@ class RecoveringRun(Trains):
         self.held: dict[int, Mapping[str, Tensor]] = {}
         self.results: dict[int, StepResult] = {}
         self.saving: Saving | None = None
+        self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
         self.last: Failed | None = None
         self.failed_at: float | None = None  # since when no worker runs
         self.phases: dict[str, float] = {}
@@ -180,8 +181,10 @@ class RecoveringRun(Trains):
             self.unread, self.protected = dict(self.run.unread), False
         with self._phase("replay"):
             batches = self.disk.batches(found)
+            self._set_again(self.run, found.step)
             for step in range(found.step + 1, self.done + 1):
                 self._repeat(self.run, step, next(batches))
+                self._set_again(self.run, step)
         self.source = str(path)
         self._recovered(found.step)
 
@@ -195,6 +198,7 @@ class RecoveringRun(Trains):
         for step in range(version, self.done + 1):
             if step > version:
                 self._repeat(run, step, self.held[step])
+            self._set_again(run, step)
             saving = self.saving
             if saving is not None and saving.step == step and not whole(saving.path):
                 run.write(saving.path, saving.data, wait=False, keep=saving.keep)
@@ -292,6 +296,20 @@ class RecoveringRun(Trains):
         """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained."""
         given = None if batches is None else [*batches]
         return self._call(lambda run: run.evaluate(given))
+
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of the optimizer's groups."""
+        return self._call(lambda run: run.optimizer_groups())
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of the optimizer, from the next step on."""
+        self._call(lambda run: run.set_optimizer_option(group, key, value))
+        self.set_after.setdefault(self.done, []).append((group, key, value))
+
+    def _set_again(self, run: Recoverable, step: int) -> None:
+        """Set the options that were set after a step, because the version of that step is older."""
+        for group, key, value in self.set_after.get(step, ()):
+            run.set_optimizer_option(group, key, value)
 
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""

@@ -96,6 +96,14 @@ class SingleRankRun(Trains):
     def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
         raise single_rank_error("there is nothing to evaluate")
 
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+        return self.worker.env.state.options() or []
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters."""
+        self.worker.env.state.set_option(group, key, value)
+
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         raise single_rank_error("there is no optimizer state of a whole job")
 

@@ -195,6 +195,8 @@ class TorchrunRun(RemoteRun):
     state_dict = published(RemoteRun.state_dict)
     gradients = published(RemoteRun.gradients)
     optimizer_state = published(RemoteRun.optimizer_state)
+    optimizer_groups = published(RemoteRun.optimizer_groups)
+    set_optimizer_option = published(RemoteRun.set_optimizer_option)
     trails = published(RemoteRun.trails)
     recordings = published(RemoteRun.recordings)
     save = published(RemoteRun.save)

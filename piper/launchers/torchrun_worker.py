@@ -316,6 +316,8 @@ class TorchrunWorkerRun(Trains):
     recordings = received(RemoteRun.recordings)
     save = received(RemoteRun.save)
     optimizer_state = received(RemoteRun.optimizer_state)
+    optimizer_groups = received(RemoteRun.optimizer_groups)
+    set_optimizer_option = received(RemoteRun.set_optimizer_option)
     settle = received(RemoteRun.settle)
 
     def load(self, path: Path | str) -> Resumed:

@@ -67,7 +67,7 @@ class WorkerServer:
             comms,
             blank_values(setup.outline) if given.options.blank else initial,
             given.options,
-            on_failure=comms.abort if isinstance(comms, NcclComms) else lambda: None,
+            on_failure=comms.abort,
             watch=self.watcher.watch,
         )
         self.keeper = Keeper(self.worker)
@@ -125,6 +125,14 @@ class WorkerServer:
     def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
         """Return the last step's gradients of this device's part of some buckets."""
         return {name: self.worker.gradient(name) for name in buckets}
+
+    def optimizer_options(self, _: object) -> list[dict[str, object]] | None:
+        """Return the options of the optimizer's groups. None: this device trains nothing."""
+        return self.worker.env.state.options()
+
+    def set_optimizer_option(self, given: tuple[int, str, float]) -> None:
+        """Set an option of one of the optimizer's groups."""
+        self.worker.env.state.set_option(*given)
 
     def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, Tensor | None]:
         """Return what the optimizer keeps under a key for this device's part of some buckets."""

@@ -69,17 +69,53 @@ def make_buckets(work: LoweringState) -> LoweringState:
             buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
-    by_chunk: dict[str, list[str]] = {chunk.name: [] for chunk in graph.outline.chunks}
-    for bucket in made.values():
-        for reader in bucket.chunks:
-            by_chunk[reader].append(bucket.name)
+    if work.settings.whole:
+        made = with_whole_parameters(made)
     return replace(
         work,
         buckets=made,
-        chunk_buckets={name: tuple(names) for name, names in by_chunk.items()},
+        chunk_buckets=buckets_by_chunk(graph.outline, made.values()),
         residents={**work.residents, **residents_of(made.values(), work.settings)},
         why=(*work.why, *why),
     )
+
+
+def buckets_by_chunk(outline: CapturedModel, buckets: Iterable[Bucket]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the buckets that each chunk reads."""
+    found: dict[str, list[str]] = {chunk.name: [] for chunk in outline.chunks}
+    for bucket in buckets:
+        for reader in bucket.chunks:
+            found[reader].append(bucket.name)
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def with_whole_parameters(made: Mapping[str, Bucket]) -> dict[str, Bucket]:
+    """Cut sharded buckets between parameters, so that each parameter has one owner that updates all of it.
+
+    PP=0/0: a, b, c in 2 equal shards, of which the border lies inside b
+    -->
+    PP=0/0: a, c | b     each owner has about as many elements as the others, over all buckets
+    """
+    loads: dict[tuple[Devices, ...], list[int]] = {}
+    owners: dict[str, int] = {}  # by parameter: the copies of a tied one have their owners in the same place
+    found: dict[str, Bucket] = {}
+    for bucket in made.values():
+        if not bucket.zero or not bucket.trainable:
+            found[bucket.name] = bucket
+            continue
+        load = loads.setdefault(bucket.groups, [0] * bucket.group_size)
+        for piece in sorted(bucket.pieces, key=lambda piece: -piece.numel):
+            owner = owners.setdefault(piece.name, load.index(min(load)))
+            load[owner] += piece.numel
+        pieces: list[Piece] = []
+        bounds = [0]
+        for rank in range(bucket.group_size):
+            for piece in bucket.pieces:
+                if owners[piece.name] == rank:
+                    pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
+            bounds.append(sum(p.numel for p in pieces))
+        found[bucket.name] = replace(bucket, pieces=tuple(pieces), bounds=tuple(bounds))
+    return found
 
 
 def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringState:
@@ -108,10 +144,6 @@ def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringS
                 siblings=siblings,
                 copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
             )
-    by_chunk = {
-        chunk.name: tuple(b.name for b in made.values() if chunk.name in b.chunks)
-        for chunk in work.graph.outline.chunks
-    }
     residents = residents_of(made.values(), work.settings)
     states = {
         slot: held
@@ -119,7 +151,10 @@ def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringS
         if slot.kind == "state"
     }
     return replace(
-        work, buckets=made, chunk_buckets=by_chunk, residents={**work.residents, **residents, **states}
+        work,
+        buckets=made,
+        chunk_buckets=buckets_by_chunk(work.graph.outline, made.values()),
+        residents={**work.residents, **residents, **states},
     )
 
 
@@ -329,7 +364,7 @@ def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, 
         whole = bucket.zero < 3
         residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
-            owned = bucket.padded // bucket.group_size if bucket.zero else bucket.numel
+            owned = bucket.largest_shard if bucket.zero else bucket.numel
             residents[SlotId("state", bucket.name)] = Slot(
                 nbytes=owned * (settings.state_bytes + settings.master_bytes)
             )

@@ -57,7 +57,7 @@ def plans_can_run(work: LoweringState) -> Iterator[str]:
     """Prove the plans of all devices together: first their order, then the values they compute."""
     assert work.plans is not None, "they are emitted"
     prove(work.plans)
-    prove_values(work.plans, work.graph, clip=work.settings.clip)
+    prove_values(work.plans, work.graph, clip=work.settings.clip, whole=work.settings.whole)
     yield from ()
 
 

@@ -20,6 +20,7 @@ class Settings:
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
+    whole: bool = False  # the optimizer needs whole parameters: under ZeRO each has one owner
     buckets: Mapping[str, Bucket] | None = None  # of the program that trains what this one only reads
 
 
@@ -29,6 +30,7 @@ class Completed:
 
     outline: CapturedModel  # with every phase, each chunk for the slice that it gets
     state_bytes: int | None = None  # optimizer state per parameter, where that was not known before
+    whole: bool = False  # the optimizer needs whole parameters
 
 
 Capture = Callable[[Graph], Completed]

@@ -58,7 +58,7 @@ def capture(work: LoweringState) -> LoweringState:
         made = work.capture(graph)
         graph = replace(graph, outline=made.outline)
         if made.state_bytes is not None:
-            settings = replace(settings, state_bytes=made.state_bytes)
+            settings = replace(settings, state_bytes=made.state_bytes, whole=made.whole)
     chunks = graph.chunks
     graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
     check_expert_buffers(graph)

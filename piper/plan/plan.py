@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from piper.devices import Devices
+from piper.devices import Devices, show
 from piper.ids import SlotId, Tags
 from piper.plan.instr import Instr
 from piper.sharding import WHOLE, Sharding
+
+SHOWN = 4  # plans in the text of all plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Bucket:
     """Parameters that live, travel and are updated together.
 
     Replicas reduce within `groups`; with zero > 0 each member owns an equal shard of the flat, padded bucket.
+    With `bounds` a shard holds whole parameters, for an optimizer that needs them so.
     """
 
     name: str
@@ -67,10 +70,27 @@ class Bucket:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     origin: tuple[int, ...] = ()  # the directives that made it so
+    bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
 
     @property
     def group_size(self) -> int:
         return len(self.groups[0])
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return where the shard of a member of a group begins and ends in the flat bucket."""
+        if self.bounds:
+            return self.bounds[rank], self.bounds[rank + 1]
+        length = self.padded // self.group_size
+        return rank * length, (rank + 1) * length
+
+    def owner(self, piece: Piece) -> int:
+        """Return the member of a group whose shard a parameter begins in."""
+        return next(rank for rank in range(self.group_size) if piece.offset < self.shard(rank)[1])
+
+    @property
+    def largest_shard(self) -> int:
+        """Return the elements of the largest shard."""
+        return max(stop - start for start, stop in map(self.shard, range(self.group_size)))
 
     @property
     def ways(self) -> int:
@@ -99,6 +119,8 @@ class Bucket:
     @property
     def padded(self) -> int:
         """Return the elements of the flat bucket, padded to divide evenly among its group."""
+        if self.bounds:
+            return self.numel
         return -(-self.numel // self.group_size) * self.group_size
 
     @property
@@ -108,7 +130,7 @@ class Bucket:
 
     @property
     def shard_nbytes(self) -> int:
-        return self.padded // self.group_size * self.itemsize
+        return self.largest_shard * self.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +141,9 @@ class Plan:
     instrs: tuple[Instr, ...]
     slots: Mapping[SlotId, Slot]  # those made and freed within the step
     residents: Mapping[SlotId, Slot]  # those that outlive it: parameters, optimizer state, buffers, constants
+
+    def __repr__(self) -> str:
+        return f"Plan(devices {show(self.devices)}, {len(self.instrs)} instructions)"
 
     def around(self, position: int, reach: int = 3) -> str:
         """Return text of the instructions near a position, with an arrow at it."""
@@ -151,6 +176,11 @@ class Plans:
     axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
     chunks: Mapping[str, Placed] = field(default_factory=dict)
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
+
+    def __repr__(self) -> str:
+        count = sum(len(plan.devices) for plan in self.plans)
+        shown = [*map(repr, self.plans[:SHOWN]), *(["..."] if len(self) > SHOWN else [])]
+        return f"Plans({count} devices: {', '.join(shown)})"
 
     def of(self, device: int) -> Plan:
         """Return the plan of one device."""

@@ -107,6 +107,7 @@ def show_bucket(bucket: Bucket) -> str:
         f"reduce_stream={bucket.reduce_stream}",
         f"gather_stream={bucket.gather_stream}",
         f"origin={' '.join(map(str, bucket.origin))}",
+        *([f"bounds={' '.join(map(str, bucket.bounds))}"] if bucket.bounds else []),
         f"pieces={pieces}",
     ]
     return line("bucket", shown(bucket.name), said)
@@ -289,6 +290,7 @@ BUCKET: Readers = {
     "reduce_stream": str,
     "gather_stream": str,
     "origin": numbers,
+    "bounds": numbers,
     "pieces": read_pieces,
 }
 SHARED: Readers = {

@@ -33,6 +33,25 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
                 yield f"{name} finds {param} in {count} of its buckets"
 
 
+def shard_problems(plans: Plans, whole: bool) -> Iterator[str]:
+    """Yield the shards that do not make up their bucket, or that cut a parameter apart.
+
+    whole: the optimizer needs whole parameters, so that each must lie in the shard of one owner.
+    """
+    for bucket in plans.buckets.values():
+        bounds = bucket.bounds
+        if not bounds and not (whole and bucket.zero and bucket.trainable):
+            continue
+        if len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
+            yield f"{bucket.name} has no shard for each of its {bucket.group_size} replicas"
+        elif (bounds[0], bounds[-1]) != (0, bucket.numel):
+            yield f"the shards of {bucket.name} hold {bounds[0]} to {bounds[-1]} of {bucket.numel} elements"
+        else:
+            for piece in bucket.pieces:
+                if any(piece.offset < bound < piece.offset + piece.numel for bound in bounds):
+                    yield f"{bucket.name} cuts {piece.name} apart, which its optimizer needs whole"
+
+
 def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     """Yield the problems with the devices of plans and with how they divide the samples."""
     devices = sorted(device for plan in plans for device in plan.devices)

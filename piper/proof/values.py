@@ -24,32 +24,33 @@ from piper.ids import SlotId, show_part
 from piper.ir.graph import Graph
 from piper.plan.check import MOST_PROBLEMS, ProofError
 from piper.plan.instr import Instr
-from piper.plan.ops import COMMUNICATION
+from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.proof.decode import TOTAL, buffer_slot, param_slot
 from piper.proof.local import Local
 from piper.proof.specification import Specification
 from piper.proof.state import State
-from piper.proof.tables import table_problems
+from piper.proof.tables import shard_problems, table_problems
 from piper.proof.things import Thing, Value
 from piper.proof.together import Member, Together
 
 
-def prove_values(plans: Plans, graph: Graph, *, clip: bool = False) -> None:
+def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool = False) -> None:
     """Raise ProofError with a counterexample unless plans compute what the graph means.
 
     The order of the plans must have been proven. `clip`: whether gradients are clipped by their norm.
+    `whole`: whether the optimizer needs whole parameters.
     """
     with no_collection():
-        problems = list(value_problems(plans, graph, clip=clip))
+        problems = list(value_problems(plans, graph, clip=clip, whole=whole))
     if problems:
         raise ProofError("the plans compute something else:\n" + "\n".join(problems[:MOST_PROBLEMS]))
 
 
-def value_problems(plans: Plans, graph: Graph, *, clip: bool = False) -> Iterator[str]:
+def value_problems(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool = False) -> Iterator[str]:
     """Yield everything that plans compute wrongly, as far as it can be seen."""
     spec = Specification(graph, clip=clip)
-    problems = list(table_problems(plans, spec))
+    problems = [*table_problems(plans, spec), *shard_problems(plans, whole)]
     yield from problems
     if not problems:  # else the symbols would mean nothing
         run = SymbolicRun(plans, spec)
@@ -68,7 +69,7 @@ class SymbolicRun:
         self.kernels = {
             "load": self.local.load,
             "compute": self.local.compute,
-            "copy": self.local.copy,
+            **{op: self.local.copy for op, operation in OPS.items() if operation.unchanged},
             "concat": self.local.concat,
             "add": self.local.add,
             "slice": self.together.collectives.take,

@@ -29,9 +29,10 @@ class Layout:
         self.rank = group.index(device)
         self.sharded = bucket.zero > 0
         self.length = bucket.padded if self.sharded else bucket.numel
-        self.shard = bucket.padded // bucket.group_size
-        self.start = self.rank * self.shard if self.sharded else 0
-        self.stop = self.start + (self.shard if self.sharded else self.length)
+        self.start, self.stop = bucket.shard(self.rank) if self.sharded else (0, self.length)
+        self.shard = self.stop - self.start if self.sharded else bucket.padded // bucket.group_size
+        shards = map(bucket.shard, range(bucket.group_size))
+        self.shards = [stop - start for start, stop in shards] if bucket.bounds else None  # if they differ
         self.sizes = [piece.numel for piece in bucket.pieces]
         self.shapes = [piece.shape for piece in bucket.pieces]
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
@@ -68,7 +69,8 @@ class Layout:
             if low >= high:
                 continue
             run = owned[low - self.start : high - self.start]
-            found.append((piece.name, run if self.sharded else run.view(piece.shape)))
+            whole = not self.sharded or self.shards is not None
+            found.append((piece.name, run.view(piece.shape) if whole else run))
         return found
 
     def apart(self, owned: Sequence[Tensor]) -> dict[str, Tensor]:

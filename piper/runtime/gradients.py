@@ -77,7 +77,11 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     again = len(ins.reads) > 1
 
     def run() -> None:
-        shard = group.reduce_scatter(flat_of(slots[value], layout), layout.shard)
+        flat = flat_of(slots[value], layout)
+        if layout.shards is None:
+            shard = group.reduce_scatter(flat, layout.shard)
+        else:
+            shard = group.reduce_scatter_uneven(flat, layout.shards)
         if again:
             cast(Tensor, slots[target]).add_(shard)
         else:
@@ -114,13 +118,19 @@ def gather(env: Env, ins: Instr) -> Bound:
     slots, target = env.slots, env.at(ins.writes[0])
     own, whole = holding.own, holding.flat
 
+    def gather_into(out: Tensor) -> None:
+        if layout.shards is None:
+            group.all_gather(own, out)
+        else:
+            group.all_gather_uneven(own, out, layout.shards)
+
     def gather_whole() -> None:
         out = own.new_empty(layout.length)
-        group.all_gather(own, out)
+        gather_into(out)
         slots[target] = layout.over(out)
 
     def gather_updated() -> None:
-        group.all_gather(own, whole)
+        gather_into(whole)
 
     return gather_updated if ins.reads == ins.writes else gather_whole
 

@@ -103,6 +103,11 @@ def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], expert: tuple[int,
         for piece in bucket.pieces:
             yield Part(name=piece.name, rows=rows.get(piece.name))
         return
+    if bucket.bounds:
+        for piece in bucket.pieces:
+            if bucket.owner(piece) % shard[1] == shard[0]:
+                yield Part(name=piece.name, rows=rows.get(piece.name))
+        return
     own = -(-sum(lengths.values()) // shard[1])
     start, offset = shard[0] * own, 0
     for name, length in lengths.items():
@@ -117,10 +122,12 @@ def whole_view(names: Iterable[str]) -> View:
     return View(device=-1, parts=tuple(Part(name=name) for name in names))
 
 
-def hollow(view: View, sizes: Sizes) -> list[Tensor]:
-    """Return tensors of a view's true shapes that take no memory and hold no values."""
+def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
+    """Return the names of a view's parts, with tensors of their true shapes that take no memory."""
     with FakeTensorMode():
-        return [torch.empty(part.shape(sizes[part.name])).requires_grad_() for part in view.parts]
+        return [
+            (part.name, torch.empty(part.shape(sizes[part.name])).requires_grad_()) for part in view.parts
+        ]
 
 
 def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.setup import Initial, Setup
+from piper.runtime.trainers import build_optimizer
 
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
@@ -71,8 +72,11 @@ class State:
                     for piece, tensor in holding.layout.segments(holding.trained)
                 ]
         self.copies = self._copies()
-        trained = [tensor for segments in self.segments.values() for _, tensor in segments]
-        self.optimizer: Optimizer | None = setup.optimizer(trained) if trained else None
+        trained = [held for segments in self.segments.values() for held in segments]
+        sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
+        self.optimizer: Optimizer | None = (
+            build_optimizer(setup.optimizer, sizes, trained) if trained else None
+        )
         if self.optimizer is not None and setup.device.type == "cuda":
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
@@ -114,6 +118,25 @@ class State:
             updated = [tensor for tensor, _ in portion if tensor in self.copies]
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
+
+    def options(self) -> list[dict[str, object]] | None:
+        """Return the options of the optimizer's groups. None: this device trains nothing."""
+        if self.optimizer is None:
+            return None
+        return [
+            {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
+        ]
+
+    def set_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of one of the optimizer's groups, in place where it is a tensor."""
+        if self.optimizer is None:
+            return
+        held = self.optimizer.param_groups[group]
+        if isinstance(held[key], Tensor):
+            held[key].fill_(value)
+        else:
+            held[key] = value
 
     def kept(self, bucket: str, key: str) -> Tensor | None:
         """Return what the optimizer keeps under a key for this device's part of a bucket, in one flat tensor.
@@ -164,6 +187,11 @@ class State:
                         portion = []
         if portion or not apart:
             yield portion
+
+
+def plain(value: object) -> object:
+    """Return an option as a number where it is a tensor."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -11,24 +11,89 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Bucket
-from piper.runtime.standins import classes_of, hollow, small_sizes, small_views, true_sizes, view_of
+from piper.runtime.standins import (
+    Sizes,
+    classes_of,
+    hollow,
+    small_sizes,
+    small_views,
+    true_sizes,
+    whole_view,
+)
 from piper.usercode import named, raised
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+PAIRS = ("named", "named_params", "named_parameters")  # arguments that are pairs of a name and a parameter
 TRIED = 2  # steps of a scheduler, before anything is trained
 
 
-def make_optimizer(make: MakeOptimizer, params: Sequence[Tensor]) -> Optimizer:
-    """Call the user's `optimizer`, and refuse what it gives where that cannot train on devices."""
+class Parameters(list[Tensor]):
+    """The parameters of an optimizer. `named_parameters()` gives their names too, as a model does."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        super().__init__(tensor for _, tensor in named)
+        self.named = named
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return every parameter with its name."""
+        return list(self.named)
+
+
+def takes_pairs(make: object) -> bool:
+    """Return whether a function takes pairs of a name and a parameter: its argument has a name of `PAIRS`."""
+    while hasattr(make, "make"):  # a callback of the job has wrapped it
+        make = make.make
     try:
-        made = make(params)
+        first = next(iter(inspect.signature(make).parameters), "")  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # it is written in C
+        return False
+    return first in PAIRS
+
+
+def build_optimizer(make: MakeOptimizer, sizes: Sizes, held: Sequence[tuple[str, Tensor]]) -> Optimizer:
+    """Return the optimizer of a device that holds parts of parameters.
+
+    The user's function sees every parameter of the model with its name and original shape, so that its groups
+    are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
+    values, or an optimizer that makes its state at once, gets the parts themselves.
+
+    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
+    """
+    whole = hollow(whole_view(sizes), sizes)
+    try:
+        optimizer = make_optimizer(make, whole)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, RuntimeError | TypeError):
+            raise
+        return make_optimizer(make, held)
+    if optimizer.state:
+        return make_optimizer(make, held)
+    names = {id(tensor): name for name, tensor in whole}
+    parts = dict(held)
+    for group in optimizer.param_groups:
+        found = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
+        here = [name for name in found if name in parts]
+        group["params"] = [parts[name] for name in here]
+        if "param_names" in group:
+            group["param_names"] = here
+    return optimizer
+
+
+def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor]]) -> Optimizer:
+    """Call the user's `optimizer`, and refuse what it gives where that cannot train on devices.
+
+    It gets the parameters, of which `named_parameters()` gives the names; or pairs of a name and a parameter,
+    if its argument has a name like `named`.
+    """
+    try:
+        made = make(list(named_params) if takes_pairs(make) else Parameters(named_params))  # type: ignore[arg-type]
     except PiperError:
         raise
     except Exception as error:
-        hint = f"it is called with a list of parameters, which may be flat shards: {OPTIMIZER}"
+        hint = f"it is called with a list of all parameters: {OPTIMIZER}"
         raise raised("optimizer() failed", error, role="optimizer", thing=make, hint=hint) from error
     by, kind = named("optimizer", make), type(made).__name__
     if not isinstance(made, Optimizer):
@@ -110,20 +175,26 @@ def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None
         advance(scheduler, make, step)
 
 
-def empty_optimizer(make: MakeOptimizer, buckets: Iterable[Bucket]) -> Optimizer | None:
-    """Return an optimizer like a worker's, with nothing to train. None: no worker trains anything."""
+def empty_optimizer(
+    make: MakeOptimizer, buckets: Iterable[Bucket], sizes: Sizes | None = None
+) -> Optimizer | None:
+    """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained.
+
+    sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
+    """
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return None
-    devices, mine = classes_of(trained)[0]
-    sizes = true_sizes(trained)
+    sizes = true_sizes(trained) if sizes is None else sizes
     try:
-        return make_optimizer(make, hollow(view_of(devices[0], mine, sizes), sizes))
+        return make_optimizer(make, hollow(whole_view(sizes), sizes))
     except ConfigError as error:
         if not isinstance(error.__cause__, RuntimeError | TypeError):  # of one that looks at values
             raise
+    devices, mine = classes_of(trained)[0]
     small = small_sizes(sizes, trained)
     view = next(small_views(devices[0], mine, small))
     return make_optimizer(
-        make, [torch.zeros(part.shape(small[part.name]), requires_grad=True) for part in view.parts]
+        make,
+        [(part.name, torch.zeros(part.shape(small[part.name]), requires_grad=True)) for part in view.parts],
     )

@@ -25,6 +25,10 @@ class Simulation:
     memories: tuple[Memory, ...]
     path: tuple[Link, ...]  # the critical path
 
+    def __repr__(self) -> str:
+        peak = max((memory.peak for memory in self.memories), default=0)
+        return f"Simulation(step {self.step:g} s, bubble {self.bubble:.1%}, peak {peak} bytes)"
+
     @property
     def bubble(self) -> float:
         """Return the fraction of all devices' time in which nothing computes."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from statistics import median
 
 from piper.compiler import compile
@@ -21,6 +22,7 @@ class Wanted:
 
     recipe: str
     on: str
+    strategy: Path | None = None  # a JSON file that takes the place of the job's own
     steps: int | None = None
     device: str | None = None
     cluster: str | None = None
@@ -36,7 +38,7 @@ def train_alone(wanted: Wanted) -> str:
         raise ConfigError(
             f"--steps {steps}", by=wanted.on, hint=f"the first {warm} are not timed: take {warm + 1} or more"
         )
-    job = replace(load_recipe(wanted.recipe), checkpoint=None)
+    job = replace(load_recipe(wanted.recipe, wanted.strategy), checkpoint=None)
     program = compile(job, device=wanted.device, compile=wanted.compile)
     options = Options(graphs=wanted.graphs)
     with launch_single_rank(program, wanted.on, options, cluster=wanted.cluster) as run:

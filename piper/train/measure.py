@@ -10,6 +10,7 @@ from piper.checkpoint.json_state import decode
 from piper.checkpoint.metadata import Trainer
 from piper.job import Job
 from piper.plan.plan import Bucket
+from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
 
 TOKENS = ("tokens", "input_ids")  # the fields that are counted, where a batch has one
@@ -30,10 +31,19 @@ class Measure:
 class Rate:
     """The learning rate of each step, from an optimizer like the workers' that has nothing to train."""
 
-    def __init__(self, job: Job, buckets: Iterable[Bucket], resumed: Trainer | None = None) -> None:
-        """Build the schedule; `resumed`: a checkpoint's, which wins over the recipe. None: a new run."""
+    def __init__(
+        self,
+        job: Job,
+        buckets: Iterable[Bucket],
+        resumed: Trainer | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        """Build the schedule; `resumed`: a checkpoint's, which wins over the recipe. None: a new run.
+
+        sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
+        """
         self._job = job
-        self._optimizer = empty_optimizer(job.optimizer, buckets)
+        self._optimizer = empty_optimizer(job.optimizer, buckets, sizes)
         self._scheduler = None
         if self._optimizer is None:
             return

@@ -48,6 +48,7 @@ class Asked:
 
     recipe: str
     on: str = "local"
+    strategy: Path | None = None  # a JSON file that takes the place of the job's own
     steps: int | None = None  # None: as the job says
     resume: bool = False
     out: Path | None = None
@@ -174,7 +175,8 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
                 culprit=culprit if asked.detect_nan else None,
                 after=after,
             )
-            rate = Rate(job, program.plans.buckets.values(), trainer)
+            sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+            rate = Rate(job, program.plans.buckets.values(), trainer, sizes)
             batches = checked(feed, wanted_batch(setup_of(program)))
             begun = done
             try:
@@ -280,7 +282,7 @@ def asked_job(asked: Asked) -> Job:
     """Return the recipe's job, for as many steps as asked for."""
     if asked.steps is not None and asked.steps < 1:
         raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
-    job = load_recipe(asked.recipe)
+    job = load_recipe(asked.recipe, asked.strategy)
     return job if asked.steps is None else replace(job, steps=asked.steps)
 
 

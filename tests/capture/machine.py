@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.ir.chunk import Batch, Chunk, Constant, Output, Phase, PhaseSpec, Place, Source, TensorSpec
+from piper.ir.chunk import (
+    Batch,
+    Chunk,
+    Constant,
+    HostPlace,
+    Output,
+    Phase,
+    PhaseSpec,
+    Place,
+    Source,
+    TensorSpec,
+)
 
 Value = tuple[str, int]
 Backward = Literal["whole", "split"]
@@ -181,7 +192,7 @@ class Machine:
                 return self.captured.constants[name]
             case Output(chunk=name, index=index):
                 return device.values[name, index]
-            case Place():
+            case Place() | HostPlace():
                 raise AssertionError("this machine runs undivided models")
 
     def _keep(self, device: Device, chunk: Chunk, results: list[Tensor]) -> None:

@@ -101,6 +101,9 @@ class Counting:
     def write(self, path: Path, data: object, *, wait: bool, keep: int | None) -> None:
         self.script.do(f"save {path} after {self.done}")
 
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        self.script.do(f"set {group} {key} {value}")
+
     def close(self) -> None:
         self.script.log.append("end")
 
@@ -280,6 +283,15 @@ def test_a_repeated_step_that_differs_is_an_alarm() -> None:
     assert [(e.event, e.step, e.what) for e in events if e.event == "mismatch"] == [
         ("mismatch", 2, "loss 2.5 and gradient norm 1.0 at first, 2.0 and 1.0 when repeated")
     ]
+
+
+def test_options_of_the_optimizer_that_were_set_since_the_version_are_set_again() -> None:
+    script = Script(fails={"step 3": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    run.set_optimizer_option(0, "lr", 0.5)
+    train(run, 3, 3)
+    assert script.log[-5:] == ["start blank", "forget", "restore 2", "set 0 lr 0.5", "step 3"]
 
 
 def test_a_save_that_was_under_way_is_made_again(tmp_path: Path) -> None:

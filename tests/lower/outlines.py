@@ -9,6 +9,7 @@ from piper.ir.chunk import (
     CapturedModel,
     Chunk,
     Constant,
+    HostPlace,
     Output,
     Parameter,
     Phase,
@@ -102,7 +103,7 @@ class Drawing:
                 return TABLE
             case Output():
                 return next(c for c in self.chunks if c.name == source.chunk).outputs[source.index]
-            case Place():
+            case Place() | HostPlace():
                 raise AssertionError("these outlines are not divided")
 
     def region(self, owner: Output, tags: Tags, params: Iterable[str], buffers: Iterable[str] = ()) -> Output:

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TypeVar, cast
 
-from piper.ir.chunk import Batch, CapturedModel, Chunk, Constant, Output, Phase, Place, Source, Tags
+from piper.ir.chunk import (
+    Batch,
+    CapturedModel,
+    Chunk,
+    Constant,
+    HostPlace,
+    Output,
+    Phase,
+    Place,
+    Source,
+    Tags,
+)
 from piper.ir.graph import Graph
 from tests.lower.symbols import WHOLE, Note, Row, Rows, Share, Slope, Terms, Value
 
@@ -73,7 +84,7 @@ class Truth:
                 if self.chunks[owner].kind in ("route", "unroute"):
                     return self.name(self.chunks[owner].inputs[index])
                 return f"{owner}.out{index}"
-            case Place(axis=axis):
+            case Place(axis=axis) | HostPlace(axis=axis):
                 return f"place.{axis}"
 
     def ways(self, chunk: str) -> int:

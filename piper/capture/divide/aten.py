@@ -71,6 +71,8 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
         },
         bundles={},
         constants=recording.constants,
+        weighted=recording.weighted,
+        metrics=recording.metrics,
     )
 
 

@@ -8,7 +8,7 @@ and a pipe; the rest is built on these.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,17 @@ class Group(ABC):
             if i != self.rank or there.data_ptr() != shard.data_ptr():
                 there.copy_(part)
 
+    def reduce_scatter_uneven(self, flat: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return this member's part of the sum, where members have parts of different lengths."""
+        return summed(self.swap(flat.split(list(lengths)), [lengths[self.rank]] * self.size))
+
+    def all_gather_uneven(self, shard: Tensor, out: Tensor, lengths: Sequence[int]) -> None:
+        """Write every member's shard into `out`, in order; `shard` may be this member's part of `out`."""
+        parts = self.swap([shard] * self.size, lengths)
+        for i, (part, there) in enumerate(zip(parts, out.split(list(lengths)), strict=True)):
+            if i != self.rank or there.data_ptr() != shard.data_ptr():
+                there.copy_(part)
+
     def all_to_all(self, rows: Tensor, gives: Sequence[int], gets: Sequence[int]) -> list[Tensor]:
         """Give the first `gives[0]` rows to the first member, and so on; what comes from each member."""
         return self.swap(rows.split(list(gives)), gets)
@@ -107,17 +118,25 @@ class Pipe(Protocol):
         """Return the next value that arrives."""
 
 
-class Comms(Protocol):
+class Comms(ABC):
     """The communicators of one device, by the plan's names."""
 
+    on_streams: ClassVar[bool] = False  # work is queued on CUDA streams, and the host does not wait for it
+
+    @abstractmethod
     def group(self, name: str) -> Group:
         """Return the group of this communicator that the device is in."""
 
+    @abstractmethod
     def outgoing(self, name: str) -> Pipe:
         """Return the pipe that this device sends into."""
 
+    @abstractmethod
     def incoming(self, name: str) -> Pipe:
         """Return the pipe that this device receives from."""
+
+    def abort(self) -> None:  # noqa: B027  most have nothing to end
+        """End all communication that is under way on this device, where its own timeout does not."""
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:

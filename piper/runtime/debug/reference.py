@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from piper.runtime.debug.replay import Replay
 from piper.runtime.debug.slicing import slicing_of, take
 from piper.runtime.setup import ProgramLike
+from piper.runtime.trainers import make_optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -41,8 +42,9 @@ class Reference:
         self.masters: dict[str, Tensor] = {}
         if job.precision == "bf16":
             self.masters = {n: exact[n].requires_grad_() for n, p in self.params.items() if p.requires_grad}
-        self.trained = [self.masters.get(n, p) for n, p in self.params.items() if p.requires_grad]
-        self.optimizer = job.optimizer(self.trained)
+        trained = [(n, self.masters.get(n, p)) for n, p in self.params.items() if p.requires_grad]
+        self.trained = [tensor for _, tensor in trained]
+        self.optimizer = make_optimizer(job.optimizer, trained)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.slicing = slicing_of(program.plans, program.outline)
         self.replay = Replay(program, self.slicing, self.params, dict(self.model.named_buffers()))
@@ -192,3 +194,6 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
+    experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if dtype is torch.float64 and experts == "grouped_mm":
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]  # torch groups no float64

@@ -1,0 +1,147 @@
+"""The recordings of one model, by microbatch size, shared by several compilations.
+
+Tracing takes 99 % of a compilation. A recording depends on the model, the loss and the samples in a slice,
+and on nothing else of a strategy, so other strategies of the same job use it again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from piper.capture.autodiff.differentiate import Captured
+from piper.capture.divide.request import Request
+from piper.capture.trace.annotate import listed_regions
+from piper.capture.trace.record import LossFn
+from piper.capture.trace.sizes import dtype_name
+from piper.capture.trace.trace import DTYPES, Precision, Traced, buffers_of, build_fake, parameters_of
+from piper.errors import ConfigError
+
+Division = tuple[object, ...]  # what requests ask, as a key
+Differentiation = tuple[int, Division, tuple[tuple[str, int], ...], tuple[tuple[str, float], ...]]
+HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recordings:
+    """What was recorded of one model and loss, and what was made of it. It grows as sizes are asked for."""
+
+    model: Callable[[], nn.Module]
+    loss: LossFn
+    precision: Precision
+    device: str  # the kind of device that it is recorded for
+    compiled: bool  # traced into operations for the compiler
+    fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of the batch: shape of one sample, and type
+    recorded: dict[int, Traced] = field(default_factory=dict, repr=False)  # by samples in a slice
+    divided: dict[tuple[int, Division], Traced] = field(default_factory=dict, repr=False)
+    differentiated: dict[Differentiation, Captured] = field(default_factory=dict, repr=False)
+
+    def check(self, other: "Recordings", by: str) -> None:
+        """Refuse to use these recordings for another model, loss, batch, precision or device."""
+        for what, mine, theirs in (
+            ("precision", self.precision, other.precision),
+            ("device", self.device, other.device),
+            ("compile", self.compiled, other.compiled),
+            ("batch", shown_fields(self.fields), shown_fields(other.fields)),
+        ):
+            if mine != theirs:
+                raise unlike(by, what, str(mine), str(theirs))
+        if not same_function(self.loss, other.loss):
+            raise unlike(by, "loss", name_of(self.loss), name_of(other.loss))
+        if self.model is not other.model:
+            here, there = self.described(), other.described()
+            if here != there:
+                raise unlike(by, "model", *first_difference(here, there))
+
+    def built(self) -> nn.Module:
+        """Build the model with fake tensors."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return build_fake(self.model, mode, DTYPES[self.precision], torch.device(self.device))
+
+    def described(self) -> list[str]:
+        """Return lines that describe the model: its modules, annotations, parameters and buffers."""
+        model = self.built()
+        regions = [f"region {region.tag} of {region.where}" for region in listed_regions(model)]
+        parameters = [
+            f"parameter {p.name} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}{p.aliases or ''}"
+            for p in parameters_of(model)
+        ]
+        buffers = [f"buffer {b.name} {list(b.shape)} {b.dtype}" for b in buffers_of(model)]
+        return [*parameters, *buffers, *regions, *repr(model).splitlines()]
+
+
+def fields_of(batch: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape of one sample and the type of each field of a batch."""
+    return {name: (tuple(value.shape[1:]), value.dtype) for name, value in batch.items()}
+
+
+def shown_fields(fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """Return the fields of a batch as text: `tokens [32] int64`."""
+    return ", ".join(f"{name} {list(shape)} {dtype_name(dtype)}" for name, (shape, dtype) in fields.items())
+
+
+def division_of(requests: Sequence[Request]) -> Division:
+    """Return what requests ask as a key.
+
+    How many devices a region has does not matter, only which regions are arranged alike.
+    """
+    grids: dict[object, int] = {}
+    return tuple(
+        (
+            request.axis,
+            request.degree,
+            tuple(request.weights.items()),
+            tuple(request.batch.items()),
+            request.between,
+            request.attention,
+            request.zigzag,
+            tuple((tags, grids.setdefault(grid, len(grids))) for tags, grid in request.regions.items()),
+        )
+        for request in requests
+    )
+
+
+def same_function(one: Callable[..., object], other: Callable[..., object]) -> bool:
+    """Return whether two functions are the same, or come from the same code with the same captured values."""
+    if one is other:
+        return True
+    codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
+    if None in codes or codes[0] != codes[1]:
+        return False
+    return captured_values(one) == captured_values(other)
+
+
+def captured_values(function: Any) -> list[int]:  # noqa: ANN401 (a function of the user's)
+    """Return the identities of the values that a function closes over or has as defaults."""
+    cells = [id(cell.cell_contents) for cell in function.__closure__ or ()]
+    return [*cells, *(id(value) for value in function.__defaults__ or ())]
+
+
+def name_of(function: object) -> str:
+    """Return the name of a function, with its first line where it has one."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{name} (line {code.co_firstlineno})" if code is not None else name
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    """Return the first line in which two descriptions differ, of each."""
+    for one, other in zip(mine, theirs, strict=False):
+        if one != other:
+            return one.strip(), other.strip()
+    longer = mine if len(mine) > len(theirs) else theirs
+    extra = longer[min(len(mine), len(theirs))].strip()
+    return (extra, "nothing more") if longer is mine else ("nothing more", extra)
+
+
+def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
+    """Return the error of recordings that belong to another job."""
+    return ConfigError(
+        f"what was captured has another {what}",
+        by=by,
+        facts={"captured": mine, "job": theirs},
+        hint=HINT,
+    )

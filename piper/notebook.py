@@ -1,0 +1,98 @@
+"""Shows a program at the Python prompt and in notebooks: one line, a table with its pipeline, its page."""
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from piper.compiler import Program, strategy_of
+from piper.devices import show
+from piper.format import size
+from piper.plan.memory import timeline
+from piper.plan.ops import OPS
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.simulate import Simulation, simulate
+from piper.train.background import strategy_text
+from piper.view.cells import of_plans
+from piper.view.files import PAGE, write
+from piper.view.report import page
+from piper.view.stages import stage_tags
+from piper.view.subject import Subject, said_by
+from piper.view.svg_grid import grid
+
+CLUSTER = "h100"  # where none is named
+HEIGHT = 900  # pixels of a page in a notebook
+COLUMNS = ("devices", "instructions", "sent", "peak")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A program's page. A notebook shows it; `save` writes it to a file."""
+
+    html: str
+
+    def save(self, path: Path | str) -> Path:
+        """Write the page. A file that is not a page of Piper is never replaced."""
+        write(Path(path), self.html, PAGE)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"Page({size(len(self.html))}; save(path) writes it, and a notebook shows it)"
+
+    def _repr_html_(self) -> str:
+        text = escape(self.html, quote=True)
+        return f'<iframe srcdoc="{text}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
+
+
+def line_of(program: Program) -> str:
+    """Return a program in one line."""
+    plans = program.plans
+    peak = max(timeline(plan).peak for plan in plans)
+    count = sum(len(plan.devices) for plan in plans)
+    instructions = sum(len(plan.instrs) for plan in plans)
+    devices = f"{count} {program.device} device{'s' if count > 1 else ''}"
+    return (
+        f"Program({devices}, {len(plans)} program{'s' if len(plans) > 1 else ''}, "
+        f"{instructions} instructions, peak {size(peak)} a device)"
+    )
+
+
+def table_of(program: Program) -> str:
+    """Return a program as HTML: what each device runs, sends and holds, and the pipeline."""
+    rows = []
+    for plan in program.plans:
+        sent = sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and OPS[ins.op].sends)
+        cells = (show(plan.devices), str(len(plan.instrs)), size(sent), size(timeline(plan).peak))
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+    drawn = grid(of_plans(program.plans, tags_of(program), "Pipeline", program.graph.orderings))
+    title = escape(line_of(program))
+    return f"<div><p>{title}</p><table><tr>{head}</tr>{''.join(rows)}</table>{drawn}</div>"
+
+
+def tags_of(program: Program) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Return the annotations of each chunk, as stages of a pipeline."""
+    tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
+    return dict(stage_tags(tags, program.graph.orderings))
+
+
+def simulated(program: Program, cluster: str | Path | None = None) -> Simulation:
+    """Simulate a step of a program on a cluster: a known name, or a TOML file."""
+    machine = load_cluster(str(cluster) if cluster is not None else CLUSTER)
+    return simulate(program.plans, program.outline, Roofline(machine))
+
+
+def page_of(program: Program, cluster: str | Path | None = None) -> Page:
+    """Return the page of a program: its pipeline, streams, memory, dependencies and strategy."""
+    subject = Subject(
+        title="program",
+        plans=program.plans,
+        planned=simulated(program, cluster),
+        clock=str(cluster or CLUSTER),
+        tags=tags_of(program),
+        orderings=program.graph.orderings,
+        strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
+        origins={node.name: node.origin for node in program.work.line},
+        temporal=program.work.temporal,
+    )
+    return Page(html=page(subject))

@@ -1,0 +1,329 @@
+"""Proven lower bounds on a candidate's step time and peak memory, without compiling it.
+
+[Note: why the bounds hold] Each counts only a part of what a plan must do.
+- Compute: a device runs its passes one after another, so a step is no shorter than the passes of one rank,
+  after the first microbatch has come to it. With a named schedule the order of passes is known: they run in
+  that order, each after what it needs has arrived. Everything else that a plan does only delays them.
+- Communication: a device's reductions and gathers share its links.
+- Memory: parameters, optimizer state and gradients, with the activations of microbatches whose forward has
+  run and whose backward has not. Whatever else is live comes on top.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from piper.ir.chunk import Phase
+from piper.plan.ops import Op
+from piper.schedules.action import Action
+from piper.schedules.grid import Grid
+from piper.schedules.simulate import makespan
+from piper.schedules.stages import Memory, StageCosts
+from piper.schedules.synthesis.bound import bound as least_makespan
+from piper.simulate.costs import Costs
+from piper.tuning.choice import Choice, Divide
+from piper.tuning.layers import Layers, Parameters, Stage, union
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The bytes that training state takes for one element: beyond the parameter itself, and its gradient."""
+
+    optimizer: int  # state and master copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The least that the fullest rank holds at its peak, in bytes."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0
+    rank: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return self.parameters + self.optimizer + self.gradients + self.activations
+
+    @property
+    def largest(self) -> str:
+        """Return what takes the most."""
+        sizes = {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer,
+            "gradients": self.gradients,
+            "activations": self.activations,
+        }
+        return max(sizes, key=lambda name: sizes[name])
+
+
+def stages_of(choice: Choice, layers: Layers) -> list[Stage]:
+    """Return the stages of a candidate."""
+    return [layers.stage(stage) for stage in choice.stages]
+
+
+def work_bound(choice: Choice, layers: Layers, costs: Costs, *, sums: bool = False) -> float:
+    """Return the time of the busiest rank: the way of the first microbatch to it, and its own passes.
+
+    sums: also count how long gradients of microbatches are added up, which the ZeRO level decides.
+    """
+    stages, placement = stages_of(choice, layers), choice.placement
+    arrivals = [0.0]
+    for stage in stages[:-1]:
+        arrivals.append(arrivals[-1] + stage.path["F"])
+    busy = [0.0] * choice.ranks
+    first = [float("inf")] * choice.ranks
+    for number, stage in enumerate(stages):
+        rank = placement.ranks[number]
+        busy[rank] += choice.microbatches * (stage.work["F"] + least_backward(stage))
+        if sums and choice.zeros[rank] < 2:
+            busy[rank] += (choice.microbatches - 1) * stage.adds
+        first[rank] = min(first[rank], arrivals[number])
+    alone = max(begin + spent for begin, spent in zip(first, busy, strict=True))
+    if not costs.cores:
+        return alone
+    share = min(costs.node, choice.devices)
+    everyone = sum(busy) * choice.width / choice.devices * share
+    return max(alone, everyone / costs.cores)
+
+
+def least_backward(stage: Stage) -> float:
+    """Return the seconds of a backward: whole, or in halves, whichever takes less."""
+    return min(stage.work["B"], stage.work["BI"] + stage.work["BW"])
+
+
+def stage_costs(
+    choice: Choice, layers: Layers, costs: Costs, *, whole: bool, sums: bool = False
+) -> StageCosts | None:
+    """Return the least that each pass takes from what it receives to what it passes on, and each transfer.
+
+    whole: no backward of the schedule is split. sums: weight gradients include adding them up, so that a
+    schedule is made for the times it will have. None: nothing takes time.
+    """
+    stages = stages_of(choice, layers)
+    forward = [stage.path["F"] for stage in stages]
+    if whole:
+        inputs = [stage.path["B"] for stage in stages]
+        weights = [0.0] * len(stages)
+    else:
+        inputs = [min(stage.path["BI"], stage.path["B"]) for stage in stages]
+        weights = [
+            max(0.0, min(stage.work["BW"], stage.work["B"] - inward))
+            for stage, inward in zip(stages, inputs, strict=True)
+        ]
+    if sums:
+        ranks = choice.placement.ranks
+        weights = [
+            weight + (stage.adds if choice.zeros[ranks[number]] < 2 else 0.0)
+            for number, (weight, stage) in enumerate(zip(weights, stages, strict=True))
+        ]
+    if not any(map(sum, (forward, inputs, weights))):
+        return None
+    hop = [hop_seconds(choice, layers, costs, number) for number in range(len(stages) - 1)]
+    return StageCosts(forward=forward, inputs=inputs, weights=weights, hop=hop)
+
+
+def hop_seconds(choice: Choice, layers: Layers, costs: Costs, stage: int) -> float:
+    """Return the time of the transfer from a stage to the next; 0 within a rank."""
+    ranks = choice.placement.ranks
+    source, target = ranks[stage], ranks[stage + 1]
+    if source == target:
+        return 0.0
+    nbytes = layers.layers[choice.stages[stage][-1]].sends
+    if not nbytes:
+        return 0.0
+    pair = (choice.devices_of(source)[0], choice.devices_of(target)[0])
+    talk = costs.talk("send", nbytes, pair)
+    return talk.latency + talk.seconds
+
+
+def order_bound(choice: Choice, layers: Layers, costs: Costs, grid: Grid) -> float:
+    """Return the time of a schedule whose order is known, without all but its passes and transfers."""
+    whole = all(action.phase in ("F", "B") for action in grid.actions())
+    found = stage_costs(choice, layers, costs, whole=whole)
+    if found is None:
+        return 0.0
+    if any(len(group) > 1 for row in grid.rows for group in row):
+        return least_makespan(found, choice.placement, choice.microbatches)  # members may interleave
+    return makespan(grid, found)
+
+
+def any_order_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
+    """Return a time that no order of the passes can beat."""
+    found = stage_costs(choice, layers, costs, whole=False)
+    return 0.0 if found is None else least_makespan(found, choice.placement, choice.microbatches)
+
+
+def link_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
+    """Return the time for which a device's links are busy with parameters and gradients."""
+    if choice.width == 1:
+        return 0.0
+    placement = choice.placement
+    worst = 0.0
+    for rank in range(choice.ranks):
+        mine = [layers.stage(choice.stages[number]) for number in placement.stages_of(rank)]
+        levels: dict[int, float] = {}
+        for op, nbytes in messages(choice, mine, choice.zeros[rank], rank):
+            group = replicas_of(choice, rank)
+            talk = costs.talk(op, nbytes, group)
+            levels[talk.level] = levels.get(talk.level, 0.0) + talk.seconds
+        worst = max(worst, *levels.values(), 0.0)
+    return worst
+
+
+def collective_time(choice: Choice, layers: Layers, costs: Costs, divide: Divide) -> float:
+    """Return the time of the all-reduces that tensor parallelism puts behind weights divided by their inputs.
+
+    Each of their products is a sum over the group, in the forward as in the backward. Other microbatches
+    could hide some of that time, so this is the one part of a bound that is an estimate.
+    """
+    group = choice.devices_of(0)[: choice.tensor]
+    patterns = [pattern for one, dim in divide.weights if dim == 1 for pattern in one.split("|")]
+    spent = 0.0
+    for layer in layers.layers:
+        sums = sum(any(fnmatchcase(name, f"{one}.weight") for one in patterns) for name in layer.parameters)
+        nbytes = 2 * layer.sends * choice.tensor * (choice.tensor - 1) // choice.tensor
+        talk = costs.talk("all_reduce", nbytes, group)
+        spent += 2 * sums * (talk.latency + talk.seconds)
+    return spent * choice.microbatches / choice.ranks
+
+
+def replicas_of(choice: Choice, rank: int) -> tuple[int, ...]:
+    """Return the devices of a rank that hold the same slice of its parameters."""
+    return choice.devices_of(rank)[:: choice.tensor * choice.context]
+
+
+def messages(choice: Choice, stages: Sequence[Stage], zero: int, rank: int) -> list[tuple[Op, int]]:
+    """Return the least that a device of a rank sends for parameters and gradients: the operation and bytes.
+
+    Experts that are divided are reduced in smaller groups, so they are left out.
+    """
+    replicas = choice.replicas
+    if replicas < 2:
+        return []
+    found: list[tuple[Op, int]] = []
+    several = sum(len(stage.layers) for stage in stages) > 1
+    for stage in stages:
+        for place, layer in enumerate(stage.layers):
+            sizes = [p.trained_bytes for name, p in layer.parameters.items() if choice.experts == 1]
+            nbytes = sum(sizes) * (replicas - 1) // replicas
+            if not nbytes:
+                continue
+            times = choice.microbatches if several else 1
+            if zero == 0:
+                found.append(("all_reduce", 2 * nbytes))
+            elif zero == 1:
+                found += [("reduce_scatter", nbytes), ("gather", nbytes)]
+            elif zero == 2:
+                found += [("reduce_scatter", nbytes * times), ("gather", nbytes)]
+            else:
+                uses = times if place + 1 == len(stage.layers) else 2 * times
+                found += [("reduce_scatter", nbytes * times), ("gather", nbytes * (uses if several else 1))]
+    return found
+
+
+def memory_bound(
+    choice: Choice,
+    layers: Layers,
+    state: State,
+    grid: Grid | None,
+    ranks: Sequence[int] | None = None,
+) -> Held:
+    """Return the least that the fullest rank holds, of all or of some."""
+    stages = stages_of(choice, layers)
+    worst = Held()
+    for rank in range(choice.ranks) if ranks is None else ranks:
+        mine = choice.placement.stages_of(rank)
+        kept = resident(choice, [stages[number] for number in mine], choice.zeros[rank], state, rank)
+        row: Sequence[Action]
+        if grid is None:
+            row = one_at_a_time(mine, choice.microbatches)
+        else:
+            row = [action for group in grid.rows[rank] for action in group]
+        found = peak_of(row, stages, kept, choice)
+        if found.total > worst.total:
+            worst = found
+    return worst
+
+
+def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:
+    """Return the passes of a rank in the order that holds the least: one microbatch after another."""
+    row: list[Action] = []
+    for microbatch in range(min(2, microbatches)):
+        row += [Action(stage=stage, phase="F", microbatch=microbatch) for stage in stages]
+        row += [Action(stage=stage, phase="B", microbatch=microbatch) for stage in reversed(stages)]
+    return row
+
+
+def resident(choice: Choice, stages: Sequence[Stage], zero: int, state: State, rank: int) -> Held:
+    """Return what a rank holds between steps, and the gradients it sums during one."""
+    parameters: Mapping[str, Parameters] = union(stage.parameters for stage in stages)
+    whole = sum(one.nbytes for one in parameters.values())
+    trained = sum(one.trained for one in parameters.values())
+    gradients = sum(one.trained_bytes for one in parameters.values())
+    replicas = choice.replicas
+    return Held(
+        parameters=whole // replicas if zero == 3 else whole,
+        optimizer=trained * state.optimizer // (replicas if zero else 1),
+        gradients=gradients // (replicas if zero >= 2 else 1),
+        rank=rank,
+    )
+
+
+def peak_of(row: Sequence[Action], stages: Sequence[Stage], kept: Held, choice: Choice) -> Held:
+    """Walk the passes of a rank and return what it holds at the fullest moment."""
+    live = most = 0
+    gradients = 0  # of stages that a backward has run of
+    begun: set[int] = set()
+    share = {
+        number: sum(p.trained_bytes for p in stages[number].parameters.values())
+        for number in {action.stage for action in row}
+    }
+    total = sum(share.values()) or 1
+    worst, at_worst = -1, (0, 0)
+    for action in row:
+        stage = stages[action.stage]
+        phase: Phase = action.phase
+        if phase == "F":
+            live += stage.held
+        most = live + max(0, stage.extra[phase]) if phase == "BW" else live + stage.extra[phase]
+        if gradients + most > worst:
+            worst, at_worst = gradients + most, (gradients, max(0, most))
+        if phase == "B":
+            live -= stage.held
+        elif phase == "BI":
+            live -= stage.held - min(stage.late, stage.held)
+        elif phase == "BW":
+            live -= min(stage.late, stage.held)
+        if phase in ("B", "BW") and action.stage not in begun:
+            begun.add(action.stage)
+            gradients += kept.gradients * share[action.stage] // total
+    summed, active = at_worst
+    return Held(
+        parameters=kept.parameters,
+        optimizer=kept.optimizer,
+        gradients=summed,
+        activations=active,
+        rank=kept.rank,
+    )
+
+
+def synthesis_memory(choice: Choice, layers: Layers, state: State, limit: int) -> Memory | None:
+    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little."""
+    stages = stages_of(choice, layers)
+    limits = []
+    for rank in range(choice.ranks):
+        mine = [stages[number] for number in choice.placement.stages_of(rank)]
+        kept = resident(choice, mine, choice.zeros[rank], state, rank)
+        transient = max(stage.extra[phase] for stage in mine for phase in ("F", "B", "BI"))
+        left = limit - kept.total - max(0, transient)
+        if left < sum(stage.held for stage in mine):
+            return None
+        limits.append(left)
+    return Memory(
+        saved=[stage.held for stage in stages],
+        carried=[min(stage.late, stage.held) for stage in stages],
+        limit=limits,
+    )

@@ -1,0 +1,188 @@
+"""One candidate of the search: integers and names, from which a strategy is made."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from piper.directives import Directive, place, remat, replicate, shard, split
+from piper.ir.select import Asked, At, at
+from piper.schedules.grid import Grid, orders
+from piper.schedules.stages import Placement
+
+Shape = Literal["loop", "v"]
+Neighbours = Literal["replicas", "ranks"]  # which devices have neighbouring numbers
+SYNTHESISED = "synthesised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Recompute:
+    """What is recomputed in the backward. budget=1 without `across`: nothing is."""
+
+    budget: float = 1.0
+    across: bool = False  # each layer saves only its inputs
+
+    @property
+    def label(self) -> str:
+        """Return a few words for tables. Empty: nothing is recomputed."""
+        if self.across:
+            return "recompute layers"
+        return "" if self.budget == 1 else f"recompute to {self.budget:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divide:
+    """How tensor and context parallelism divide a model, where it allows them."""
+
+    weights: tuple[tuple[str, int], ...] = ()
+    fields: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A candidate: everything that a strategy is made of, but for the order of a synthesised schedule."""
+
+    ranks: int  # of the pipeline
+    replicas: int  # groups of devices in a rank that divide the samples
+    rows: int  # samples of a microbatch on one replica
+    microbatches: int
+    sizes: tuple[int, ...]  # layers of each stage
+    schedule: str = ""  # a name, or synthesised; empty: one stage, ordered by the compiler
+    shape: Shape = "loop"  # how the stages are dealt to the ranks
+    tensor: int = 1
+    between: bool = False  # sequence parallelism between the regions that tensor parallelism divides
+    context: int = 1
+    experts: int = 1
+    neighbours: Neighbours = "replicas"
+    zeros: tuple[int, ...] = (0,)  # the ZeRO level of each rank
+    recompute: Recompute = Recompute()
+    bucket_mb: float | None = None
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Return how many stages each rank has."""
+        return len(self.sizes) // self.ranks
+
+    @property
+    def width(self) -> int:
+        """Return the devices of one rank."""
+        return self.replicas * self.tensor * self.context
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.ranks * self.width
+
+    @property
+    def placement(self) -> Placement:
+        """Return which rank runs each stage."""
+        kind = Placement.v if self.shape == "v" else Placement.loop
+        return kind(self.ranks, self.stages_per_rank)
+
+    @property
+    def stages(self) -> list[range]:
+        """Return the layers of each stage."""
+        return [range(first, last) for first, last in pairwise(accumulate(self.sizes, initial=0))]
+
+    def devices_of(self, rank: int) -> tuple[int, ...]:
+        """Return the devices of a rank: groups of `tensor * context` neighbours, one for each replica."""
+        group = self.tensor * self.context
+        if self.neighbours == "replicas":
+            return tuple(range(rank * self.width, (rank + 1) * self.width))
+        firsts = ((replica * self.ranks + rank) * group for replica in range(self.replicas))
+        return tuple(first + place for first in firsts for place in range(group))
+
+    @property
+    def label(self) -> str:
+        """Return the candidate in a few words: `PP8 DP8 zero 1, 16 x 1, zbv, stages 5 4 4 4 4 4 4 3`."""
+        parallel = [
+            f"{name}{count}"
+            for name, count in (
+                ("PP", self.ranks),
+                ("DP", self.replicas),
+                ("TP", self.tensor),
+                ("CP", self.context),
+                ("EP", self.experts),
+            )
+            if count > 1
+        ]
+        if self.width > 1:
+            levels = sorted(set(self.zeros))
+            parallel.append(
+                f"zero {levels[0]}" if len(levels) == 1 else f"zero {'/'.join(map(str, self.zeros))}"
+            )
+        words = [" ".join(parallel) or "one device", f"{self.microbatches} x {self.rows}"]
+        if self.ranks > 1:
+            words += [
+                self.schedule + (f" {self.shape}" if self.schedule == SYNTHESISED else ""),
+                "stages " + " ".join(map(str, self.sizes)),
+            ]
+        if self.between:
+            words.append("sequence parallel")
+        if self.ranks > 1 and self.replicas > 1 and self.neighbours == "ranks":
+            words.append("ranks are neighbours")
+        if self.recompute.label:
+            words.append(self.recompute.label)
+        if self.bucket_mb is not None:
+            words.append(f"buckets of {self.bucket_mb:g} MB")
+        return ", ".join(words)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what orders candidates of one bound: plain ones first."""
+        return (
+            self.tensor * self.context,
+            self.ranks,
+            len(self.sizes),
+            self.schedule == SYNTHESISED,
+            len(set(self.zeros)),
+            self.between,
+            self.recompute != Recompute(),
+            self.bucket_mb is not None,
+            self.neighbours == "ranks",
+            self.label,
+        )
+
+
+def directives_of(
+    choice: Choice, grid: Grid | None, tag: str, divide: Divide, routed: bool
+) -> list[Directive]:
+    """Return the strategy of a candidate. grid: the order of its pipeline. routed: the model has experts."""
+    made: list[Directive] = []
+    single = len(choice.sizes) == 1
+    placement = choice.placement
+    for number, stage in enumerate(choice.stages):
+        here = at() if single else layers_at(tag, stage)
+        rank = placement.ranks[number]
+        made += placed(choice, here, rank, divide)
+        if routed and choice.experts > 1:
+            made.append(shard(here, choice.devices_of(rank), ways=choice.experts))
+    if choice.microbatches > 1 or grid is not None:
+        made.append(split(at(), axis="MB", parts=choice.microbatches))
+    if grid is not None:
+        made += orders(grid, stage=[layers_at(tag, stage) for stage in choice.stages])
+    if choice.recompute != Recompute():
+        across = tag if choice.recompute.across else None
+        made.append(remat(at(), choice.recompute.budget, across=across))
+    return made
+
+
+def layers_at(tag: str, layers: range) -> At:
+    """Return the filter of a range of layers."""
+    asked: dict[str, Asked] = {tag: layers}
+    return at(None, **asked)
+
+
+def placed(choice: Choice, here: At, rank: int, divide: Divide) -> list[Directive]:
+    """Return the directives that put one stage on the devices of its rank."""
+    devices, group = choice.devices_of(rank), choice.tensor * choice.context
+    if len(devices) == 1:
+        return [place(here, devices)]
+    made: list[Directive] = [replicate(here, devices, zero=choice.zeros[rank], bucket_mb=choice.bucket_mb)]
+    if group > 1 and choice.tensor > 1:
+        between = 1 if choice.between else None
+        made.append(
+            shard(here, devices, ways=choice.tensor, axis="TP", weights=dict(divide.weights), between=between)
+        )
+    if group > 1 and choice.context > 1:
+        made.append(shard(here, devices, ways=choice.context, axis="CP", batch=dict(divide.fields)))
+    return made

@@ -1,0 +1,74 @@
+"""Evaluates a candidate: compiles it with the shared recordings, proves it, and simulates a step."""
+
+from dataclasses import dataclass
+
+from piper.directives import Directive
+from piper.gc_pause import no_collection
+from piper.plan.memory import timeline
+from piper.schedules.grid import Grid
+from piper.simulate.memory import communicators_of
+from piper.simulate.simulate import Simulation, simulate
+from piper.tuning.choice import Choice, directives_of
+from piper.tuning.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A candidate that was compiled, proven and simulated."""
+
+    choice: Choice
+    strategy: tuple[Directive, ...]
+    step: float  # seconds
+    peak: int  # bytes of the fullest device
+    needs: int  # bytes of it with its communicators
+    busy: float  # seconds a device computes, on average
+    exposed: float  # seconds a device waits for communication that nothing hides, on average
+    bound: float  # the step was known to be at least this long
+
+    @property
+    def bubble(self) -> float:
+        """Return the fraction of the step in which a device computes nothing, on average."""
+        return 1 - self.busy / self.step if self.step else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Return the seconds in which a device neither computes nor waits for exposed communication."""
+        return max(0.0, self.step - self.busy - self.exposed)
+
+
+def evaluate(model: Model, choice: Choice, grid: Grid | None, bound: float) -> Evaluation:
+    """Compile, prove and simulate a candidate."""
+    strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
+    with no_collection():
+        program = model.compile(strategy)
+        found = simulate(program.plans, program.outline, model.costs)
+    busy, exposed = averages(found)
+    peaks = [
+        max(memory.peak, timeline(plan).peak)  # as simulated, and as issued, whatever the times are
+        for memory, plan in zip(found.memories, program.plans, strict=True)
+    ]
+    needs = [
+        peak + int(model.communicator * communicators_of(plan))
+        for peak, plan in zip(peaks, program.plans, strict=True)
+    ]
+    return Evaluation(
+        choice=choice,
+        strategy=tuple(strategy),
+        step=found.step,
+        peak=max(peaks),
+        needs=max(needs),
+        busy=busy,
+        exposed=exposed,
+        bound=bound,
+    )
+
+
+def averages(found: Simulation) -> tuple[float, float]:
+    """Return how long a device computes and waits for exposed communication, on average over all devices."""
+    weights = [len(one.devices) for one in found.timelines]
+    devices = sum(weights)
+    busy = sum(n * account.busy for n, account in zip(weights, found.accounts, strict=True))
+    exposed = sum(
+        n * sum(account.exposed.values()) for n, account in zip(weights, found.accounts, strict=True)
+    )
+    return busy / devices, exposed / devices

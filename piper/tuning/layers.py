@@ -1,0 +1,314 @@
+"""What each layer of a captured model costs and holds, for one microbatch size: the numbers behind bounds.
+
+Every number is a lower bound of what a plan will show: seconds of compute alone, bytes that must be live.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TypeVar
+
+from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSpec, bundles
+from piper.simulate.costs import Costs
+
+COMPUTES = ("compute", "expert")  # the kinds of chunks that have code
+CHAINED: tuple[Phase, ...] = ("F", "B", "BI")  # phases that pass on what the next stage waits for
+Storage = tuple[str, str, int]  # chunk, kind, number
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The parameters of a layer, as one device of a rank holds them before ZeRO."""
+
+    nbytes: int = 0
+    trained: int = 0  # elements that are trained
+    trained_bytes: int = 0  # of one gradient
+
+    def divided(self, degree: int) -> "Parameters":
+        """Return the share of one of `degree` devices."""
+        return Parameters(
+            nbytes=self.nbytes // degree,
+            trained=self.trained // degree,
+            trained_bytes=self.trained_bytes // degree,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer on one microbatch."""
+
+    work: Mapping[Phase, float]  # seconds of each phase, over all its chunks
+    path: Mapping[Phase, float]  # seconds from what it reads of the layer before to what the next one reads
+    parameters: Mapping[str, Parameters]  # by name
+    held: Mapping[Storage, int]  # bytes from its forward to its backward (B or BI)
+    late: Mapping[Storage, int]  # bytes from its BI to its BW
+    extra: Mapping[Phase, int]  # more bytes that are live at some time in a phase
+    sends: int  # bytes of the largest value that the next layer reads
+    adds: float  # seconds to add its gradients to those of other microbatches
+
+    def divided(self, degree: int) -> "Layer":
+        """Return the layer with its costs and bytes divided."""
+        return Layer(
+            work={phase: spent / degree for phase, spent in self.work.items()},
+            path={phase: spent / degree for phase, spent in self.path.items()},
+            parameters={name: held.divided(degree) for name, held in self.parameters.items()},
+            held={storage: nbytes // degree for storage, nbytes in self.held.items()},
+            late={storage: nbytes // degree for storage, nbytes in self.late.items()},
+            extra={phase: nbytes // degree for phase, nbytes in self.extra.items()},
+            sends=self.sends // degree,
+            adds=self.adds / degree,
+        )
+
+
+class Layers:
+    """The layers of one captured model at one microbatch size, with sums over ranges of them."""
+
+    def __init__(
+        self,
+        outline: CapturedModel,
+        costs: Costs,
+        tag: str,
+        *,
+        across: bool = False,
+        shares: Mapping[str, int] | None = None,
+    ) -> None:
+        """Read an outline whose chunks are differentiated.
+
+        across: layers save only their inputs. shares: the devices that divide a chunk's experts, by its name.
+        """
+        self.tag, self.costs, self.across = tag, costs, across
+        self.outline, self.shares = outline, shares or {}
+        self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
+        self.by_name = {chunk.name: chunk for chunk in outline.chunks}
+        self.chunks: list[list[Chunk]] = [[] for _ in range(1 + max(self.numbers.values()))]
+        for chunk in outline.chunks:
+            self.chunks[self.numbers[chunk.name]].append(chunk)
+        self.known = {parameter.name: parameter for parameter in outline.parameters}
+        self.layers = [self._layer(number) for number in range(len(self.chunks))]
+        self._stages: dict[range, Stage] = {}
+
+    def divided(self, degree: int) -> "Layers":
+        """Return the layers as one of `degree` devices that divide them has them: at least so much of all."""
+        if degree == 1:
+            return self
+        made = copy(self)
+        made.layers = [layer.divided(degree) for layer in self.layers]
+        made._stages = {}
+        return made
+
+    def stage(self, layers: range) -> "Stage":
+        """Return the sums over a range of layers."""
+        if layers not in self._stages:
+            self._stages[layers] = Stage(layers=tuple(self.layers[number] for number in layers))
+        return self._stages[layers]
+
+    def _layer(self, number: int) -> Layer:
+        chunks = self.chunks[number]
+        work = {phase: sum(self._seconds(chunk, phase) for chunk in chunks) for phase in PHASES}
+        path: dict[Phase, float] = {"BW": 0.0}
+        for phase in CHAINED:
+            path[phase] = self._path(number, phase)
+        if self.across:
+            again = sum(self._seconds(chunk, "F") for chunk in chunks if chunk.saved and "B" in chunk.phases)
+            work = {**work, "B": work["B"] + again, "BI": work["BI"] + again}
+        held: dict[Storage, int] = {}
+        late: dict[Storage, int] = {}
+        extra = dict.fromkeys(PHASES, 0)
+        for chunk in chunks:
+            if chunk.kind in COMPUTES:
+                held |= self._held(chunk, number)
+                late |= self._late(chunk)
+                for phase in chunk.phases:
+                    extra[phase] = max(extra[phase], self._extra(chunk, phase))
+        return Layer(
+            work=work,
+            path=path,
+            parameters=self._parameters(chunks),
+            held=held,
+            late=late,
+            extra=extra,
+            sends=self._sends(number),
+            adds=self._adds(chunks),
+        )
+
+    def _seconds(self, chunk: Chunk, phase: Phase) -> float:
+        if phase not in chunk.phases or chunk.kind not in COMPUTES:
+            return 0.0
+        return self.costs.compute(chunk, phase)
+
+    def _path(self, number: int, phase: Phase) -> float:
+        """Return the longest chain of chunks from the layer before to the next one; 0 where there is none."""
+        reached: dict[str, float] = {}
+        for chunk in self.chunks[number]:
+            before = [0.0] if not number else []
+            for place, source in enumerate(chunk.inputs):
+                if not isinstance(source, Output) or (phase != "F" and not differentiates(chunk, place)):
+                    continue
+                if self.numbers[source.chunk] == number - 1:
+                    before.append(0.0)
+                elif source.chunk in reached:
+                    before.append(reached[source.chunk])
+            if before:
+                reached[chunk.name] = max(before) + self._seconds(chunk, phase)
+        if number + 1 == len(self.chunks):
+            return reached.get(self.outline.loss.chunk, 0.0)
+        return max((reached.get(name, 0.0) for name, _ in self._read_next(number, phase)), default=0.0)
+
+    def _read_next(self, number: int, phase: Phase) -> list[tuple[str, int]]:
+        """Return the outputs of a layer that the next one reads, or gives gradients of in a backward."""
+        if number + 1 >= len(self.chunks):
+            return []
+        return [
+            (source.chunk, source.index)
+            for chunk in self.chunks[number + 1]
+            for place, source in enumerate(chunk.inputs)
+            if isinstance(source, Output) and self.numbers[source.chunk] == number
+            if phase == "F" or differentiates(chunk, place)
+        ]
+
+    def _sends(self, number: int) -> int:
+        read = self._read_next(number, "F")
+        sizes = (self.by_name[name].outputs[index].nbytes for name, index in read)
+        return max(sizes, default=0)
+
+    def _held(self, chunk: Chunk, number: int) -> dict[Storage, int]:
+        """Return what a chunk's forward leaves for its backward: saved values, and inputs that it reads."""
+        if "B" not in chunk.phases:
+            return {}
+        found: dict[Storage, int] = {}
+        reading = set(chunk.phases["B"].inputs) | set(chunk.kept_inputs.get("B", ()))
+        if self.across:
+            reading |= set(chunk.phases["F"].inputs) if chunk.saved else set()
+            inner = {
+                place
+                for place, source in enumerate(chunk.inputs)
+                if isinstance(source, Output) and self.numbers[source.chunk] == number
+            }
+            reading -= inner
+        else:
+            for kind, members in bundles(chunk).items():
+                found |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
+        for place in reading:
+            source = chunk.inputs[place]
+            if isinstance(source, Output):
+                maker = self.by_name[source.chunk]
+                found |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
+        return found
+
+    def _late(self, chunk: Chunk) -> dict[Storage, int]:
+        if "BW" not in chunk.phases:
+            return {}
+        found = self._storages(chunk, "carried", chunk.carried)
+        if not self.across:
+            kept = [chunk.saved[place] for place in bundles(chunk).get("kept", [])]
+            found |= self._storages(chunk, "kept", kept)
+        return found
+
+    def _extra(self, chunk: Chunk, phase: Phase) -> int:
+        """Return bytes that are live at some time in a phase, beyond what is held for backwards."""
+        spec = chunk.phases[phase]
+        gradients = sum(chunk.input_specs[place].nbytes for place in spec.grad_inputs)
+        return max(0, spec.workspace + gradients)
+
+    def _storages(self, chunk: Chunk, kind: str, specs: Sequence[TensorSpec]) -> dict[Storage, int]:
+        """Return the bytes of values by the storage that holds them; one that is shared counts once."""
+        found: dict[Storage, int] = {}
+        own = sum(spec.nbytes for spec in specs if spec.storage < 0)
+        if own:
+            found[chunk.name, kind, -1] = own
+        for spec in specs:
+            if spec.storage >= 0:
+                found[chunk.name, "storage", spec.storage] = chunk.storages[spec.storage]
+        return found
+
+    def _adds(self, chunks: Sequence[Chunk]) -> float:
+        found = self._parameters(chunks).values()
+        return self.costs.touch("accumulate", 3 * sum(one.trained_bytes for one in found))
+
+    def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, Parameters]:
+        found: dict[str, Parameters] = {}
+        for chunk in chunks:
+            reached = set(chunk.phases["B"].grad_params) if "B" in chunk.phases else set()
+            share = self.shares.get(chunk.name, 1)
+            for name in chunk.params:
+                elements = prod(self.known[name].local_shape) // share
+                nbytes = elements * itemsize(self.known[name].dtype)
+                trained = name in reached
+                found[name] = Parameters(
+                    nbytes=nbytes,
+                    trained=elements if trained else 0,
+                    trained_bytes=nbytes if trained else 0,
+                )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Consecutive layers that one rank runs as a unit."""
+
+    layers: tuple[Layer, ...]
+
+    @cached_property
+    def work(self) -> Mapping[Phase, float]:
+        """Return the seconds of each phase on its device."""
+        return {phase: sum(layer.work[phase] for layer in self.layers) for phase in PHASES}
+
+    @cached_property
+    def path(self) -> Mapping[Phase, float]:
+        """Return the seconds of each phase from what it receives to what it passes on."""
+        return {phase: sum(layer.path[phase] for layer in self.layers) for phase in PHASES}
+
+    @cached_property
+    def adds(self) -> float:
+        """Return the seconds to add its gradients to those of other microbatches."""
+        return sum(layer.adds for layer in self.layers)
+
+    @cached_property
+    def held(self) -> int:
+        """Return the bytes that a microbatch holds from its forward to its backward."""
+        return sum(union(layer.held for layer in self.layers).values())
+
+    @cached_property
+    def late(self) -> int:
+        """Return the bytes that a microbatch holds from its BI to its BW."""
+        return sum(union(layer.late for layer in self.layers).values())
+
+    @cached_property
+    def extra(self) -> Mapping[Phase, int]:
+        """Return how many bytes more than `held` a phase has live at its worst moment; below 0: fewer."""
+        found: dict[Phase, int] = {"BW": max(layer.extra["BW"] for layer in self.layers)}
+        before: dict[Storage, int] = {}
+        live = 0
+        for layer in self.layers:  # a forward grows towards `held`, a backward shrinks from it
+            live += sum(nbytes for storage, nbytes in layer.held.items() if storage not in before)
+            before |= layer.held
+            for phase in CHAINED:
+                worst = live - self.held + layer.extra[phase]
+                found[phase] = max(found.get(phase, worst), worst)
+        return found
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameters]:
+        """Return the parameters by name; a tied one counts once."""
+        return union(layer.parameters for layer in self.layers)
+
+
+def union(found: Iterable[Mapping[K, V]]) -> dict[K, V]:
+    """Return all entries of several mappings."""
+    return {key: value for one in found for key, value in one.items()}
+
+
+def differentiates(chunk: Chunk, place: int) -> bool:
+    """Return whether a chunk's backward gives the gradient of one of its inputs."""
+    return "B" in chunk.phases and place in chunk.phases["B"].grad_inputs
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element of a type, by torch's name of it."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) // 8 if digits else 1

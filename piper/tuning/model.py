@@ -1,0 +1,112 @@
+"""The model that is tuned: its layers, what can be divided, and tables of costs for every microbatch size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from piper.capture.trace.repeated_layers import TAG
+from piper.compiler import MASTER_BYTES, Capturing, Program, build
+from piper.directives import Directive
+from piper.errors import ConfigError
+from piper.ir.chunk import CapturedModel
+from piper.job import Job
+from piper.simulate.costs import Costs
+from piper.tuning.bounds import State
+from piper.tuning.choice import Divide, Recompute
+from piper.tuning.layers import Layers
+from piper.tuning.scaling import scaled
+
+BY = "tune"
+Key = tuple[int, Recompute, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A captured model, with the costs of its layers."""
+
+    job: Job
+    capturing: Capturing
+    costs: Costs
+    tag: str  # numbers the layers
+    count: int  # of layers
+    experts: int  # of each expert region; 0: there are none
+    divide: Divide
+    state: State
+    samples: int  # in a global batch
+    communicator: float = 0.0  # bytes that each communicator of a device takes
+    tables: dict[Key, Layers] = field(default_factory=dict, repr=False)
+
+    @property
+    def recorded(self) -> list[int]:
+        """Return the microbatch sizes that were recorded, in order."""
+        return sorted(self.capturing.recordings.recorded)
+
+    def record(self, rows: int) -> None:
+        """Record the model for a microbatch size, if it was not."""
+        if rows not in self.capturing.recordings.recorded:
+            self.capturing.traced(rows)
+            for key in [key for key in self.tables if key[0] == rows]:
+                del self.tables[key]  # was estimated from other sizes
+
+    def layers(self, rows: int, recompute: Recompute, experts: int = 1, group: int = 1) -> Layers:
+        """Return the costs of the layers for one microbatch size.
+
+        experts: devices that divide the experts. group: devices that divide every layer.
+        """
+        key = (rows, recompute, experts, group)
+        if key not in self.tables and group > 1:
+            self.tables[key] = self.layers(rows, recompute, experts).divided(group)
+        elif key not in self.tables:
+            outline = self.outline(rows, recompute, experts)
+            shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
+            self.tables[key] = Layers(outline, self.costs, self.tag, across=recompute.across, shares=shares)
+        return self.tables[key]
+
+    def outline(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:
+        """Return the differentiated model: as recorded, or from two sizes that were."""
+        if rows not in self.recorded and len(self.recorded) > 1:
+            one, other = (self._differentiated(size, recompute, experts) for size in self.recorded[:2])
+            made = scaled(one, other, rows)
+            if made is not None:
+                return made
+        self.record(rows)
+        return self._differentiated(rows, recompute, experts)
+
+    def _differentiated(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:
+        chunks = self.capturing.traced(rows).outline.chunks
+        ways = {chunk.name: experts for chunk in chunks if chunk.kind == "expert"}
+        budgets: Mapping[str, float] = {}
+        if recompute != Recompute():
+            budgets = {c.name: recompute.budget for c in chunks if c.kind in ("compute", "expert")}
+        return self.capturing.differentiated(rows, (), ways, budgets).outline
+
+    def compile(self, strategy: list[Directive], *, tried: bool = True) -> Program:
+        """Compile the job with a strategy. tried: the optimizer need not be tried again."""
+        state = self.state.optimizer - MASTER_BYTES[self.job.precision]
+        return build(
+            replace(self.job, strategy=strategy), self.capturing, state_bytes=state if tried else None
+        )
+
+
+def layers_of(outline: CapturedModel) -> tuple[str, int]:
+    """Return the tag that numbers a model's layers, and how many there are.
+
+    That is LAYER, or else the tag that every chunk has with the most indices.
+    """
+    tags: dict[str, set[int]] = {}
+    for chunk in outline.chunks:
+        for tag, index in chunk.tags:
+            tags.setdefault(tag, set()).add(index)
+    everywhere = [
+        tag for tag in tags if all(tag in dict(chunk.tags) for chunk in outline.chunks) and len(tags[tag]) > 1
+    ]
+    if TAG in everywhere:
+        return TAG, len(tags[TAG])
+    if not everywhere:
+        raise ConfigError(
+            "the model has no repeated layers to divide into stages",
+            by=BY,
+            facts={"regions": ", ".join(f"{tag} {len(found)}" for tag, found in tags.items()) or "none"},
+            hint="annotate them: model=lambda: piper.annotate_layers(Model()), or annotate_modules(...)",
+        )
+    tag = max(everywhere, key=lambda name: (len(tags[name]), name))
+    return tag, len(tags[tag])

@@ -1,0 +1,135 @@
+"""The outcome of a search: the best strategy, all that was evaluated, and one reason for each loser."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from piper.directives.json import show_strategy
+from piper.errors import ConfigError
+from piper.format import percent, seconds, size
+from piper.tuning.bounds import Held
+from piper.tuning.evaluate import Evaluation
+from piper.tuning.search import Discard, Search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The outcome of `tune`."""
+
+    best: Evaluation
+    evaluated: tuple[Evaluation, ...]
+    discarded: tuple[Discard, ...]
+    limit: int  # bytes of a device
+    machine: str
+    devices: int
+    tag: str  # numbers the layers
+    lowest: float  # the lowest bound left where trials ran out; infinite: the search is complete
+    recorded: tuple[int, ...]  # microbatch sizes that were traced
+    interrupted: bool
+    seconds: float
+
+    @property
+    def strategy(self) -> list[object]:
+        """Return the best strategy as a list of directives."""
+        return list(self.best.strategy)
+
+    @property
+    def json(self) -> str:
+        """Return the best strategy as an ordinary JSON strategy."""
+        return show_strategy(self.best.strategy)
+
+    @property
+    def python(self) -> str:
+        """Return the best strategy as Python source."""
+        lines = "\n".join(f"    {directive!r}," for directive in self.best.strategy)
+        verbs = sorted({directive.verb for directive in self.best.strategy})
+        return (
+            f'"""{self.best.choice.label}: {seconds(self.best.step)} a step on {self.devices} devices of '
+            f'{self.machine}, at most {size(self.best.peak)} each."""\n\n'
+            f"from piper import at, {', '.join(verbs)}\n\n"
+            f"STRATEGY = [\n{lines}\n]\n"
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every candidate was evaluated or has a bound that rules it out."""
+        return self.lowest == float("inf") and not self.interrupted
+
+    @property
+    def ranked(self) -> list[Evaluation]:
+        """Return what was evaluated: those that fit first, the shortest step first."""
+        return sorted(self.evaluated, key=lambda one: (one.needs > self.limit, one.step, one.choice.label))
+
+    @property
+    def front(self) -> list[Evaluation]:
+        """Return the time-memory Pareto front: each is the shortest of all that need no more memory."""
+        found: list[Evaluation] = []
+        for one in sorted(self.evaluated, key=lambda one: (one.step, one.peak, one.choice.label)):
+            if not found or one.peak < found[-1].peak:
+                found.append(one)
+        return found
+
+    def reason(self, loser: Evaluation) -> str:
+        """Return why a candidate that was evaluated lost."""
+        if loser is self.best:
+            return "best"
+        if loser.needs > self.limit:
+            return f"does not fit: {size(loser.needs)} of {size(self.limit)}"
+        more = {
+            "bubble": loser.idle - self.best.idle,
+            "exposed communication": loser.exposed - self.best.exposed,
+            "computes longer": loser.busy - self.best.busy,
+        }
+        what = max(more, key=lambda name: more[name])
+        if what == "bubble":
+            return f"bubble {percent(loser.idle, loser.step)}"
+        if what == "exposed communication":
+            return f"exposed communication {percent(loser.exposed, loser.step)}"
+        return f"computes {seconds(more[what])} longer"
+
+
+def reason_of(discard: Discard, best: float) -> str:
+    """Return why a candidate was discarded without compiling it."""
+    if discard.refused:
+        return f"cannot be compiled: {discard.refused}"
+    if discard.held is not None:
+        return f"does not fit: at least {size(discard.held.total)}, most of it {discard.held.largest}"
+    return f"bound above best: at least {seconds(discard.bound)}, against {seconds(best)}"
+
+
+def tally(discarded: Sequence[Discard]) -> list[tuple[str, int]]:
+    """Return how many were discarded for each kind of reason, the most frequent first."""
+    kinds = Counter(
+        f"do not fit: most of it {one.held.largest}"
+        if one.held is not None
+        else ("cannot be compiled" if one.refused else "bound above best")
+        for one in discarded
+    )
+    return kinds.most_common()
+
+
+def none_fits(search: Search, limit: int, machine: str) -> ConfigError:
+    """Return the error of a search in which nothing fits: the least memory found, and what would do."""
+    held: list[tuple[int, str, Held | None]] = [
+        (one.held.total, one.choice.label, one.held) for one in search.discarded if one.held is not None
+    ]
+    held += [(one.needs, one.choice.label, None) for one in search.evaluated.values()]
+    if not held:
+        return ConfigError(
+            "no candidate can be compiled",
+            by="tune",
+            facts={"refused": search.discarded[0].refused if search.discarded else "the space is empty"},
+            hint="change the model or the batch as the message says, or allow more in `space`",
+        )
+    least, label, filled = min(held, key=lambda one: (one[0], one[1]))
+    most = f", most of it {filled.largest}" if filled is not None else ""
+    return ConfigError(
+        "no strategy fits",
+        by="tune",
+        facts={
+            "limit": f"{size(limit)} on each device of {machine}",
+            "least": f"{size(least)}{most}: {label}",
+            "missing": size(least - limit) if least > limit else "found none within the trials",
+        },
+        hint=f"give at least {size(least)} with --memory, use more devices, or a smaller model or batch",
+    )

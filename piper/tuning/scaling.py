@@ -1,0 +1,69 @@
+"""A captured model at a microbatch size that was not captured, from two sizes that were.
+
+Shapes, bytes and arithmetic of a chunk are affine in the samples of a slice, so two recordings give those of
+every size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
+
+from piper.ir.chunk import CapturedModel
+
+T = TypeVar("T")
+SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
+
+
+class UnlikeError(Exception):
+    """Two recordings that differ in more than amounts."""
+
+
+def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel | None:
+    """Return the outline for slices of `rows` samples. None: the two outlines differ in their structure."""
+    share = (rows - one.rows) / (other.rows - one.rows)
+    try:
+        chunks = tuple(
+            replace(between(first, second, share), key="")
+            for first, second in zip(one.chunks, other.chunks, strict=True)
+        )
+    except (UnlikeError, ValueError):
+        return None
+    return replace(one, chunks=chunks, rows=rows)
+
+
+def between(one: T, other: T, share: float) -> T:
+    """Return the value that lies at `share` of the way from one to the other; amounts are affine."""
+    if one == other:
+        return one
+    if type(one) is not type(other) or isinstance(one, bool):
+        raise UnlikeError
+    made: object
+    match one, other:
+        case int(), int():
+            made = round(one + (other - one) * share)
+        case float(), float():
+            made = one + (other - one) * share
+        case str(), str():
+            made = one  # keys of code differ from size to size
+        case tuple(), tuple():
+            made = tuple(between(a, b, share) for a, b in zip(one, other, strict=True))
+        case Mapping(), Mapping() if one.keys() == other.keys():
+            made = {key: between(one[key], other[key], share) for key in one}
+        case _ if is_dataclass(one):
+            made = between_records(one, other, share)
+        case _:
+            raise UnlikeError
+    return made  # type: ignore[return-value]
+
+
+def between_records(one: object, other: object, share: float) -> object:
+    """Return a dataclass whose amounts lie between those of two others."""
+    changed = {}
+    for field in fields(one):  # type: ignore[arg-type]
+        first, second = getattr(one, field.name), getattr(other, field.name)
+        if first == second:
+            continue
+        if field.name in SAME:
+            raise UnlikeError
+        changed[field.name] = between(first, second, share)
+    return replace(one, **changed)  # type: ignore[type-var]

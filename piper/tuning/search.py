@@ -1,0 +1,326 @@
+"""Best-first search: the candidate with the lowest bound next, until no bound is below the best step."""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import floor, log
+
+from piper.errors import PiperError
+from piper.schedules.grid import Grid
+from piper.schedules.synthesis.synthesise import synthesis
+from piper.tuning.bounds import (
+    Held,
+    any_order_bound,
+    collective_time,
+    least_backward,
+    link_bound,
+    memory_bound,
+    order_bound,
+    stage_costs,
+    synthesis_memory,
+    work_bound,
+)
+from piper.tuning.choice import SYNTHESISED, Choice
+from piper.tuning.evaluate import Evaluation, evaluate
+from piper.tuning.layers import Layers
+from piper.tuning.model import Model
+from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
+
+FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
+REFINED = 2  # candidates whose orders are searched for longer at the end
+AGAIN = 2  # syntheses of a candidate whose plan does not fit, each with less memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Candidates that differ only in the order of passes, in ZeRO levels and in how devices are numbered."""
+
+    choice: Choice  # the plainest of them
+    bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One candidate with its bounds."""
+
+    choice: Choice
+    bound: float
+    held: Held
+    grid: Grid | None = None
+    tries: int = 0  # syntheses so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """A candidate, or a group of them, that was discarded without compiling it."""
+
+    choice: Choice
+    bound: float
+    held: Held | None = None  # it does not fit; None: its bound is above the best step
+    grouped: bool = False  # a whole group, of which `choice` is the plainest
+    refused: str = ""  # it cannot be compiled: why
+
+
+@dataclass(slots=True)
+class Queue:
+    """Candidates in the order of their bounds.
+
+    Of those whose bounds differ by less than `gap`, microbatch sizes that are recorded already come first,
+    then the plainest.
+    """
+
+    gap: float
+    recorded: Callable[[int], bool]
+    entries: list[tuple[float, bool, bool, tuple[object, ...], int, Group | Leaf]] = field(
+        default_factory=list
+    )
+    pushed: int = 0
+
+    def extend(self, entries: Iterable[Group | Leaf]) -> None:
+        """Add candidates."""
+        for entry in entries:
+            self.pushed += 1
+            choice = entry.choice
+            level = floor(log(entry.bound) / self.gap) if self.gap and entry.bound else entry.bound
+            fresh = not self.recorded(choice.rows)
+            item = (level, isinstance(entry, Leaf) and fresh, fresh, choice.key, self.pushed, entry)
+            heapq.heappush(self.entries, item)
+
+    def pop(self) -> Group | Leaf:
+        """Take out the next candidate."""
+        return heapq.heappop(self.entries)[-1]
+
+    def rest(self) -> list[Group | Leaf]:
+        """Return what is left, in order."""
+        return [entry for *_, entry in sorted(self.entries)]
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice."""
+
+    model: Model
+    space: Space
+    shapes: Shapes
+    gap: float  # a candidate must promise to be shorter by this fraction
+    synthesis_trials: int
+    report: Callable[["Search", Evaluation], None]
+    evaluated: dict[tuple[Choice, Grid | None], Evaluation] = field(default_factory=dict)
+    discarded: list[Discard] = field(default_factory=list)
+    sizes: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
+    grids: dict[tuple[str, int, int, int], Grid | None] = field(default_factory=dict)
+    lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
+    best: Evaluation | None = None  # of the last or present run
+
+    def run(
+        self, limit: int, trials: int, *, divided: bool = False, best: Evaluation | None = None
+    ) -> Evaluation | None:
+        """Return the shortest step that fits; at most `trials` candidates are evaluated. None: none fits.
+
+        divided: only candidates with tensor or context parallelism, else only those without.
+        best: the best so far.
+        """
+        self.discarded, self.lowest, self.best = [], float("inf"), best
+        queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
+        queue.extend(self.groups(divided=divided))
+        while queue.entries:
+            entry = queue.pop()
+            if self.best is not None and entry.bound >= self.best.step * (1 - self.gap):
+                self.discarded.append(discarded(entry))
+            elif isinstance(entry, Group):
+                queue.extend(self.leaves(entry, limit))
+            elif entry.choice.schedule == SYNTHESISED and entry.grid is None:
+                queue.extend(self.synthesised(entry, limit))
+            else:
+                found = self.evaluated.get((entry.choice, entry.grid))
+                if found is None and trials <= 0:
+                    left = [entry, *queue.rest()]
+                    self.lowest = min(one.bound for one in left)
+                    self.discarded += map(discarded, left)
+                    break
+                if found is None:
+                    trials -= 1
+                    found = self.evaluate(entry)
+                if found is not None:
+                    queue.extend(self.take(entry, found, limit))
+        return self.best
+
+    def refine(self, limit: int, trials: int) -> None:
+        """Search longer for the orders of the shortest synthesised candidates, and keep what is shorter."""
+        made = [one for one in self.evaluated.values() if one.choice.schedule == SYNTHESISED]
+        made.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
+        for choice in list(dict.fromkeys(one.choice for one in made))[:REFINED]:
+            layers = self.layers(choice)
+            bound = max(self.least(choice), any_order_bound(choice, layers, self.model.costs))
+            held = memory_bound(choice, layers, self.model.state, None)
+            queue = list(self.synthesised(Leaf(choice=choice, bound=bound, held=held), limit, trials))
+            while queue:
+                leaf = queue.pop()
+                if self.best is not None and leaf.bound >= self.best.step:
+                    continue
+                known = (choice, leaf.grid) in self.evaluated
+                found = None if known else self.evaluate(leaf)
+                if found is not None:
+                    queue += self.take(leaf, found, limit, trials)
+
+    def take(self, leaf: Leaf, found: Evaluation, limit: int, trials: int | None = None) -> Iterator[Leaf]:
+        """Keep an evaluation if it is the best. Yield a schedule that holds less if it does not fit."""
+        if found.needs <= limit:
+            if self.best is None or found.step < self.best.step:
+                self.best = found
+        elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
+            yield from self.synthesised(leaf, limit - (found.needs - limit) * leaf.tries, trials)
+
+    def evaluate(self, leaf: Leaf) -> Evaluation | None:
+        """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
+        self.model.record(leaf.choice.rows)
+        try:
+            made = evaluate(self.model, leaf.choice, leaf.grid, leaf.bound)
+        except PiperError as error:
+            refused = str(error).splitlines()[0]
+            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=refused))
+            return None
+        self.evaluated[leaf.choice, leaf.grid] = made
+        self.report(self, made)
+        return made
+
+    def groups(self, *, divided: bool = False) -> Iterator[Group]:
+        """Yield every group of candidates, with the time of its busiest rank."""
+        seen: set[tuple[Choice, int, str]] = set()
+        for mesh in meshes(self.space, self.shapes):
+            if (mesh.tensor * mesh.context > 1) != divided:
+                continue
+            for _, count, shape in schedules_of(self.space, mesh.ranks):
+                if mesh.ranks * count > self.shapes.layers or (mesh, count, shape) in seen:
+                    continue
+                seen.add((mesh, count, shape))
+                for recompute in self.space.recompute:
+                    choice = replace(mesh, recompute=recompute, shape=shape)
+                    for sizes in self.boundaries(choice, mesh.ranks * count):
+                        made = replace(choice, sizes=sizes)
+                        yield Group(choice=made, bound=work_bound(made, self.layers(made), self.model.costs))
+
+    def least(self, choice: Choice) -> float:
+        """Return the time of a candidate's busiest rank."""
+        layers = self.layers(choice)
+        found = work_bound(choice, layers, self.model.costs)
+        if choice.tensor > 1:
+            found += collective_time(choice, layers, self.model.costs, self.model.divide)
+        return found
+
+    def layers(self, choice: Choice) -> Layers:
+        """Return the costs of the layers under a candidate."""
+        group = choice.tensor * choice.context
+        return self.model.layers(choice.rows, choice.recompute, choice.experts, group)
+
+    def boundaries(self, choice: Choice, stages: int) -> list[tuple[int, ...]]:
+        """Return the sizes of stages to try: even, and balanced by cost."""
+        plain = even(self.shapes.layers, stages)
+        if stages == 1:
+            return [plain]
+        key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)
+        if "balanced" in self.space.boundaries and key not in self.sizes:
+            layers = self.layers(choice)
+
+            def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
+                made = replace(choice, sizes=sizes)
+                spent = [stage.work["F"] + least_backward(stage) for stage in map(layers.stage, made.stages)]
+                ranks = [0.0] * choice.ranks
+                for rank, seconds in zip(made.placement.ranks, spent, strict=True):
+                    ranks[rank] += seconds
+                return (*sorted(ranks, reverse=True), max(spent))
+
+            self.sizes[key] = balanced(plain, loads)
+        found = [plain] if "even" in self.space.boundaries else []
+        if "balanced" in self.space.boundaries:
+            found.append(self.sizes[key])
+        return list(dict.fromkeys(found))
+
+    def leaves(self, group: Group, limit: int) -> Iterator[Leaf]:
+        """Yield the candidates of a group that may fit, each with its bounds; note the others."""
+        for choice in self.choices(group.choice, limit):
+            layers, grid = self.layers(choice), self.grid(choice)
+            held = memory_bound(choice, layers, self.model.state, grid)
+            time = max(group.bound, link_bound(choice, layers, self.model.costs))
+            if choice.tensor * choice.context == 1:
+                time = max(time, work_bound(choice, layers, self.model.costs, sums=True))
+            if held.total > limit:
+                self.discarded.append(Discard(choice=choice, bound=time, held=held))
+                continue
+            if grid is not None:
+                time = max(time, order_bound(choice, layers, self.model.costs, grid))
+            elif choice.ranks > 1:
+                time = max(time, any_order_bound(choice, layers, self.model.costs))
+            yield Leaf(choice=choice, bound=time, held=held, grid=grid)
+
+    def choices(self, plain: Choice, limit: int) -> Iterator[Choice]:
+        """Yield every candidate of a group."""
+        count, space = plain.stages_per_rank, self.space
+        names = [
+            name
+            for name, stages, shape in schedules_of(space, plain.ranks)
+            if (stages, shape) == (count, plain.shape)
+            if name in ("", SYNTHESISED) or exists(name, plain.ranks, plain.microbatches, count)
+        ]
+        several = plain.width > 1
+        neighbours = space.neighbours if plain.ranks > 1 and several else space.neighbours[:1]
+        between = space.between if plain.tensor > 1 else (False,)
+        for name in names:
+            for near, wide, bucket in product(neighbours, between, space.buckets if several else (None,)):
+                made = replace(plain, schedule=name, neighbours=near, between=wide, bucket_mb=bucket)
+                for zeros in self.levels(made, limit):
+                    yield replace(made, zeros=zeros)
+
+    def levels(self, choice: Choice, limit: int) -> list[tuple[int, ...]]:
+        """Return the ZeRO levels to try: one for all ranks, or for each rank the lowest that fits."""
+        if choice.replicas == 1:
+            return [(0,) * choice.ranks]
+        found = [(level,) * choice.ranks for level in self.space.zeros]
+        if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
+            layers, grid = self.layers(choice), self.grid(choice)
+            lowest = [
+                next(
+                    (
+                        level
+                        for level in sorted(self.space.zeros)
+                        if rank_held(choice, layers, self.model, grid, rank, level) <= FULL * limit
+                    ),
+                    max(self.space.zeros),
+                )
+                for rank in range(choice.ranks)
+            ]
+            found.append(tuple(lowest))
+        return list(dict.fromkeys(found))
+
+    def grid(self, choice: Choice) -> Grid | None:
+        """Return the order of a named schedule."""
+        key = (choice.schedule, choice.ranks, choice.microbatches, choice.stages_per_rank)
+        if key not in self.grids:
+            self.grids[key] = grid_of(choice)
+        return self.grids[key]
+
+    def synthesised(self, leaf: Leaf, limit: int, trials: int | None = None) -> Iterator[Leaf]:
+        """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
+        trials = self.synthesis_trials if trials is None else trials
+        choice, layers = leaf.choice, self.layers(leaf.choice)
+        memory = synthesis_memory(choice, layers, self.model.state, limit)
+        costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
+        if memory is None or costs is None:
+            self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
+            return
+        made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=trials)
+        bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, made.grid))
+        yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
+
+
+def rank_held(choice: Choice, layers: Layers, model: Model, grid: Grid | None, rank: int, level: int) -> int:
+    """Return the least that one rank holds under a ZeRO level."""
+    zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
+    alone = replace(choice, zeros=zeros)
+    return memory_bound(alone, layers, model.state, grid, ranks=(rank,)).total
+
+
+def discarded(entry: Group | Leaf) -> Discard:
+    """Return the record of a candidate whose bound is above the best step."""
+    return Discard(choice=entry.choice, bound=entry.bound, grouped=isinstance(entry, Group))

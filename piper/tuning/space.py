@@ -1,0 +1,170 @@
+"""The space of candidates: every combination that the model, the batch and the devices allow."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from piper.errors import ScheduleError
+from piper.schedules.grid import Grid
+from piper.schedules.names import NAMES, Fixed, grid_for
+from piper.tuning.choice import SYNTHESISED, Choice, Neighbours, Recompute, Shape
+
+MOST_ROWS = 16  # samples of a microbatch
+LEAST_ROWS = 1
+V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
+NAMED = ("1f1b", "interleaved-1f1b", "zero-bubble", "interleaved-zero-bubble", "zbv", "v-half", "dualpipe-v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the search may choose from. None: whatever fits the model and the devices."""
+
+    ranks: Sequence[int] | None = None
+    rows: Sequence[int] | None = None  # samples of a microbatch
+    stages_per_rank: Sequence[int] = (1, 2)
+    schedules: Sequence[str] = (*NAMED, SYNTHESISED)
+    zeros: Sequence[int] = (0, 1, 2, 3)
+    mixed: bool = True  # also a level for each rank: the lowest that fits
+    recompute: Sequence[Recompute] = (
+        Recompute(),
+        Recompute(budget=0.5),
+        Recompute(across=True),
+    )
+    neighbours: Sequence[Neighbours] = ("replicas", "ranks")
+    buckets: Sequence[float | None] = (None,)
+    tensor: Sequence[int] | None = None
+    between: Sequence[bool] = (False, True)
+    context: Sequence[int] | None = None
+    experts: Sequence[int] | None = None
+    boundaries: Sequence[str] = ("even", "balanced")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """The numbers of a model and its devices that limit the space."""
+
+    devices: int
+    samples: int
+    layers: int
+    experts: int  # 0: the model has none
+    tensor: bool  # tensor parallelism is possible
+    context: bool
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def meshes(space: Space, shapes: Shapes) -> Iterator[Choice]:
+    """Yield a candidate for each way to arrange the devices and to cut the batch, with stages left open."""
+    ranks = [rank for rank in divisors(shapes.devices) if rank <= shapes.layers]
+    for rank in ranks if space.ranks is None else [rank for rank in ranks if rank in space.ranks]:
+        width = shapes.devices // rank
+        for tensor in allowed(space.tensor, width, possible=shapes.tensor):
+            for context in allowed(space.context, width // tensor, possible=shapes.context):
+                replicas = width // tensor // context
+                for rows in rows_of(space, shapes.samples, replicas):
+                    for experts in expert_degrees(space, shapes, replicas, tensor * context):
+                        yield Choice(
+                            ranks=rank,
+                            replicas=replicas,
+                            tensor=tensor,
+                            context=context,
+                            experts=experts,
+                            rows=rows,
+                            microbatches=shapes.samples // (replicas * rows),
+                            sizes=(shapes.layers,),
+                            zeros=(0,) * rank,
+                        )
+
+
+def allowed(given: Sequence[int] | None, width: int, *, possible: bool) -> list[int]:
+    """Return the degrees of an axis: divisors of the devices of a rank, up to the eight of a node."""
+    if not possible:
+        return [1]
+    return [one for one in divisors(width) if (one in given if given is not None else one <= 8)]
+
+
+def rows_of(space: Space, samples: int, replicas: int) -> list[int]:
+    """Return the microbatch sizes that divide the samples of a replica."""
+    if samples % replicas:
+        return []
+    found = divisors(samples // replicas)
+    if space.rows is not None:
+        return [one for one in found if one in space.rows]
+    return [one for one in found if one <= MOST_ROWS]
+
+
+def expert_degrees(space: Space, shapes: Shapes, replicas: int, group: int) -> list[int]:
+    """Return how many devices may divide the experts: divisors of both; 1 where axes divide the model."""
+    if not shapes.experts or group > 1:
+        return [1]
+    found = [one for one in divisors(replicas) if shapes.experts % one == 0]
+    return [one for one in found if space.experts is None or one in space.experts]
+
+
+def schedules_of(space: Space, ranks: int) -> Iterator[tuple[str, int, Shape]]:
+    """Yield each schedule, with its stages for each rank and how they are dealt."""
+    if ranks == 1:
+        yield "", 1, "loop"
+        return
+    for name in space.schedules:
+        if name == SYNTHESISED:
+            for count in space.stages_per_rank:
+                yield name, count, "loop"
+                if count > 1:
+                    yield name, count, "v"
+            continue
+        entry = NAMES[name]
+        counts = (
+            [entry.stages_per_rank]
+            if isinstance(entry, Fixed)
+            else [c for c in space.stages_per_rank if c > 1]
+        )
+        for count in counts:
+            yield name, count, "v" if name in V_SHAPED else "loop"
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Return stages of as many layers each, the earlier ones with one more where that does not divide."""
+    return tuple(layers // stages + (number < layers % stages) for number in range(stages))
+
+
+def balanced(
+    sizes: tuple[int, ...], loads: Callable[[tuple[int, ...]], tuple[float, ...]]
+) -> tuple[int, ...]:
+    """Move layers between stages until no single move makes the busiest ranks less busy.
+
+    loads: the load of each rank and of each stage, the heaviest first.
+    """
+    best = loads(sizes)
+    moved = True
+    while moved:
+        moved = False
+        for source in range(len(sizes)):
+            for target in range(len(sizes)):
+                if source == target or sizes[source] < 2:
+                    continue
+                changed = list(sizes)
+                changed[source] -= 1
+                changed[target] += 1
+                found = loads(tuple(changed))
+                if found < best:
+                    sizes, best, moved = tuple(changed), found, True
+    return sizes
+
+
+def grid_of(choice: Choice) -> Grid | None:
+    """Return the order of a candidate with a named schedule. None: it has no order of its own."""
+    if choice.schedule in ("", SYNTHESISED):
+        return None
+    return grid_for(choice.schedule, choice.ranks, choice.microbatches, choice.stages_per_rank)
+
+
+def exists(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> bool:
+    """Return whether a named schedule exists for so many ranks and microbatches."""
+    try:
+        grid_for(name, ranks, microbatches, stages_per_rank)
+    except ScheduleError:
+        return False
+    return True

@@ -1,0 +1,252 @@
+"""`tune`: searches for the strategy with the shortest step that fits."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from piper.capture.recordings import Recordings
+from piper.compiler import MASTER_BYTES, Capturing, Program, first_batch, known_recordings, probed
+from piper.directives import apply, place
+from piper.errors import ConfigError, PiperError
+from piper.gc_pause import no_collection
+from piper.ir.graph import start
+from piper.ir.select import at
+from piper.job import Batch, Job
+from piper.lower.state import Settings
+from piper.models.tensor_plan import tensor_plan
+from piper.runtime.setup import device_kind
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Costs, Roofline
+from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
+from piper.tuning.bounds import State
+from piper.tuning.choice import Divide
+from piper.tuning.evaluate import Evaluation
+from piper.tuning.model import BY, Model, layers_of
+from piper.tuning.result import Tuned, none_fits
+from piper.tuning.search import Search
+from piper.tuning.space import Shapes, Space, rows_of
+
+TRIALS = 100
+GAP = 0.005
+SYNTHESIS_TRIALS = 60
+REFINING_TRIALS = 400
+FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
+FRONT_TRIALS = 4
+WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
+DIVIDED_TRIALS = 6
+Progress = Callable[[Search, Evaluation], None]
+
+
+def tune(
+    job: Job,
+    cluster: str | Path,
+    devices: int,
+    *,
+    memory: int | None = None,
+    costs: str | Path | None = None,
+    trials: int = TRIALS,
+    space: Space | None = None,
+    gap: float = GAP,
+    front: bool = True,
+    captured: Program | Recordings | None = None,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Search for the strategy of a job with the shortest simulated step whose peak memory fits.
+
+    cluster: a name that `piper simulate` knows, or a TOML file.
+    memory: bytes that a plan may hold on a device. None: what the cluster's devices have, less their reserve
+    for context, communicators and fragmentation.
+    costs: measured times of this model's chunks, from `piper profile --calibrate`, with the cluster's links.
+    trials: how many candidates are compiled at most. gap: stop when no candidate can be shorter than the best
+    by this fraction. space: what to choose from. front: also look for strategies that need less memory.
+    """
+    started = time.perf_counter()
+    machine = load_cluster(cluster)
+    check_counts(devices, trials, memory)
+    limit = int(machine.usable(0) if memory is None else memory)
+    measured = None if costs is None else read_costs(Path(costs))
+    priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
+    wanted = space or Space()
+    with no_collection():
+        model = captured_model(job, priced, wanted, devices, captured, measured)
+        if memory is None:
+            reserve = machine.communicator * (1 - machine.fragmentation)
+            model = replace(model, communicator=reserve)
+        search = Search(
+            model=model,
+            space=wanted,
+            shapes=shapes_of(model, devices),
+            gap=gap,
+            synthesis_trials=SYNTHESIS_TRIALS,
+            report=progress or (lambda search, found: None),
+        )
+        interrupted = False
+        try:
+            run_all(search, limit, trials)
+        except KeyboardInterrupt:
+            interrupted = True
+            if search.best is None:
+                raise
+        if search.best is None:
+            raise none_fits(search, limit, machine.name)
+        discarded, lowest = tuple(search.discarded), search.lowest
+        if front and not interrupted:
+            interrupted = widen_front(search, search.best)
+        best = verified(search, limit)
+    return Tuned(
+        best=best,
+        evaluated=tuple(search.evaluated.values()),
+        discarded=discarded,
+        limit=limit,
+        machine=machine.name,
+        devices=devices,
+        tag=model.tag,
+        lowest=lowest,
+        recorded=tuple(model.recorded),
+        interrupted=interrupted,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def run_all(search: Search, limit: int, trials: int) -> None:
+    """Search without tensor and context parallelism, then with them where that may be worth it.
+
+    To divide a model takes seconds for each degree, so that is done where the space asks for it, where
+    nothing else fits, or where it might shorten the best step by `WORTH`.
+    """
+    best = search.run(limit, trials)
+    if best is not None and best.choice.ranks > 1:
+        search.refine(limit, REFINING_TRIALS)
+        best = search.best
+    asked = search.space.tensor is not None or search.space.context is not None
+    bounds = [group.bound for group in search.groups(divided=True)]
+    if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
+        return
+    before, lowest = search.discarded, search.lowest
+    search.run(limit, trials if asked else min(trials, DIVIDED_TRIALS), divided=True, best=best)
+    search.discarded = [*before, *search.discarded]
+    search.lowest = min(lowest, search.lowest)
+
+
+def check_counts(devices: int, trials: int, memory: int | None) -> None:
+    """Refuse numbers that are not positive."""
+    for name, number in (("devices", devices), ("trials", trials), ("memory", memory)):
+        if number is not None and (isinstance(number, bool) or not number >= 1 or int(number) != number):
+            raise ConfigError(f"{name}={number!r}", by=BY, hint=f"{name} is a whole number from 1")
+
+
+def captured_model(
+    job: Job,
+    costs: Costs,
+    space: Space,
+    devices: int,
+    captured: Program | Recordings | None = None,
+    measured: Measured | None = None,
+) -> Model:
+    """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
+    batch = first_batch(job)
+    recordings = known_recordings(job, device_kind(None), batch, captured, compiled=False)
+    capturing = Capturing(job=job, batch=batch, recordings=recordings)
+    samples = len(next(iter(batch.values())))
+    sizes = possible_rows(space, samples, devices)
+    outline = capturing.traced(sizes[0]).outline
+    if measured is not None:
+        check_model(measured, outline)
+    tag, count = layers_of(outline)
+    for rows in sizes[1:2]:
+        capturing.traced(rows)
+    first = Model(
+        job=replace(job, strategy=[]),
+        capturing=capturing,
+        costs=costs,
+        tag=tag,
+        count=count,
+        experts=max(chunk.experts for chunk in outline.chunks),
+        divide=Divide(weights=weights_of(job, recordings), fields=fields_of(batch)),
+        state=State(optimizer=0),
+        samples=samples,
+    )
+    return replace(first, state=State(optimizer=optimizer_bytes(first, sizes[0])))
+
+
+def optimizer_bytes(model: Model, rows: int) -> int:
+    """Try the job's optimizer on one device, and return its bytes for each element, with the master copy."""
+    master = MASTER_BYTES[model.job.precision]
+    graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
+    settings = Settings(samples=model.samples, state_bytes=0, master_bytes=master)
+    return probed(model.job, graph, settings).probe.state_bytes + master
+
+
+def possible_rows(space: Space, samples: int, devices: int) -> list[int]:
+    """Return the microbatch sizes that some number of replicas allows, in order."""
+    found = {rows for replicas in range(1, devices + 1) if not devices % replicas
+             for rows in rows_of(space, samples, replicas)}  # fmt: skip
+    if not found:
+        raise ConfigError(
+            f"{samples} samples in a batch cannot be cut for {devices} devices",
+            by=BY,
+            hint="give a batch whose samples some number of replicas divides",
+        )
+    return sorted(found)
+
+
+def weights_of(job: Job, recordings: Recordings) -> tuple[tuple[str, int], ...]:
+    """Return the weights that tensor parallelism would divide. Empty: the model does not say."""
+    try:
+        return tuple(tensor_plan(recordings.built()).items())
+    except ConfigError:
+        return ()
+
+
+def fields_of(batch: Batch) -> tuple[tuple[str, int], ...]:
+    """Return the fields of a batch that context parallelism would divide. Empty: not all are sequences."""
+    sequences = {name: value.shape[1] for name, value in batch.items() if has_sequence(value)}
+    if len(sequences) != len(batch) or len(set(sequences.values())) != 1:
+        return ()
+    return tuple((name, 1) for name in sequences)
+
+
+def has_sequence(value: Tensor) -> bool:
+    """Return whether a field of a batch is a sequence of whole numbers for each sample."""
+    return value.dim() == 2 and not value.is_floating_point() and value.shape[1] > 1
+
+
+def shapes_of(model: Model, devices: int) -> Shapes:
+    """Return the numbers that limit the space."""
+    return Shapes(
+        devices=devices,
+        samples=model.samples,
+        layers=model.count,
+        experts=model.experts,
+        tensor=bool(model.divide.weights),
+        context=bool(model.divide.weights) and bool(model.divide.fields),
+    )
+
+
+def verified(search: Search, limit: int) -> Evaluation:
+    """Return the best strategy that the job's optimizer can train, and whose plans are proven once more."""
+    fitting = [found for found in search.evaluated.values() if found.needs <= limit]
+    fitting.sort(key=lambda found: found.step)  # of equal ones the first that was evaluated
+    refused: PiperError | None = None
+    for found in fitting:
+        try:
+            search.model.compile(list(found.strategy), tried=False)
+        except PiperError as error:
+            refused = refused or error
+            continue
+        return found
+    assert refused is not None, "there is a best"
+    raise refused
+
+
+def widen_front(search: Search, best: Evaluation) -> bool:
+    """Look for strategies that need less memory than the best. Return whether the user interrupted that."""
+    try:
+        for share in FRONT:
+            search.run(int(best.peak * share), FRONT_TRIALS)
+    except KeyboardInterrupt:
+        return True
+    return False

@@ -1,0 +1,83 @@
+"""`piper tune` from the command line: a strategy file that check, plan and simulate take."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import piper
+from piper.cli import app
+from piper.cli.tune_report import read_size
+
+RECIPE = """
+import torch
+from torch import nn
+import piper
+
+
+def job():
+    x = torch.zeros(4, 8)
+    return piper.Job(
+        model=lambda: piper.annotate_layers(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [{"x": x}],
+    )
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "net.py").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "net.py:job"
+
+
+def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
+    asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--trials", "4"]
+    files = ["--out", "best.json", "--python", "best.py", "--page", "front.html"]
+    done = CliRunner().invoke(app, [*asked, *files, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert found["best"]["strategy"] == json.loads(Path("best.json").read_text(encoding="utf-8"))
+    assert found["best"]["peak_bytes"] <= found["limit_bytes"] == 76_824_000_000
+    assert found["evaluated"] == len(found["ranked"])
+    assert found["best"]["step_s"] == min(one["step_s"] for one in found["ranked"])
+    assert {"seconds", "front", "losers"} <= found.keys()
+    assert "<svg" in Path("front.html").read_text(encoding="utf-8")
+    space: dict[str, object] = {}
+    exec(Path("best.py").read_text(encoding="utf-8"), space)
+    assert space["STRATEGY"] == piper.directives.json.load_strategy(Path("best.json"))
+    for verb in (["check", recipe], ["plan", recipe], ["simulate", recipe]):
+        done = CliRunner().invoke(app, [*verb, "--strategy", "best.json"], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+
+
+def test_a_file_that_exists_is_not_replaced(recipe: str) -> None:
+    Path("best.json").write_text("[]", encoding="utf-8")
+    asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--out", "best.json"]
+    done = CliRunner().invoke(app, asked)
+    assert str(done.exception).startswith("best.json: this file exists\n")
+    assert Path("best.json").read_text(encoding="utf-8") == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("74GiB", 74 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5 gib", 3 * 2**29),
+        ("512MiB", 512 * 2**20),
+        ("4096", 4096),
+        ("10B", 10),
+        ("2T", 2 * 10**12),
+    ],
+)
+def test_amounts_of_memory(text: str, nbytes: int) -> None:
+    assert read_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["much", "-3GiB", "0", "GiB"])
+def test_what_is_not_an_amount(text: str) -> None:
+    with pytest.raises(piper.ConfigError, match="is not an amount of memory"):
+        read_size(text)

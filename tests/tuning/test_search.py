@@ -1,0 +1,166 @@
+"""The search finds what trying everything finds, and its bounds hold."""
+
+from dataclasses import replace
+
+import pytest
+
+import piper
+from piper.compiler import compile
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.simulate import simulate
+from piper.tuning.choice import Choice, Recompute
+from piper.tuning.search import Search
+from piper.tuning.space import even
+from piper.tuning.tune import tune
+from tests.tuning.models import JOB, SMALL, Everything, everything, search_of
+
+ALL = 10**12
+CLUSTERS = ("h100", pytest.param("cpu", marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module", params=CLUSTERS)
+def whole(request: pytest.FixtureRequest) -> Everything:
+    return everything(search_of(SMALL, 4, request.param), ALL)
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    return search_of(SMALL, 4, "h100")
+
+
+def test_the_space_has_what_it_should(whole: Everything) -> None:
+    choices = [leaf.choice for leaf in whole.leaves]
+    assert len(choices) == len(set(choices)) == 112
+    assert {choice.schedule for choice in choices} == {"", "1f1b", "zero-bubble", "zbv", "synthesised"}
+    assert {choice.microbatches for choice in choices} == {1, 2, 4}
+    assert {choice.zeros for choice in choices if choice.ranks == 1} == {(0,), (1,), (2,), (3,)}
+    assert {len(choice.sizes) for choice in choices} == {1, 2, 4}
+
+
+def test_no_step_is_shorter_than_its_bound(whole: Everything) -> None:
+    for leaf, found in zip(whole.leaves, whole.found, strict=True):
+        assert leaf.bound <= found.step * (1 + 1e-9), leaf.choice.label
+
+
+def test_no_peak_is_lower_than_its_bound(whole: Everything) -> None:
+    for leaf, found in zip(whole.leaves, whole.found, strict=True):
+        assert leaf.held.total <= found.peak, leaf.choice.label
+
+
+def test_the_search_finds_the_best_of_all(whole: Everything) -> None:
+    best = whole.search.run(ALL, len(whole.found))
+    assert best is not None
+    assert best.step == min(found.step for found in whole.found)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_the_search_finds_the_best_that_fits(whole: Everything, share: float) -> None:
+    limit = int(share * max(found.peak for found in whole.found))
+    named = [one for one in whole.found if one.choice.schedule != "synthesised" and one.peak <= limit]
+    best = whole.search.run(limit, len(whole.found))
+    assert best is not None
+    assert best.peak <= limit
+    assert best.step <= min(found.step for found in named)
+
+
+def test_bounds_discard_candidates_without_compiling_them(search: Search) -> None:
+    search.run(ALL, 1000)
+    assert 0 < len(search.evaluated) < 112
+    assert search.discarded
+
+
+def test_an_evaluation_is_what_a_compilation_of_its_own_gives(search: Search) -> None:
+    best = search.run(ALL, 1000)
+    assert best is not None
+    program = compile(replace(JOB, strategy=best.strategy))
+    found = simulate(program.plans, program.outline, Roofline(load_cluster("h100")))
+    assert found.step == best.step
+    assert max(memory.peak for memory in found.memories) <= best.peak
+
+
+def test_the_same_inputs_give_the_same_file(search: Search) -> None:
+    captured = search.model.capturing.recordings
+    one, two = (tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured) for _ in range(2))
+    assert one.json == two.json
+    assert [found.choice for found in one.evaluated] == [found.choice for found in two.evaluated]
+
+
+def test_ctrl_c_gives_the_best_so_far(search: Search) -> None:
+    def stop(running: Search, found: object) -> None:
+        if len(running.evaluated) == 3:
+            raise KeyboardInterrupt
+
+    captured = search.model.capturing.recordings
+    found = tune(JOB, "h100", 4, space=SMALL, captured=captured, progress=stop)
+    assert found.interrupted
+    assert not found.complete
+    assert len(found.evaluated) == 3
+
+
+def test_trials_limit_what_is_compiled(search: Search) -> None:
+    captured = search.model.capturing.recordings
+    found = tune(JOB, "h100", 4, space=SMALL, trials=2, gap=0.0, captured=captured, front=False)
+    assert len(found.evaluated) == 2
+    assert not found.complete
+    assert 0 < found.lowest < found.best.step
+
+
+def test_two_recordings_give_the_costs_of_every_size(search: Search) -> None:
+    model = search.model
+    assert model.recorded[:2] == [2, 4]
+    fresh = search_of(replace(SMALL, rows=(2, 4, 8)), 4, "h100").model
+    estimated = fresh.layers(8, Recompute())
+    assert 8 not in fresh.recorded
+    fresh.record(8)
+    recorded = fresh.layers(8, Recompute())
+    for one, other in zip(estimated.layers, recorded.layers, strict=True):
+        assert one.work == pytest.approx(other.work, rel=1e-9)
+        assert (one.held, one.parameters, one.sends) == (other.held, other.parameters, other.sends)
+
+
+def test_nothing_fits(search: Search) -> None:
+    captured = search.model.capturing.recordings
+    with pytest.raises(piper.ConfigError) as error:
+        tune(JOB, "h100", 4, space=SMALL, memory=300_000, captured=captured)
+    text = str(error.value)
+    assert text.startswith("tune: no strategy fits\n  limit:   293.0 KiB on each device of h100\n  least:")
+    assert "KiB, most of it optimizer state: " in text
+    assert "  missing: " in text
+    assert "hint:    give at least " in text
+
+
+def test_a_model_without_layers() -> None:
+    from tests.tuning.models import Tower
+
+    with pytest.raises(piper.ConfigError) as error:
+        tune(replace(JOB, model=Tower), "h100", 4)
+    assert str(error.value) == (
+        "tune: the model has no repeated layers to divide into stages\n"
+        "  regions: none\n"
+        "  hint:    annotate them: model=lambda: piper.annotate_layers(Model()), or annotate_modules(...)"
+    )
+
+
+def test_an_unknown_cluster() -> None:
+    with pytest.raises(piper.ConfigError, match="there is no cluster 'h101'"):
+        tune(JOB, "h101", 4)
+
+
+@pytest.mark.parametrize(("name", "value"), [("devices", 0), ("trials", 0), ("memory", 0)])
+def test_numbers_from_1(name: str, value: int) -> None:
+    given: dict[str, int] = {"devices": 4, name: value}
+    with pytest.raises(piper.ConfigError, match=f"tune: {name}=0"):
+        tune(JOB, "h100", **given)  # type: ignore[arg-type]
+
+
+def test_even_stages() -> None:
+    assert even(32, 8) == (4,) * 8
+    assert even(10, 4) == (3, 3, 2, 2)
+
+
+def test_devices_of_a_mesh() -> None:
+    wide = Choice(ranks=2, replicas=2, tensor=2, rows=1, microbatches=4, sizes=(1, 1), zeros=(0, 0))
+    assert [wide.devices_of(rank) for rank in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    near = replace(wide, neighbours="ranks")
+    assert [near.devices_of(rank) for rank in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]
