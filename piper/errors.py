@@ -1,7 +1,7 @@
 """The errors a user can cause. Our own bugs are assertions instead."""
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Literal, Self
 
 
 def message(by: str, what: str, facts: Mapping[str, str], hint: str) -> str:
@@ -48,4 +48,11 @@ class LaunchError(PiperError):
 
 
 class WorkerError(PiperError):
-    """A worker that failed, died or stalled while it ran."""
+    """A worker that failed, died or stalled while it ran.
+
+    kind: how. device, place: which one, at which instruction of its plan. None: not known.
+    """
+
+    kind: Literal["dead", "error", "stopped", "late"] | None = None
+    device: int | None = None
+    place: int | None = None

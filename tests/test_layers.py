@@ -117,6 +117,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",
         "torch",
         "ray",
+        "format",
+        "devices",
     },  # experts: code calls its operators; simulate: how long a network takes
     "data": {"usercode", "files", "errors", "torch"},
     "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},

@@ -8,8 +8,9 @@ from typing import Literal
 
 from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.load import read_state
+from piper.checkpoint.metadata import read_record
 from piper.checkpoint.save import Copied, RefusedError, copy_state
-from piper.checkpoint.storage import Written, write_parts
+from piper.checkpoint.storage import CheckpointReader, Written, write_parts
 from piper.errors import ConfigError
 from piper.runtime.worker import Worker
 
@@ -61,7 +62,8 @@ class Keeper:
         def work() -> None:
             try:
                 if copied is None:
-                    self.adoptions = read_state(self.worker, Path(folder))
+                    shelf = CheckpointReader(Path(folder), read_record(Path(folder)))
+                    self.adoptions = read_state(self.worker, shelf)
                     self.done = Done()
                 else:
                     written = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -21,7 +20,7 @@ from piper.checkpoint.layout import (
     owned_range,
     spans,
 )
-from piper.checkpoint.metadata import FILE, Record, read_record
+from piper.checkpoint.metadata import FILE, Record
 from piper.checkpoint.save import RefusedError, buffer_parts, copied, model_part, runs_of
 from piper.checkpoint.storage import CheckpointReader, Part
 from piper.ir.chunk import CapturedModel
@@ -44,13 +43,12 @@ def blank_values(outline: CapturedModel) -> Initial:
     return blank
 
 
-def read_state(worker: Worker, folder: Path) -> list[Callable[[], None]]:
-    """Read a worker's part of a checkpoint into memory of its own, and return what gives it to the worker.
+def read_state(worker: Worker, shelf: CheckpointReader) -> list[Callable[[], None]]:
+    """Read a worker's part of a checkpoint or version, and return what gives it to the worker.
 
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
-    record = read_record(folder)
-    shelf = CheckpointReader(folder, record)
+    record = shelf.record
     found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
     for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)

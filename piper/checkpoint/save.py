@@ -1,8 +1,9 @@
 """Copies what a worker writes into a checkpoint: its own runs of parameters, moments and buffers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from piper.plan.plan import Bucket
 from piper.runtime.worker import Worker
 from piper.sharding import Sharding, combs
 
+T = TypeVar("T")
+Take = Callable[[Tensor], Tensor]
 Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a parameter; None: like it
 
 
@@ -50,8 +53,13 @@ class Copied:
     step: int
 
 
-def copy_state(worker: Worker) -> Copied:
-    """Copy all that a worker is the one to write down."""
+def copied(value: Tensor) -> Tensor:
+    """Copy a tensor to memory of its own on the host."""
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+def copy_state(worker: Worker, copied: Take = copied) -> Copied:
+    """Copy all that a worker is the one to write down; `copied`: how, for a caller that copies by itself."""
     plans, device = worker.setup.plans, worker.device
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[Part] = []
@@ -67,7 +75,7 @@ def copy_state(worker: Worker) -> Copied:
             for key, value in states.get(name, {}).items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
-                elif found := moment_parts(held, size, key, value):
+                elif found := moment_parts(held, size, key, value, copied):
                     parts += found
                     like = elementwise(held, value)
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
@@ -77,11 +85,6 @@ def copy_state(worker: Worker) -> Copied:
     return Copied(
         parts=parts, trainer=trainer_of(worker), moments=moments, numbers=numbers, step=worker.env.step
     )
-
-
-def copied(value: Tensor) -> Tensor:
-    """Copy a tensor to memory of its own on the host."""
-    return value.detach().to("cpu", copy=True).contiguous()
 
 
 def runs_of(span: Span, flat: Tensor, begin: int) -> Tensor:
@@ -125,7 +128,7 @@ def elementwise(held: Sequence[Span], value: Tensor) -> bool:
     return value.dim() > 0 and value.numel() == length_of(held)
 
 
-def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor) -> list[Part]:
+def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copied: Take) -> list[Part]:
     """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
     held: the runs of the parameter that the device has. What does not go with the elements is the same on all
@@ -175,3 +178,12 @@ def trainer_of(worker: Worker) -> Trainer:
 def name_of(value: object) -> str:
     """Return the full name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
+    """Merge the tables of all workers into one, by parameter."""
+    found: dict[str, dict[str, T]] = {}
+    for table in tables:
+        for name, keys in table.items():
+            found.setdefault(name, {}).update(keys)
+    return found

@@ -210,7 +210,7 @@ class CheckpointReader:
         for first in range(0, met.count, rows):
             count = min(rows, met.count - first)
             begin = met.stored + first * met.stored_step
-            values = self._values(key, piece, begin, (count - 1) * met.stored_step + met.length)
+            values = self.values(key, piece, begin, (count - 1) * met.stored_step + met.length)
             at = met.wanted + first * met.wanted_step
             room = flat[at : at + (count - 1) * met.wanted_step + met.length]
             if count > 1:
@@ -218,7 +218,7 @@ class CheckpointReader:
                 values = values.unfold(0, met.length, met.stored_step)
             room.copy_(values)
 
-    def _values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
+    def values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
         """Read elements of a stored piece: `length` of them from its element `first` on."""
         stored, file = self.record.tensors[key], piece.file
         dtype = dtype_named(stored.dtype)

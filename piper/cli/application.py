@@ -192,6 +192,17 @@ def train(
     grace: Annotated[
         float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
     ] = 30.0,
+    retries: Annotated[
+        int,
+        typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them."),
+    ] = 3,
+    stall: Annotated[
+        float | None,
+        typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
+    ] = None,
+    spares: Annotated[
+        int, typer.Option(help="On Ray: actors more than devices to claim room for.", metavar="N")
+    ] = 0,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
@@ -226,6 +237,9 @@ def train(
         compile=compiled,
         graphs=graphs,
         grace=grace,
+        retries=retries,
+        stall=stall,
+        spares=spares,
     )
     console = Console(soft_wrap=True, markup=False, highlight=False)
     try:

@@ -241,6 +241,12 @@ class Run(Protocol):
         """End every worker. Idempotent."""
 
 
+class Readable(Protocol):
+    """An object that can be waited for."""
+
+    def fileno(self) -> int: ...
+
+
 def streams_of(plans: Plans) -> int:
     """Return the largest number of streams of any device."""
     return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
@@ -282,3 +288,11 @@ def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[
     for buffer in outline.buffers:
         found |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
     return found
+
+
+def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the initial values of parameters and buffers that no device holds. They never change."""
+    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    residents = (slot for plan in program.plans for slot in plan.residents)
+    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    return {name: value.clone() for name, value in values.items() if name not in held}

@@ -2,15 +2,15 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from piper.callbacks import named_callbacks
+from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.background import Done
 from piper.checkpoint.blocks import FileRecord, StorageError
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
@@ -19,7 +19,7 @@ from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
 from piper.checkpoint.layout import buffers_of
 from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
 from piper.checkpoint.retention import Retention
-from piper.checkpoint.save import Copied, name_of
+from piper.checkpoint.save import Copied, merged, name_of
 from piper.checkpoint.storage import CheckpointReader, Part, Written, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError
@@ -28,7 +28,6 @@ from piper.launchers.messages import Call
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
-T = TypeVar("T")
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
 CALLBACKS, DATA = "piper callbacks", "data"  # keys of the data of a checkpoint that has both
 WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
@@ -73,7 +72,7 @@ class Checkpoints:
         plain = encode(data, "data")
         partial = begin(target)
         try:
-            unread = write_parts(partial, "driver", [*whole_parts(self._kept())])
+            unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
             self.ask("save", dict.fromkeys(self.devices, str(partial)))
         except StorageError as error:
             discard(target)
@@ -131,7 +130,7 @@ class Checkpoints:
             seed=self.program.job.seed,
             trainer=replace(trainer, kept=kept_by(moments, numbers)),
             data=pending.data,
-            model=self._model(),
+            model=model_of(self.program, self.unread),
             moments=moments,
             numbers=numbers,
             tensors=index_of(one.placed for one in written),
@@ -141,18 +140,6 @@ class Checkpoints:
         self.retention.trust(pending.path)
         if pending.keep is not None:
             self.retention.start(pending.path.parent, pending.keep)
-
-    def _model(self) -> dict[str, Spec]:
-        """Return the specs of what this program's checkpoints hold; unread values keep their types."""
-        found = wanted_model(self.program.plans, self.program.outline)
-        for name, value in self._kept().items():
-            found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-        return found
-
-    def _kept(self) -> dict[str, Tensor]:
-        """Return the values that no device holds and a checkpoint does."""
-        wanted = wanted_model(self.program.plans, self.program.outline)
-        return {name: value for name, value in self.unread.items() if name in wanted}
 
     def load(self, path: Path | str) -> Resumed:
         """Take the state of a checkpoint, whatever strategy it was saved under.
@@ -201,13 +188,18 @@ class Checkpoints:
         return Resumed(step=record.step, data=data)
 
 
-def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
-    """Merge the tables of all workers into one, by parameter."""
-    found: dict[str, dict[str, T]] = {}
-    for table in tables:
-        for name, keys in table.items():
-            found.setdefault(name, {}).update(keys)
+def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Return the specs of what a program's checkpoints hold; unread values keep their types."""
+    found = wanted_model(program.plans, program.outline)
+    for name, value in unread_kept(program, unread).items():
+        found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
     return found
+
+
+def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values that no device holds and a checkpoint does."""
+    wanted = wanted_model(program.plans, program.outline)
+    return {name: value for name, value in unread.items() if name in wanted}
 
 
 def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
@@ -245,6 +237,13 @@ def trainer_names(program: ProgramLike) -> Trainer:
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
 
 
+def with_states(callbacks: Sequence[Callback], data: object) -> object:
+    """Return the data of a checkpoint, with the states of callbacks if they have any."""
+    states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
+    states = {name: state for name, state in states.items() if state}
+    return {CALLBACKS: states, DATA: data} if states else data
+
+
 class Saves(ABC):
     """A run that saves and loads with `Checkpoints`."""
 
@@ -254,19 +253,23 @@ class Saves(ABC):
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
         """Write a checkpoint, with the states of the job's callbacks."""
-        callbacks = self.checkpoints.program.job.callbacks
-        states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
-        states = {name: state for name, state in states.items() if state}
-        given = {CALLBACKS: states, DATA: data} if states else data
-        self.checkpoints.save(path, data=given, wait=wait, keep=keep)
+        self.write(path, with_states(self.checkpoints.program.job.callbacks, data), wait=wait, keep=keep)
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
+        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
 
     def load(self, path: Path | str) -> Resumed:
         """Go on from a checkpoint."""
+        return self.resumed(self.read(path))
+
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint, and callbacks as they are."""
         found = self.checkpoints.load(path)
         if isinstance(found.data, Mapping) and CALLBACKS in found.data:
             states = cast("Mapping[str, object]", found.data[CALLBACKS])
             found = Resumed(step=found.step, data=found.data[DATA], callbacks=states)
-        return self.resumed(found)
+        return found
 
     @abstractmethod
     def resumed(self, found: Resumed) -> Resumed:

@@ -5,12 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import wait
 from time import monotonic, sleep
-from typing import Protocol, cast
+from typing import cast
 
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
+from piper.launchers.base import (
+    Readable,
+    StepResult,
+    Trains,
+    ended,
+    result_of,
+    state_by_name,
+    streams_of,
+    unread_values,
+)
 from piper.launchers.checkpointing import Checkpoints, Saves
 from piper.launchers.evaluation import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, blame
@@ -48,6 +57,7 @@ class WorkerGroup(ABC):
     """The workers of a job, one for each device."""
 
     leaving = False  # whether the system has asked a worker to end
+    protects = False  # workers keep versions of their state in memory
 
     @abstractmethod
     def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
@@ -62,12 +72,6 @@ class WorkerGroup(ABC):
         """End every worker. Idempotent."""
 
 
-class Readable(Protocol):
-    """An object that can be waited for."""
-
-    def fileno(self) -> int: ...
-
-
 class SocketWorkerGroup(WorkerGroup):
     """Workers that answer over channels. A launcher adds how they are started and watched."""
 
@@ -77,6 +81,8 @@ class SocketWorkerGroup(WorkerGroup):
         self.program, self.options = program, options
         self.current = program  # what workers run now: an evaluation has a program of its own
         self.devices = devices_of(program.plans)
+        self.stall = options.timeout  # seconds without any progress after which the job has stalled
+        self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
         self.marks: dict[int, memoryview] = {}  # progress of the devices on this machine
@@ -108,7 +114,8 @@ class SocketWorkerGroup(WorkerGroup):
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
         weights = {} if self.options.blank else initial_tensors(program.job)
-        index, setup = layout(weights), pack_setup(setup_of(program))
+        self.packed = setup = self.packed or pack_setup(setup_of(program))
+        index = layout(weights)
         with ExitStack() as held:
             self.connect(weights, index, streams_of(program.plans), held)
             for device in self.devices:
@@ -166,7 +173,7 @@ class SocketWorkerGroup(WorkerGroup):
             self.heard[device] = monotonic()
         self.waiting = set(arguments)
         try:
-            return self.gather(self.waiting, self.options.timeout)
+            return self.gather(self.waiting, self.stall)
         finally:
             self.waiting = set()
 
@@ -219,7 +226,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def blamed(self) -> WorkerError:
         """Return the error that names the cause, after a moment in which the cause may show."""
-        early = monotonic() - self.asked < self.options.timeout  # then no worker was late, but one is gone
+        early = monotonic() - self.asked < self.stall  # then no worker was late, but one is gone
         until = monotonic() + (max(self.grace, LOSS) if early else self.grace)
         while monotonic() < until and not self.ended() and not self.stopped():
             if any(failure.kind == "error" for failure in self.failures):
@@ -252,7 +259,7 @@ class SocketWorkerGroup(WorkerGroup):
         return JobSnapshot(
             plans=self.current.plans,
             origins=self.current.origins,
-            timeout=self.options.timeout,
+            timeout=self.stall,
             statuses=statuses,
             failures=self.failures,
         )
@@ -261,14 +268,6 @@ class SocketWorkerGroup(WorkerGroup):
 def devices_of(plans: Plans) -> list[int]:
     """Return every device of a job, in order."""
     return sorted(device for plan in plans for device in plan.devices)
-
-
-def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial values of parameters and buffers that no device holds. They never change."""
-    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    residents = (slot for plan in program.plans for slot in plan.residents)
-    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
-    return {name: value.clone() for name, value in values.items() if name not in held}
 
 
 class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
@@ -280,6 +279,7 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
         self.devices = devices_of(program.plans)
         self.wanted = wanted_batch(setup_of(program))
         self.slicer = BatchSlicer(program.plans)
+        self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
         self.slicers: dict[int, BatchSlicer] = {}  # of evaluation programs, by their numbers
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
@@ -300,6 +300,7 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
         check_batch(batch, self.wanted)
         cut = {device: self.slicer.cut(batch, device) for device in self.devices}
         answers = self._ask("step", cut)
+        self.busy = {device: cast(Sums, sums).busy for device, sums in answers.items()}
         self.checkpoints.poll()
         return result_of(self.plans, self.program.outline, cast(Sums, answers[self.devices[0]]))
 
@@ -314,6 +315,16 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
         with self.group.running(program):
             answers = self._ask("evaluate", given)
         return cast(Sums, answers[self.devices[0]])
+
+    def protect(self) -> None:
+        """Copy the state into memory that outlives workers. After each step they do so by themselves."""
+        if self.group.protects:
+            self._ask("protect", dict.fromkeys(self.devices))
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        """Take the state after a step from memory; `unread`: the values that no device holds."""
+        self._ask("restore", dict.fromkeys(self.devices, step))
+        self.unread.update(unread)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""

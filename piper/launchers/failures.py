@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Literal
 
 from piper.errors import WorkerError
@@ -90,12 +91,12 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
     explained = {failure.device for failure in snapshot.failures if failure.kind == "error"}
     for device, seen in snapshot.statuses.items():
         if seen.ended is not None and device not in explained:
-            return worker_error(snapshot, device, seen.ended, snapshot.place(device), HINTS["dead"])
+            return worker_error(snapshot, device, seen.ended, snapshot.place(device), "dead")
     for failure in snapshot.failures:
         if failure.kind == "error":
             place = failure.place if failure.place is not None else snapshot.place(failure.device)
             return worker_error(
-                snapshot, failure.device, failure.what, place, HINTS["error"], failure.trace, failure.line
+                snapshot, failure.device, failure.what, place, "error", failure.trace, failure.line
             )
     for device, seen in snapshot.statuses.items():
         if seen.stopped:
@@ -104,7 +105,7 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
                 device,
                 "the process is stopped by a signal",
                 snapshot.place(device),
-                HINTS["stopped"],
+                "stopped",
             )
     return late(snapshot)
 
@@ -123,7 +124,7 @@ def late(snapshot: JobSnapshot) -> WorkerError:
         what = f"waited {snapshot.timeout:g} s in {ins.node}, which never ended"
     else:
         what = f"{ins.node} has not ended, and others waited {snapshot.timeout:g} s for it"
-    return worker_error(snapshot, device, what, place, HINTS["late"], trace)
+    return worker_error(snapshot, device, what, place, "late", trace)
 
 
 def slowest(snapshot: JobSnapshot) -> int:
@@ -176,7 +177,8 @@ def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
     return [other for group in comm.groups if device in group for other in group if other != device]
 
 
-HINTS = {
+Kind = Literal["dead", "error", "stopped", "late"]
+HINTS: Mapping[Kind, str] = {
     "dead": "look for what ended it: the system's log names a process killed for want of memory",
     "error": "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
     "stopped": "let it continue with SIGCONT within seconds, or start again",
@@ -189,7 +191,7 @@ def worker_error(
     device: int,
     what: str,
     place: int | None,
-    hint: str,
+    kind: Kind,
     trace: str | None = None,
     line: str | None = None,
 ) -> WorkerError:
@@ -208,8 +210,12 @@ def worker_error(
         more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
         facts["waiting"] = ", ".join(waiting[:MOST]) + more
     error = WorkerError(
-        what, by=f"device {device} (process {snapshot.statuses[device].process})", facts=facts, hint=hint
+        what,
+        by=f"device {device} (process {snapshot.statuses[device].process})",
+        facts=facts,
+        hint=HINTS[kind],
     )
+    error.kind, error.device, error.place = kind, device, place
     if trace:
         error.add_note(trace)
     return error
@@ -237,6 +243,7 @@ class Watcher:
         """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once."""
         self.device, self.marks, self.report = device, marks, report
         self.streams: dict[str, int] = {}
+        self.busy = [0.0] * len(marks)  # seconds of each stream that were not spent on communication
         self.first: Exception | None = None
         self.lock = threading.Lock()
 
@@ -253,7 +260,22 @@ class Watcher:
                 raise
             marks[mark] = 0
 
-        return marked
+        if ins.op in COMMUNICATION:
+            return marked
+        busy = self.busy
+
+        def timed() -> None:
+            began = perf_counter()
+            marked()
+            busy[mark] += perf_counter() - began
+
+        return timed
+
+    def take_busy(self) -> float:
+        """Return the seconds that this device has computed since the last call."""
+        total = sum(self.busy)
+        self.busy[:] = [0.0] * len(self.busy)
+        return total
 
     def fail(self, error: Exception, place: int | None = None) -> None:
         """Report a failure, unless it is not the first or only follows from one on another device."""

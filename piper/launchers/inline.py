@@ -17,7 +17,8 @@ from piper.launchers.checkpointing import Checkpoints, Saves
 from piper.launchers.evaluation import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
-from piper.launchers.processes import ProcessStatus, running
+from piper.launchers.processes import ProcessStatus, SharedFile, running
+from piper.launchers.versions import WorkerVersions
 from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
@@ -31,7 +32,12 @@ from piper.runtime.worker import Options, Sums, Worker
 class InlineRun(Evaluates, Trains, Saves):
     """A job whose devices are threads."""
 
-    def __init__(self, program: ProgramLike, options: Options) -> None:
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
+    ) -> None:
         self.program, self.plans, self.options = program, program.plans, options
         self.world = World(program.plans, options.timeout)
         self.worlds = [self.world]  # of the training program, then of each evaluation program
@@ -64,9 +70,15 @@ class InlineRun(Evaluates, Trains, Saves):
             for device, watcher in self.watchers.items()
         }
         self.unread = self._unread(initial)
+        self.busy: dict[int, float] = {}  # threads share cores: one cannot be distinguished from the others
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
         self.keepers = {device: Keeper(worker) for device, worker in self.workers.items()}
+        self.versions = {
+            device: WorkerVersions(worker, versions)
+            for device, worker in self.workers.items()
+            if versions is not None
+        }
         self.checkpoints = Checkpoints(program, self.workers, self._ask, self.unread, self.close)
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
@@ -84,6 +96,7 @@ class InlineRun(Evaluates, Trains, Saves):
             raise ended()
         sums = self._together(self.program, lambda worker: worker.step(batch))
         self.checkpoints.poll()
+        self.protect()
         return result_of(self.plans, self.program.outline, sums)
 
     def _together(self, program: ProgramLike, act: Callable[[Worker], Sums]) -> Sums:
@@ -93,11 +106,29 @@ class InlineRun(Evaluates, Trains, Saves):
         for device, future in futures.items():
             if isinstance(error := future.exception(), Exception):
                 self.watchers[device].fail(error)
+        self._end_if_failed(program)
+        return next(iter(futures.values())).result()
+
+    def protect(self) -> None:
+        """Copy the state into memory that outlives workers, where it is kept."""
+        for device, versions in self.versions.items():
+            try:
+                versions.write()
+            except Exception as error:  # noqa: BLE001  it is raised below, as a failure of its device
+                self.watchers[device].fail(error)
+        self._end_if_failed(self.program)
+
+    def _end_if_failed(self, program: ProgramLike) -> None:
         if self.failures:
             self.close()
             cause = next(w.first for w in self.watchers.values() if w.first is not None)
             raise self._blame(program) from cause
-        return next(iter(futures.values())).result()
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        """Take the state after a step from memory; `unread`: the values that no device holds."""
+        for versions in self.versions.values():
+            versions.restore(step)
+        self.unread.update(unread)
 
     def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
         world, setup = World(program.plans, self.options.timeout), setup_of(program)

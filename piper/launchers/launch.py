@@ -152,6 +152,11 @@ def by_host(program: ProgramLike, on: str) -> bool:
     return on == "inline"
 
 
+def recovers(on: str) -> bool:
+    """Return whether lost workers of a launcher can be replaced: those that are ours to start."""
+    return on in ("inline", "ray") or (on == "local" and rank_environment() is None)
+
+
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:
     """Return the launcher of own processes, or of those that torchrun or the like has started."""
     world = rank_environment()

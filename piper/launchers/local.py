@@ -9,9 +9,10 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from torch import Tensor
 
-from piper.launchers.driver import Readable, RemoteRun, SocketWorkerGroup
+from piper.launchers.base import Readable
+from piper.launchers.driver import RemoteRun, SocketWorkerGroup
 from piper.launchers.messages import CODEC, Assignment, StoreAddress
-from piper.launchers.processes import gone
+from piper.launchers.processes import SharedFile, gone
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
 from piper.launchers.transport.fork_server import ForkServer, fork_server
@@ -26,9 +27,15 @@ END = 10.0  # seconds that a killed process may take to end
 class LocalWorkerGroup(SocketWorkerGroup):
     """Workers that a fork server forks, each at the end of a pair of sockets."""
 
-    def __init__(self, program: ProgramLike, options: Options, forks: ForkServer) -> None:
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        forks: ForkServer,
+        versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
+    ) -> None:
         super().__init__(program, options)
-        self.forks = forks
+        self.forks, self.versions, self.protects = forks, versions, versions is not None
         self.shares = program.device == "cuda" and crowded(len(self.devices))
 
     def connect(
@@ -58,6 +65,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
             shares=self.shares,
             values=index,
             path=tuple(sys.path),
+            versions=self.versions,
         )
 
     def bells(self) -> Sequence[Readable]:

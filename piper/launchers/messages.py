@@ -39,7 +39,7 @@ Asked = Literal[
     "record",
     "clock",
 ]
-Call = Literal["step", "prepare", "evaluate", "save", "load", "adopt", "poll"] | Asked
+Call = Literal["step", "prepare", "evaluate", "save", "load", "adopt", "poll", "protect", "restore"] | Asked
 Span = tuple[int, int]
 
 
@@ -65,6 +65,7 @@ class Assignment:
     values: Mapping[str, TensorEntry]  # where each initial value lies in shared memory
     memory: SharedFile | Tensor | None = None  # that memory, or its contents. None: the worker has it already
     path: tuple[str, ...] = ()  # where modules are imported from. Empty: as the process has it
+    versions: Mapping[int, tuple[SharedFile, ...]] | None = None  # of each device. None: it keeps none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

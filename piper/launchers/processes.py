@@ -18,9 +18,7 @@ from typing import ParamSpec
 from piper.errors import ConfigError
 
 P = ParamSpec("P")
-STOPPED = (
-    5.0  # seconds for which a process must be stopped to count as lost: a debugger stops one for a moment
-)
+STOPPED = 2.0  # seconds for which a process must be stopped to count as lost: a debugger may stop it briefly
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NEARBY = "LOCAL_WORLD_SIZE"
 

@@ -2,30 +2,32 @@
 
 import logging
 import os
-import re
 import secrets
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from time import monotonic
+from dataclasses import replace
+from time import monotonic, sleep
 from typing import Any, cast
 
 import ray
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from piper.errors import LaunchError
 from piper.launchers.base import streams_of
 from piper.launchers.driver import RemoteRun, SocketWorkerGroup, devices_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
 from piper.launchers.processes import NodeMonitor, ProcessStatus, SharedFile, StopWatch, Termination
+from piper.launchers.ray_support import ActorLocation, bundle_of, folder_of_ray, no_room, not_started, reason
 from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.starters import Recoverable
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.shared_memory import (
@@ -36,6 +38,7 @@ from piper.launchers.transport.shared_memory import (
     map_marks,
     new_marks,
 )
+from piper.launchers.versions import Versions
 from piper.launchers.worker_server import WorkerServer, serve
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
@@ -43,39 +46,8 @@ from piper.runtime.worker import Options
 GROUP = 60.0  # seconds that a cluster may take to find resources for all actors
 END = 10.0  # seconds that cleaning up after a failure may take
 LOOK = 2.0  # seconds between two looks at all workers while they do not answer
+SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
 STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
-REMOVER = """
-import os, shutil, signal, sys, time
-from pathlib import Path
-folder, word = Path(sys.argv[1]), sys.stdin.read()
-def of_ray(process):  # Ray writes new titles over command lines and environments; its logs stay open
-    program = os.readlink(process / "exe")
-    files = [os.readlink(file) for file in (process / "fd").iterdir()]
-    ours = program == os.path.realpath(sys.executable) or "/ray/core/" in program
-    return ours and any(file.startswith(f"{folder}/") for file in files)
-until, absent = time.monotonic() + 60, 0
-while time.monotonic() < until and absent < (1 if word else 8):
-    if not word:  # the driver was killed: some processes of its Ray may still run, and write
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if of_ray(process):
-                    os.kill(int(process.name), signal.SIGKILL)
-            except OSError:
-                continue
-    shutil.rmtree(folder, ignore_errors=True)
-    absent = 0 if folder.exists() else absent + 1
-    time.sleep(0 if word else 0.5)
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorLocation:
-    """The process of an actor."""
-
-    node: str
-    address: str
-    process: int
-    marks: SharedFile  # its progress
 
 
 class Actor:
@@ -122,8 +94,22 @@ class RayWorkerGroup(SocketWorkerGroup):
 
     grace = 3.0  # Ray takes its time to report a death
 
-    def __init__(self, program: ProgramLike, options: Options, group: PlacementGroup, gpus: int) -> None:
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        group: PlacementGroup,
+        gpus: int,
+        bundles: Sequence[int] | None = None,
+        versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
+    ) -> None:
+        """Start an actor for each device.
+
+        bundles: which of the group's to use. None: the first ones. versions: the memory for copies of the
+        state, which is used if all actors are on the driver's machine. None: none are kept.
+        """
         super().__init__(program, options)
+        self.versions = versions
         self.locations: dict[int, ActorLocation] = {}
         self.monitors: dict[str, Any] = {}  # by node
         self.working: dict[Any, int] = {}  # calls that last as long as their actors work
@@ -133,7 +119,10 @@ class RayWorkerGroup(SocketWorkerGroup):
         self.moved: dict[int, ProcessStatus] = {}  # the statuses at the last call of `moving`
         remote, width = ray.remote(Actor), streams_of(program.plans)
         self.actors: dict[int, Any] = {}
-        for i, device in enumerate(self.devices):  # they start while the driver builds the model
+        chosen = range(len(self.devices)) if bundles is None else bundles
+        for i, device in zip(
+            chosen, self.devices, strict=True
+        ):  # they start while the driver builds the model
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             self.actors[device] = remote.options(
                 num_cpus=1, num_gpus=gpus, scheduling_strategy=place, max_restarts=0
@@ -152,6 +141,7 @@ class RayWorkerGroup(SocketWorkerGroup):
         self.port = ray.get(self.actors[first].host.remote(self.own[first]), timeout=PATIENCE)
         watching = self._watch()
         mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.protects = self.versions is not None and addresses == {mine}
         reached, key = LOOPBACK if addresses == {mine} else mine, secrets.token_bytes(32)
         with Listener(reached, key, self.options.timeout, CODEC) as listener:
             for device, actor in self.actors.items():
@@ -196,7 +186,13 @@ class RayWorkerGroup(SocketWorkerGroup):
     ) -> Assignment:
         store = StoreAddress(host=self.own[self.devices[0]], port=self.port, own=self.own[device])
         return Assignment(
-            device=device, local=0, store=store, options=self.options, setup=setup, values=index
+            device=device,
+            local=0,
+            store=store,
+            options=self.options,
+            setup=setup,
+            values=index,
+            versions=self.versions if self.protects else None,
         )
 
     def ended(self) -> dict[int, str]:
@@ -257,22 +253,6 @@ class RayWorkerGroup(SocketWorkerGroup):
             held.clear()
 
 
-def not_started(why: str) -> LaunchError:
-    """Return the error of an actor that does not become a worker."""
-    return LaunchError(
-        "an actor did not start",
-        by="launch",
-        facts={"why": why},
-        hint="every node needs the same Python, torch and piper, and a way to the driver",
-    )
-
-
-def reason(error: RayError) -> str:
-    """Return what Ray says of the end of a process, if it knows."""
-    found = re.search(r"exit type: (\w+)", str(error))
-    return f" ({found[1]})" if found else ""
-
-
 @contextmanager
 def cluster(devices: int) -> Iterator[None]:
     """Use a Ray that is initialised or named, or start one on this machine that ends with the block."""
@@ -298,18 +278,6 @@ def cluster(devices: int) -> Iterator[None]:
 
 
 @contextmanager
-def folder_of_ray() -> Iterator[str]:
-    """Make a folder that another process removes after the block, or when this process is killed."""
-    folder = tempfile.mkdtemp(prefix="piper-ray-")
-    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True) as remover:
-        try:
-            yield folder
-        finally:
-            remover.communicate("now", timeout=END)
-
-
-@contextmanager
 def loopback() -> Iterator[None]:
     """Let a Ray that is started inside listen on this machine only.
 
@@ -325,21 +293,12 @@ def loopback() -> Iterator[None]:
 
 @contextmanager
 def resources(devices: int, gpus: int) -> Iterator[PlacementGroup]:
-    """Claim the resources of an actor for each device."""
-    bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
+    """Claim the resources of an actor for each device, spares included."""
+    bundle = bundle_of(gpus)
     group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
     try:
         if not group.wait(GROUP):
-            has = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            raise LaunchError(
-                "the cluster has no room for all workers",
-                by="launch",
-                facts={
-                    "needs": ", ".join(f"{devices * amount:g} {name}" for name, amount in bundle.items()),
-                    "has": ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle),
-                },
-                hint="wait until other jobs have ended, add nodes, or place the job on fewer devices",
-            )
+            raise no_room(devices, bundle, ray.cluster_resources())  # type: ignore[no-untyped-call]
         yield group
     finally:
         remove_placement_group(group)
@@ -360,3 +319,71 @@ def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator
         run = group.start()
         held.callback(run.close)
         yield run
+
+
+class RayStarter:
+    """Starts the actors of a program again and again, on the nodes that are left."""
+
+    def __init__(self, program: ProgramLike, versions: Versions, spares: int) -> None:
+        """Claim resources for every device and for spares; a cluster without room for all is refused."""
+        self.program, self.versions, self.spares = program, versions, spares
+        self.devices = len(devices_of(program.plans))
+        self.gpus = int(setup_of(program).device.type == "cuda")
+        self.packed: bytes | None = None
+        self.group: RayWorkerGroup | None = None
+        self.nodes: dict[int, str] = {}  # of the devices at the last start
+        self.held = ExitStack()
+        try:
+            self.held.enter_context(cluster(self.devices + spares))
+            self.placed = self.held.enter_context(resources(self.devices + spares, self.gpus))
+        except BaseException:
+            self.held.close()
+            raise
+
+    def start(self, options: Options) -> RemoteRun:
+        """Start an actor for each device."""
+        group = self.group = RayWorkerGroup(
+            self.program, options, self.placed, self.gpus, self._bundles(), self.versions.files
+        )
+        group.packed = self.packed
+        try:
+            run = group.start()
+        except RayError as error:
+            group.close()
+            raise not_started(str(error).splitlines()[0]) from error
+        except BaseException:
+            group.close()
+            raise
+        self.packed = group.packed
+        self.nodes = {device: location.node for device, location in group.locations.items()}
+        return run
+
+    def _bundles(self) -> list[int]:
+        """Return a bundle for each device that lies on a node that lives. Ray moves lost ones if it can.
+
+        Ray takes half a minute to see that a node is lost. So a node on which an actor has just died is
+        avoided, where there are spares.
+        """
+        until = monotonic() + GROUP
+        died = () if self.group is None else self.group.lost
+        suspects = {self.nodes[device] for device in died if device in self.nodes}
+        while True:
+            nodes = ray.nodes()  # type: ignore[no-untyped-call]
+            alive = {node["NodeID"] for node in nodes if node["Alive"]}
+            where = placement_group_table(self.placed)["bundles_to_node_id"]
+            found = sorted((node in suspects, int(index)) for index, node in where.items() if node in alive)
+            if len(found) >= self.devices:
+                return [bundle for _, bundle in found[: self.devices]]
+            if monotonic() > until:
+                has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+                raise no_room(self.devices, bundle_of(self.gpus), has)
+            sleep(LOOK)
+
+    def expect(self, run: Recoverable, stall: float) -> None:
+        """Let a run end when nothing has moved for so many seconds; a look at all nodes takes some."""
+        assert self.group is not None
+        self.group.stall = max(stall, SLOWEST)
+
+    def close(self) -> None:
+        """Give the resources back, and end a Ray of our own."""
+        self.held.close()

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
 from typing import cast
@@ -32,6 +33,7 @@ from piper.launchers.messages import (
 from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
+from piper.launchers.versions import WorkerVersions
 from piper.plan.divided import Share
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
@@ -69,6 +71,8 @@ class WorkerServer:
             watch=self.watcher.watch,
         )
         self.keeper = Keeper(self.worker)
+        self.versions = None if given.versions is None else WorkerVersions(self.worker, given.versions)
+        self.trouble: Failure | None = None  # of what was done between two calls
         self.thread = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
@@ -88,7 +92,8 @@ class WorkerServer:
 
     def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
         """Train on this device's rows of a batch."""
-        return self._watched(lambda: self.worker.step(batch))
+        answer = self._watched(lambda: self.worker.step(batch))
+        return replace(answer, busy=self.watcher.take_busy()) if isinstance(answer, Sums) else answer
 
     def prepare(self, given: Preparation) -> None:
         """Take an evaluation program, and meet the other workers for it."""
@@ -170,8 +175,28 @@ class WorkerServer:
         """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
         return self.keeper.poll(wait)
 
+    def protect(self, _: object = None) -> None:
+        """Copy the state into memory that outlives this process."""
+        assert self.versions is not None
+        self.versions.write()
+
+    def restore(self, step: int) -> None:
+        """Take the state after a step from memory."""
+        assert self.versions is not None
+        self.versions.restore(step)
+
+    def between(self, call: Call) -> None:
+        """Do what is due after a call was answered, while the driver makes the next one."""
+        if call == "step" and self.versions is not None and self.trouble is None:
+            try:
+                self.protect()
+            except Exception as error:  # noqa: BLE001  it is the answer to the next call
+                self.trouble = failure_of(self.device, error)
+
     def answer(self, call: Call, argument: object) -> object:
         """Answer a call. A failure is an answer too."""
+        if self.trouble is not None:
+            return self.trouble
         try:
             return getattr(self, call)(argument)
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
@@ -220,6 +245,7 @@ def serve(
             if termination.news():
                 channel.send(Heartbeat(leaving=True))
             channel.send(answer)
+            server.between(call)
     except ClosedError:
         return
 

@@ -37,6 +37,7 @@ class Sums:
     loss: float
     weight: float
     metrics: tuple[float, ...] = ()  # the sum and the weight of each metric, one after another
+    busy: float = 0.0  # seconds that this device computed, where a launcher counts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

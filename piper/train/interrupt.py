@@ -34,6 +34,7 @@ class Interrupts:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note a signal. Raise if the run has to end now."""
         if self.over:
+            self.over = False  # what is done then is not interrupted again
             raise PreemptedError
         if number == signal.SIGTERM and self.preempted:
             return

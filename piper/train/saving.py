@@ -10,6 +10,7 @@ from piper.checkpoint.target import UndroppedError, UnwrittenError, unwritten
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
+from piper.launchers.retrying import Disk
 from piper.train.loop import Saves
 
 
@@ -104,6 +105,23 @@ def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
     if found and not any(isinstance(one, Path) for one in found):
         raise none_left(where, [one for one in found if isinstance(one, DamagedError)])
     return found
+
+
+def disk_of(folder: Path, job: Job) -> Disk | None:
+    """Return how a run goes on from its checkpoints where its memory is lost. None: it saves none."""
+    where = checkpoints_of(folder, job)
+    if where is None:
+        return None
+
+    def newest() -> Path | None:
+        return next((path for path in candidates(where) if isinstance(path, Path)), None)
+
+    def batches(found: Resumed) -> Feed:
+        feed = Feed(job.data, job.seed)
+        feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
+        return feed
+
+    return Disk(newest=newest, batches=batches)
 
 
 def none_left(where: Path, damaged: Sequence[DamagedError]) -> ConfigError:

@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,9 @@ from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
-from piper.launchers.launch import check_launcher, launcher
+from piper.launchers.events import Event
+from piper.launchers.launch import check_launcher, launcher, recovers
+from piper.launchers.recovery import RecoveringRun, recovering
 from piper.plan.memory import timeline
 from piper.recipe import load_recipe
 from piper.runtime.batch import wanted_batch
@@ -26,14 +28,18 @@ from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
 from piper.train.evaluations import Evaluations, evaluation_line
+from piper.train.events import Events
 from piper.train.folder import Metrics, choose, claim, prepare, record
-from piper.train.interrupt import GRACE, Interrupts, interrupts, preemptible
+from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.saving import go_on, past_of, prepare_saves, saves_of
+from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
+
+RESERVE = 10.0  # seconds of the grace in which a version is written, at most
+KEPT = 3  # steps after which the position of the data is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,9 @@ class Asked:
     compile: bool = False  # chunks run as Inductor compiles them
     graphs: bool = False  # on CUDA each step is one graph, after the first few
     grace: float = GRACE  # seconds from SIGTERM to the end
+    retries: int = 3  # failures in a row that a run may have
+    spares: int = 0  # actors more than devices, on Ray
+    stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +138,8 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         graphs=asked.graphs,
         blank=bool(past),
     )
-    with launcher(program, asked.on, options) as run:
+    events = Events(folder, console.print)
+    with started(program, folder, asked, options, events) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
         if past:
@@ -137,7 +147,8 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             trainer = read_record(begin).trainer
             console.print(f"Going on from {begin}, after step {done}")
             check_profile(asked.profile, job.steps - done)
-        memory = Memory()
+        memory, positions = Memory(), dict[int, object]()
+        preempting = partial(stopping_now, console, events, memory, asked.grace)
 
         def culprit() -> str | None:
             return first_bad(program.outline, run.trails(), run.state_dict())
@@ -145,7 +156,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
         with (
             ExitStack() as held,
             watching(console, folder, program, done, memory) as tell,
-            interrupts(partial(stopping_now, console, asked.grace), asked.grace) as interrupted,
+            interrupts(preempting, asked.grace - reserve(asked, run)) as interrupted,
         ):
             evaluations = held.enter_context(Evaluations(folder, done))
 
@@ -158,7 +169,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             course = Course(
                 done=done,
                 steps=job.steps,
-                tell=tell,
+                tell=partial(noting, tell, feed, positions),
                 saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
                 stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
@@ -167,8 +178,12 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
             rate = Rate(job, program.plans.buckets.values(), trainer, sizes)
             batches = checked(feed, wanted_batch(setup_of(program)))
-            begun, done = done, train(run, batches, rate, course)
-            run.after_training(done)
+            begun = done
+            try:
+                done = train(run, batches, rate, course)
+                run.after_training(done)
+            except PreemptedError:
+                done = flushed(run, folder, job, positions)
         if asked.profile:
             console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
     return Outcome(
@@ -183,6 +198,24 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
     )
 
 
+def started(
+    program: Program, folder: Path, asked: Asked, options: Options, notify: Events
+) -> AbstractContextManager[Run]:
+    """Return the launcher of a run: one that recovers, where it can and is to."""
+    if asked.retries and not asked.profile and recovers(asked.on):
+        return recovering(
+            program,
+            asked.on,
+            options,
+            retries=asked.retries,
+            stall=asked.stall,
+            notify=notify,
+            disk=disk_of(folder, program.job),
+            spares=asked.spares,
+        )
+    return launcher(program, asked.on, options)
+
+
 def stopping(run: Run, interrupted: Interrupts) -> bool:
     """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
     if run.leaving() and not interrupted.preempted:
@@ -190,12 +223,35 @@ def stopping(run: Run, interrupted: Interrupts) -> bool:
     return interrupted()
 
 
-def stopping_now(console: Console, grace: float, number: int) -> None:
+def reserve(asked: Asked, run: Run) -> float:
+    """Return the seconds of the grace that are for writing a version, if a step does not end."""
+    return min(asked.grace / 2, RESERVE) if isinstance(run, RecoveringRun) else 0.0
+
+
+def noting(tell: Reporter, feed: Feed, positions: dict[int, object], measure: Measure) -> None:
+    """Pass on the measures of a step, and note the position of the data after it."""
+    tell(measure)
+    positions[measure.step] = feed.state_dict()
+    positions.pop(measure.step - KEPT, None)
+
+
+def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -> int:
+    """Write the newest version in memory as a checkpoint, because a step does not end in time."""
+    where = checkpoints_of(folder, job)
+    step = run.flush(where, positions) if isinstance(run, RecoveringRun) and where is not None else None
+    if step is None:
+        raise PreemptedError
+    return step
+
+
+def stopping_now(console: Console, events: Events, memory: Memory, grace: float, number: int) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
     if number == signal.SIGTERM:
-        console.print(f"Preempted: saving after this step, within {grace:g} s")
+        last = memory.last
+        what = f"preempted: saving after this step, within {grace:g} s"
+        events(Event(event="preemption", step=1 if last is None else last.step + 1, what=what))
     else:
         console.print("Stopping after this step; once more to stop now")
 
@@ -205,6 +261,20 @@ def check_seconds(asked: Asked) -> None:
     if not asked.grace > 0:
         raise ConfigError(
             f"--grace {asked.grace:g}", by="piper train", hint="give a run some seconds to save: --grace 30"
+        )
+    if asked.stall is not None and not asked.stall > 0:
+        raise ConfigError(
+            f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
+        )
+    if asked.spares < 0 or (asked.spares and asked.on != "ray"):
+        raise ConfigError(
+            f"--spares {asked.spares}, on {asked.on}",
+            by="piper train",
+            hint="spares are actors of Ray: --on ray --spares 1",
+        )
+    if asked.retries < 0:
+        raise ConfigError(
+            f"--retries {asked.retries}", by="piper train", hint="0 ends the run with the first failure"
         )
 
 

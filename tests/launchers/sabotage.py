@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -95,3 +96,15 @@ def mute() -> None:
     from piper.runtime.comm.gloo import GlooPipe
 
     GlooPipe.send = lambda *_: None  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepOnce:
+    """Sleeps for long, but only the first time, in whatever process."""
+
+    path: Path  # is made then
+
+    def __call__(self) -> None:
+        if not self.path.exists():
+            self.path.touch()
+            sleep()

@@ -12,6 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from piper.checkpoint.load import read_state
+from piper.checkpoint.metadata import read_record
+from piper.checkpoint.storage import CheckpointReader
 from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
@@ -138,8 +140,9 @@ def test_a_checkpoint_is_loaded_after_the_capture(monkeypatch: pytest.MonkeyPatc
     for batch in given:
         other.step(batch)
     assert executor.graph is not None
+    shelf = CheckpointReader(tmp_path / "step-2", read_record(tmp_path / "step-2"))
     for worker in (one, other):
-        for adopt in read_state(worker, tmp_path / "step-2"):
+        for adopt in read_state(worker, shelf):
             adopt()
     assert executor.graph is None
     for batch in given:

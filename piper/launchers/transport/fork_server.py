@@ -40,9 +40,6 @@ READY, FORKED, ENDED = range(3)
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
 MOST = 8  # descriptors that a worker may be given
 START = 120.0  # seconds that importing torch may take
-STOPPED = (
-    5.0  # seconds for which a process must be stopped to count as lost: a debugger stops one for a moment
-)
 END = 2.0  # seconds that the fork server may take to end by itself
 LOOK = 0.1  # seconds between two looks at processes
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

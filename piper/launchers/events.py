@@ -1,0 +1,56 @@
+"""Events of a run: what happened to its workers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from piper.errors import LaunchError, WorkerError
+from piper.launchers.base import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a run's workers.
+
+    failure: a worker was lost, and the step ended. recovery: all workers run again. mismatch: a repeated step
+    gave another result than before.
+    """
+
+    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption"]
+    step: int
+    device: int | None = None
+    who: str | None = None
+    what: str | None = None
+    instruction: str | None = None
+    version: int | None = None  # the step whose state was taken
+    source: str | None = None  # where it was taken from
+    replayed: int | None = None  # steps that were repeated
+    seconds: float | None = None  # from the failure, once it had a name
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds of each
+    left: int | None = None  # retries
+
+
+Notify = Callable[[Event], None]
+
+
+def failure(error: WorkerError | LaunchError, step: int, left: int) -> Event:
+    """Return the event of a failure."""
+    return Event(
+        event="failure",
+        step=step,
+        device=error.device if isinstance(error, WorkerError) else None,
+        who=error.by,
+        what=error.what,
+        instruction=error.facts.get("at"),
+        left=left,
+    )
+
+
+def mismatch(step: int, before: StepResult, again: StepResult) -> Event:
+    """Return the event of a step that gave another result when it was repeated."""
+    return Event(
+        event="mismatch",
+        step=step,
+        what=f"loss {before.loss!r} and gradient norm {before.grad_norm!r} at first, "
+        f"{again.loss!r} and {again.grad_norm!r} when repeated",
+    )

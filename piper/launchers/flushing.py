@@ -1,0 +1,48 @@
+"""Writes a version of the state from memory to a disk, when no worker is left to do so."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from piper.checkpoint.blocks import StorageError
+from piper.checkpoint.folder import begin, commit, discard
+from piper.checkpoint.json_state import encode
+from piper.checkpoint.storage import Part, index_of, write_parts
+from piper.checkpoint.target import target_of, unwritten
+from piper.launchers.checkpointing import model_of, unread_kept, whole_parts
+from piper.launchers.versions import Versions
+from piper.runtime.setup import ProgramLike
+
+
+def write_version(
+    program: ProgramLike,
+    versions: Versions,
+    step: int,
+    path: Path,
+    *,
+    unread: Mapping[str, Tensor],
+    data: object,
+) -> None:
+    """Write a complete version as a checkpoint; `unread`: the values that no device holds."""
+    target = target_of(path)
+    plain = encode(data, "data")
+    partial = begin(target)
+    parts: dict[str, list[Part]] = {
+        f"device-{device:05}": found for device, found in versions.parts(step).items()
+    }
+    parts["driver"] = [*whole_parts(unread_kept(program, unread))]
+    try:
+        written = [write_parts(partial, name, found) for name, found in parts.items()]
+    except StorageError as error:
+        discard(target)
+        raise unwritten(target, str(error)) from error
+    record = replace(
+        versions.shelf(step, program.job.seed).record,
+        data=plain,
+        model=model_of(program, unread),
+        tensors=index_of(one.placed for one in written),
+        files={name: file for one in written for name, file in one.files.items()},
+    )
+    commit(target, record)

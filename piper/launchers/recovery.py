@@ -1,0 +1,398 @@
+"""A run whose workers may be lost. Every failure takes one path, and costs no step, no sample and no bit.
+
+All workers are ended and started again, from a process that has torch imported and from the program as it
+was compiled and proven. They take the newest complete version of the state from memory, see [Note: versions],
+and repeat the steps since then, at most two, on the batches that are still held. A step is a function of the
+state, the batch and the step's number, so it gives the same bits again. That is compared.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import TypeVar
+
+from torch import Tensor
+
+from piper.checkpoint.folder import step_path, whole
+from piper.errors import LaunchError, PiperError, WorkerError
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
+from piper.launchers.checkpointing import with_states
+from piper.launchers.events import Event, Notify, failure, mismatch
+from piper.launchers.flushing import write_version
+from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
+from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
+from piper.launchers.stragglers import Stragglers
+from piper.launchers.versions import Versions
+from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.profiler import Clock, Recording
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+T = TypeVar("T")
+REFILL = 100  # good steps after which all retries are there again
+KEPT = 3  # batches that are held: those of steps that may be repeated, and of the next
+RESULTS = 10_000  # results that are held, to compare repeated steps with
+STEPS = 5  # steps whose times are known before a stall is judged by them
+SLOWER = 10.0  # times the median step that any one wait may take
+LEAST = 6.0  # seconds that any one wait may take, however short steps are
+
+
+class RecoveringRun(Trains):
+    """A run that goes on when workers are lost, as long as there are retries."""
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        starter: Starter,
+        versions: Versions,
+        *,
+        retries: int,
+        stall: float | None = None,
+        notify: Notify = lambda event: None,
+        disk: Disk | None = None,
+    ) -> None:
+        """Prepare a run.
+
+        stall: seconds without progress that are a failure. None: as steps turn out to take.
+        disk: the checkpoints to go on from where memory is lost. None: there are none.
+        """
+        self.disk, self.source = disk, "memory"
+        self.program, self.options, self.starter, self.versions = program, options, starter, versions
+        self.retries = self.left = retries
+        self.given_stall, self.notify = stall, notify
+        self.run: Recoverable | None = None
+        self.begun: tuple[Path | str | None, int] = (None, 0)  # the checkpoint that it began from, its step
+        self.unread: dict[str, Tensor] = {}
+        self.protected = False  # the state that it began with is in memory
+        self.done = self.at = 0  # steps: complete, and under way
+        self.held: dict[int, Mapping[str, Tensor]] = {}
+        self.results: dict[int, StepResult] = {}
+        self.saving: Saving | None = None
+        self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
+        self.last: Failed | None = None
+        self.failed_at: float | None = None  # since when no worker runs
+        self.phases: dict[str, float] = {}
+        self.good = 0
+        self.times: deque[float] = deque(maxlen=50)
+        self.stragglers = Stragglers(program.plans)
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch."""
+        self.held[self.done + 1] = batch
+
+        def act(run: Recoverable) -> StepResult:
+            self._protect(run)
+            began = monotonic()
+            result = run.step(batch)
+            self.times.append(monotonic() - began)
+            return result
+
+        result = self._call(act, self.done + 1)
+        self.done += 1
+        self.results[self.done] = result
+        self.held.pop(self.done - KEPT, None)
+        self.results.pop(self.done - RESULTS, None)
+        self._passed()
+        return result
+
+    def _passed(self) -> None:
+        """Note a good step."""
+        self.last = None
+        self.good += 1
+        if self.good >= REFILL:
+            self.left = self.retries
+        if self.run is not None:
+            self.starter.expect(self.run, self.stall)
+            for event in self.stragglers.note(self.done, self.run.busy):
+                self.notify(event)
+
+    @property
+    def stall(self) -> float:
+        """Return the seconds without progress after which the job has stalled."""
+        if self.given_stall is not None:
+            return self.given_stall
+        if len(self.times) < STEPS:
+            return self.options.timeout
+        return min(self.options.timeout, max(LEAST, SLOWER * median(self.times)))
+
+    def _call(self, act: Callable[[Recoverable], T], step: int | None = None) -> T:
+        """Return what a method of the run returns, over as many failures as there are retries.
+
+        step: the one that is under way. None: it is called between steps.
+        """
+        while True:
+            self.at = self.done if step is None else step
+            try:
+                return act(self._running())
+            except WorkerError as error:
+                self._failed(error)
+            except LaunchError as error:
+                if self.failed_at is None:
+                    raise  # it never ran
+                self._failed(error)
+
+    def _running(self) -> Recoverable:
+        """Return the run. Start its workers if they do not run."""
+        if self.run is None:
+            self._start()
+        assert self.run is not None
+        return self.run
+
+    def _start(self) -> None:
+        """Start all workers, let them take the newest state there is, and repeat the steps since then."""
+        version = self.versions.newest()
+        path, first = self.begun
+        fresh = version is None and self.done == first
+        if not fresh and (version is None or not self._held(version)):
+            self._start_from_disk()
+            return
+        with self._phase("start"):
+            self.run = self.starter.start(self.options if fresh else replace(self.options, blank=True))
+        self.starter.expect(self.run, self.given_stall or self.options.timeout)
+        with self._phase("load"):
+            if version is None:
+                if path is not None:
+                    self.run.read(path)
+                self.unread, version = dict(self.run.unread), first
+            else:
+                self.versions.forget(lambda step: step > version)  # half of one may be there
+                self.run.restore(version, self.unread)
+                self.protected = True
+        with self._phase("replay"):
+            self._replay(self.run, version)
+        if self.failed_at is not None:
+            self._recovered(version)
+
+    def _start_from_disk(self) -> None:
+        """Start all workers from the newest checkpoint, and repeat all steps since then."""
+        path = None if self.disk is None else self.disk.newest()
+        if self.disk is None or path is None:
+            raise no_version(self.done)
+        self.versions.forget(lambda step: True)
+        with self._phase("start"):
+            self.run = self.starter.start(replace(self.options, blank=True))
+        with self._phase("load"):
+            found = self.run.read(path)
+            self.unread, self.protected = dict(self.run.unread), False
+        with self._phase("replay"):
+            batches = self.disk.batches(found)
+            self._set_again(self.run, found.step)
+            for step in range(found.step + 1, self.done + 1):
+                self._repeat(self.run, step, next(batches))
+                self._set_again(self.run, step)
+        self.source = str(path)
+        self._recovered(found.step)
+
+    def _held(self, version: int) -> bool:
+        """Return whether the batches of the steps after a version are all held."""
+        return all(step in self.held for step in range(version + 1, self.done + 1))
+
+    def _replay(self, run: Recoverable, version: int) -> None:
+        """Repeat the steps after a version, and the save that was under way."""
+        under_way = self.at  # steps that are repeated are named by their own numbers
+        for step in range(version, self.done + 1):
+            if step > version:
+                self._repeat(run, step, self.held[step])
+            self._set_again(run, step)
+            saving = self.saving
+            if saving is not None and saving.step == step and not whole(saving.path):
+                run.write(saving.path, saving.data, wait=False, keep=saving.keep)
+        self.at = under_way
+
+    def _repeat(self, run: Recoverable, step: int, batch: Mapping[str, Tensor]) -> None:
+        """Repeat a step, and compare its result with the one that was reported."""
+        self.at = step
+        again, before = run.step(batch), self.results.get(step)
+        if before is not None and again != before:
+            self.notify(mismatch(step, before, again))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + monotonic() - began
+
+    def _failed(self, error: WorkerError | LaunchError) -> None:
+        """End all workers. Raise the error if it is not to be tried again."""
+        if self.failed_at is None:
+            self.failed_at, self.phases = monotonic(), {}
+        self.good = 0
+        with self._phase("end"):
+            self._end()
+        now = failed(error, self.at)
+        if self.left < 1 or (now is not None and now == self.last):
+            raise error
+        self.last = now
+        self.left -= 1
+        self.notify(failure(error, self.at, self.left))
+
+    def _end(self) -> None:
+        if self.run is not None:
+            with suppress(PiperError):  # a save that was under way: the failure is what matters
+                self.run.close()
+            self.run = None
+
+    def _recovered(self, version: int) -> None:
+        assert self.failed_at is not None
+        phases = {name: round(seconds, 3) for name, seconds in self.phases.items()}
+        seconds = round(monotonic() - self.failed_at, 3)
+        self.failed_at = None
+        source, self.source = self.source, "memory"
+        self.notify(
+            Event(
+                event="recovery",
+                step=self.at,
+                version=version,
+                source=source,
+                replayed=self.done - version,
+                seconds=seconds,
+                phases=phases,
+                left=self.left,
+            )
+        )
+
+    def _protect(self, run: Recoverable) -> None:
+        """Copy the state that the run begins with."""
+        if not self.protected:
+            run.protect()
+            self.protected = True
+
+    def begin(self) -> None:
+        """Start all workers."""
+        self._call(lambda run: None)
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint."""
+        given = with_states(self.program.job.callbacks, data)
+        self.saving = None if wait else Saving(step=self.done, path=Path(path), data=given, keep=keep)
+        self._call(lambda run: run.write(path, given, wait=wait, keep=keep))
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint."""
+        found = self._call(lambda run: run.read(path))
+        self.versions.forget(lambda step: True)
+        assert self.run is not None
+        self.unread, self.protected = dict(self.run.unread), False
+        self.begun, self.done = (path, found.step), found.step
+        self.held.clear()
+        self.results.clear()
+        return self.resumed(found)
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete."""
+        self._call(lambda run: run.settle())
+        self.saving = None
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained."""
+        given = None if batches is None else [*batches]
+        return self._call(lambda run: run.evaluate(given))
+
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of the optimizer's groups."""
+        return self._call(lambda run: run.optimizer_groups())
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of the optimizer, from the next step on."""
+        self._call(lambda run: run.set_optimizer_option(group, key, value))
+        self.set_after.setdefault(self.done, []).append((group, key, value))
+
+    def _set_again(self, run: Recoverable, step: int) -> None:
+        """Set the options that were set after a step, because the version of that step is older."""
+        for group, key, value in self.set_after.get(step, ()):
+            run.set_optimizer_option(group, key, value)
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        return self._call(lambda run: run.optimizer_state(key))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer in full, by fully qualified name."""
+        return self._call(lambda run: run.state_dict())
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        return self._call(lambda run: run.gradients())
+
+    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        return self._call(lambda run: run.trails())
+
+    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
+        return self._call(lambda run: run.recordings())
+
+    def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
+
+        For a step that takes longer than there is time. positions: the state of the data after each step.
+        None: there is no version in memory.
+        """
+        self._end()
+        step = self.versions.newest()
+        if step is not None and not whole(path := step_path(folder, step)):
+            data = with_states(self.program.job.callbacks, positions.get(step))
+            write_version(self.program, self.versions, step, path, unread=self.unread, data=data)
+        return step
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return self.run is not None and self.run.leaving()
+
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+        if self.run is not None:
+            run, self.run = self.run, None
+            run.close()
+
+
+@contextmanager
+def recovering(
+    program: ProgramLike,
+    on: str,
+    options: Options,
+    *,
+    retries: int,
+    stall: float | None = None,
+    notify: Notify = lambda event: None,
+    disk: Disk | None = None,
+    spares: int = 0,
+) -> Iterator[RecoveringRun]:
+    """Start a program on workers that are replaced when they are lost, and end them with the block.
+
+    on: inline, local or ray. spares: actors more than devices, for which resources are claimed.
+    """
+    with ExitStack() as held:
+        versions = Versions(program.plans)
+        held.callback(versions.close)
+        starter = starter_of(program, on, versions, spares)
+        held.callback(starter.close)
+        run = RecoveringRun(
+            program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk
+        )
+        held.callback(run.close)
+        run.begin()
+        yield run
+
+
+def starter_of(program: ProgramLike, on: str, versions: Versions, spares: int) -> Starter:
+    """Return what starts the workers of a launcher, without importing the others."""
+    match on:
+        case "inline":
+            return InlineStarter(program, versions)
+        case "local":
+            return LocalStarter(program, versions)
+        case "ray":
+            from piper.launchers.ray import RayStarter
+
+            return RayStarter(program, versions, spares)
+    raise AssertionError(f"{on} is checked")

@@ -1,0 +1,117 @@
+"""Start the workers of a program again and again, from what stays when workers end."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from piper.errors import LaunchError
+from piper.launchers.base import Resumed, Run
+from piper.launchers.driver import RemoteRun
+from piper.launchers.inline import InlineRun
+from piper.launchers.local import LocalWorkerGroup
+from piper.launchers.processes import gone
+from piper.launchers.transport.fork_server import ForkServer
+from piper.launchers.versions import Versions
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+
+class Recoverable(Run, Protocol):
+    """A run whose state can be kept in memory and taken from there."""
+
+    unread: dict[str, Tensor]
+    busy: dict[int, float]  # seconds that each device computed in the last step, where it is known
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
+
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint, and callbacks as they are."""
+
+    def protect(self) -> None:
+        """Copy the state into memory that outlives workers."""
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        """Take the state after a step from memory."""
+
+
+class Starter(Protocol):
+    """Starts the workers of a program, again and again."""
+
+    def start(self, options: Options) -> Recoverable:
+        """Start all workers."""
+
+    def expect(self, run: Recoverable, stall: float) -> None:
+        """Let a run end when nothing has moved for so many seconds."""
+
+    def close(self) -> None:
+        """End what outlives workers."""
+
+
+class InlineStarter:
+    """Starts workers as threads. What hangs in a thread cannot be ended."""
+
+    def __init__(self, program: ProgramLike, versions: Versions) -> None:
+        self.program, self.versions = program, versions
+
+    def start(self, options: Options) -> InlineRun:
+        """Start all workers."""
+        return InlineRun(self.program, options, self.versions.files)
+
+    def expect(self, run: Recoverable, stall: float) -> None:
+        """Do nothing: waits of threads have the timeout that they began with."""
+
+    def close(self) -> None:
+        """Do nothing: threads end with their run."""
+
+
+class LocalStarter:
+    """Starts workers as processes, from one fork server that stays warm."""
+
+    def __init__(self, program: ProgramLike, versions: Versions) -> None:
+        self.program, self.versions = program, versions
+        self.forks: ForkServer | None = None
+        self.packed: bytes | None = None
+        self.group: LocalWorkerGroup | None = None
+
+    def start(self, options: Options) -> RemoteRun:
+        """Start all workers, and the fork server too where it is lost."""
+        if self.forks is not None and gone(self.forks.process.pid):
+            self._drop()
+        self.forks = self.forks or ForkServer()
+        group = self.group = LocalWorkerGroup(self.program, options, self.forks, self.versions.files)
+        group.packed = self.packed
+        try:
+            run = group.start()
+        except OSError as error:  # the fork server went while it was asked
+            group.close()
+            self._drop()
+            raise LaunchError(
+                "no process can be started",
+                by="launch",
+                facts={"why": f"{type(error).__name__}: {error}"},
+                hint="look at what the process printed; is the machine out of memory or processes?",
+            ) from error
+        except BaseException as error:
+            group.close()
+            if isinstance(error, LaunchError):
+                self._drop()
+            raise
+        self.packed = group.packed
+        return run
+
+    def expect(self, run: Recoverable, stall: float) -> None:
+        """Let a run end when nothing has moved for so many seconds."""
+        assert self.group is not None
+        self.group.stall = stall
+
+    def _drop(self) -> None:
+        if self.forks is not None:
+            self.forks.close()
+            self.forks = None
+
+    def close(self) -> None:
+        """End the fork server."""
+        self._drop()

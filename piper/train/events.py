@@ -1,0 +1,62 @@
+"""`events.jsonl`: what happened to a run's workers, one object for each event, and in words for a display."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import assert_never
+
+from piper.launchers.events import Event
+from piper.train.folder import unwritable
+
+EVENTS = "events.jsonl"
+
+
+class Events:
+    """Writes events to the run's folder as they come. The file is made with the first."""
+
+    def __init__(
+        self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path, self.say, self.clock = folder / EVENTS, say, clock
+
+    def __call__(self, event: Event) -> None:
+        fields = {name: value for name, value in asdict(event).items() if value not in (None, {})}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": round(self.clock(), 3), **fields}) + "\n")
+        except OSError as error:
+            raise unwritable(self.path.parent, error) from None
+        self.say(described(event))
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing: the file is open only while an event is written."""
+
+
+def described(event: Event) -> str:
+    """Return an event in one line."""
+    match event.event:
+        case "failure":
+            where = "" if event.instruction is None else f", at {event.instruction}"
+            left = f"{event.left} {'retry' if event.left == 1 else 'retries'} left"
+            return f"Step {event.step}: {event.who}: {event.what}{where}. Recovering, {left}"
+        case "recovery":
+            again = f"{event.replayed} {'step' if event.replayed == 1 else 'steps'} repeated"
+            return (
+                f"Step {event.step}: recovered in {event.seconds:.1f} s from the state after step "
+                f"{event.version} in {event.source}, {again}"
+            )
+        case "mismatch":
+            return f"Warning: step {event.step} gave another result when it was repeated: {event.what}"
+        case "straggler":
+            return f"Step {event.step}: {event.who} is a straggler: {event.what}"
+        case "preemption":
+            return f"Step {event.step}: {event.what}"
+    assert_never(event.event)

@@ -1,0 +1,513 @@
+"""Recovery: every failure takes one path, and what comes out are the bits of an undisturbed run."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import cleandoc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from piper.checkpoint.folder import verify
+from piper.compiler import Program, compile
+from piper.errors import LaunchError, WorkerError
+from piper.launchers.base import Resumed, StepResult
+from piper.launchers.events import Event
+from piper.launchers.inline import launch_inline
+from piper.launchers.recovery import RecoveringRun, recovering
+from piper.launchers.retrying import Disk
+from piper.launchers.starters import LocalStarter, Recoverable
+from piper.launchers.versions import Versions
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from tests.launchers import sabotage
+from tests.launchers.sabotage import Sabotaged
+from tests.runtime.grid import Cell, batches, job
+
+PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
+SHARDED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
+BUFFERS = Cell(case="convnet", schedule="none", dp=2, zero=1)
+
+
+@dataclass
+class Script:
+    """Runs that only count; the loss of a step is its number, and what fails is written down.
+
+    fails: what each start, step or load raises, once, by what it is about.
+    """
+
+    fails: dict[str, list[Exception]] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    memory: dict[int, int] = field(default_factory=dict)  # versions, by generation
+    kept: bool = True  # whether versions are written
+    stalls: list[float] = field(default_factory=list)
+
+    def do(self, what: str) -> None:
+        self.log.append(what)
+        if self.fails.get(what):
+            raise self.fails[what].pop(0)
+
+    def start(self, options: Options) -> Recoverable:
+        self.do("start blank" if options.blank else "start")
+        return cast(Recoverable, Counting(self))
+
+    def expect(self, run: Recoverable, stall: float) -> None:
+        self.stalls.append(stall)
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+    def newest(self) -> int | None:
+        return max(self.memory.values(), default=None)
+
+    def forget(self, chosen: object) -> None:
+        self.log.append("forget")
+
+
+@dataclass
+class Counting:
+    script: Script
+    done: int = 0
+    unread: dict[str, Tensor] = field(default_factory=dict)
+    busy: dict[int, float] = field(default_factory=dict)
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        self.script.do(f"step {self.done + 1}")
+        self.done += 1
+        self.protect()
+        return StepResult(loss=float(batch["x"]), grad_norm=1.0)
+
+    def protect(self) -> None:
+        if self.script.kept:
+            self.script.memory[self.done % 2] = self.done
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        self.script.do(f"restore {step}")
+        self.done = step
+
+    def read(self, path: Path) -> Resumed:
+        self.script.do(f"load {path}")
+        self.done = 7
+        return Resumed(step=7)
+
+    def write(self, path: Path, data: object, *, wait: bool, keep: int | None) -> None:
+        self.script.do(f"save {path} after {self.done}")
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        self.script.do(f"set {group} {key} {value}")
+
+    def close(self) -> None:
+        self.script.log.append("end")
+
+
+def scripted(script: Script, retries: int = 3, **more: object) -> tuple[RecoveringRun, list[Event]]:
+    events: list[Event] = []
+    run = RecoveringRun(
+        cast(ProgramLike, SimpleNamespace(plans=(), job=SimpleNamespace(callbacks=()))),
+        Options(),
+        script,
+        cast(Versions, script),
+        retries=retries,
+        notify=events.append,
+        **more,  # type: ignore[arg-type]
+    )
+    return run, events
+
+
+def lost(device: int = 1, place: int | None = 4, kind: str = "dead", what: str = "killed") -> WorkerError:
+    error = WorkerError(what, by=f"device {device}", facts={"at": f"instruction {place}"}, hint="none")
+    error.kind, error.device, error.place = kind, device, place  # type: ignore[assignment]
+    return error
+
+
+def batch(number: int) -> dict[str, Tensor]:
+    return {"x": torch.tensor(float(number))}
+
+
+def train(run: RecoveringRun, first: int, last: int) -> list[float]:
+    return [run.step(batch(number)).loss for number in range(first, last + 1)]
+
+
+def test_a_lost_worker_costs_one_restart_and_the_step() -> None:
+    script = Script(fails={"step 3": [lost()]})
+    run, events = scripted(script)
+    assert train(run, 1, 4) == [1.0, 2.0, 3.0, 4.0]
+    assert script.log == [
+        "start", "step 1", "step 2", "step 3", "end",
+        "start blank", "forget", "restore 2", "step 3", "step 4",
+    ]  # fmt: skip
+    assert [(e.event, e.step, e.device, e.what, e.instruction, e.left) for e in events] == [
+        ("failure", 3, 1, "killed", "instruction 4", 2),
+        ("recovery", 3, None, None, None, 2),
+    ]
+    assert (events[1].version, events[1].replayed, events[1].source) == (2, 0, "memory")
+    assert [*events[1].phases] == ["end", "start", "load", "replay"]
+
+
+def test_steps_since_the_version_are_repeated_and_a_failure_there_is_one_more() -> None:
+    script = Script(fails={"step 3": [lost(place=1)], "restore 1": [lost(place=None)], "step 2": [lost()]})
+    run, events = scripted(script)
+    script.fails["step 2"] = []
+    train(run, 1, 2)
+    script.kept = False
+    script.memory = {1: 1}  # the version of step 2 was not completed
+    script.fails["step 2"] = [lost(place=2)]
+    assert train(run, 3, 3) == [3.0]
+    assert script.log == [
+        "start", "step 1", "step 2", "step 3", "end",
+        "start blank", "forget", "restore 1", "end",
+        "start blank", "forget", "restore 1", "step 2", "end",
+        "start blank", "forget", "restore 1", "step 2", "step 3",
+    ]  # fmt: skip
+    assert [(e.event, e.step, e.left) for e in events] == [
+        ("failure", 3, 2), ("failure", 3, 1), ("failure", 2, 0), ("recovery", 3, 0),
+    ]  # fmt: skip
+    assert events[-1].replayed == 1
+
+
+def test_the_same_failure_twice_is_the_end() -> None:
+    first, second = lost(kind="error", what="broken"), lost(kind="error", what="broken")
+    run, events = scripted(Script(fails={"step 2": [first, second]}))
+    with pytest.raises(WorkerError) as caught:
+        train(run, 1, 2)
+    assert caught.value is second and [e.event for e in events] == ["failure", "recovery"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lost(device=2), lost(place=5), lost(what="stopped"),
+    ],
+)  # fmt: skip
+def test_another_failure_is_not_the_same(other: Exception) -> None:
+    run, _ = scripted(Script(fails={"step 2": [lost(), other, lost()]}))
+    assert train(run, 1, 2) == [1.0, 2.0]
+
+
+def test_workers_that_cannot_be_started_again_are_a_failure_too() -> None:
+    error = LaunchError("no process can be started", by="launch", hint="none")
+    run, events = scripted(Script(fails={"step 2": [lost(), lost()], "start blank": [error]}))
+    assert train(run, 1, 2) == [1.0, 2.0]
+    assert [(e.event, e.left) for e in events] == [
+        ("failure", 2), ("failure", 1), ("recovery", 1), ("failure", 0), ("recovery", 0),
+    ]  # fmt: skip
+
+
+def test_a_process_killed_at_no_instruction_did_not_do_it_itself() -> None:
+    run, _ = scripted(Script(fails={"step 2": [lost(place=None), lost(place=None)]}))
+    assert train(run, 1, 2) == [1.0, 2.0]
+    broken = [lost(place=None, kind="error"), lost(place=None, kind="error")]
+    run, _ = scripted(Script(fails={"step 2": [*broken]}))
+    with pytest.raises(WorkerError):
+        train(run, 1, 2)
+
+
+def test_retries_are_used_up_and_refilled() -> None:
+    script = Script(fails={"step 2": [lost(place=1), lost(place=2)]})
+    run, _ = scripted(script, retries=2)
+    train(run, 1, 100)
+    assert run.left == 0
+    train(run, 101, 101)
+    assert run.left == 2
+    final = lost(place=3)
+    script.fails["step 102"] = [lost(place=1), lost(place=2), final]
+    with pytest.raises(WorkerError) as caught:
+        train(run, 102, 102)
+    assert caught.value is final
+
+
+def test_a_failure_before_the_first_version_begins_again() -> None:
+    script = Script(fails={"load here": [lost(place=None)]}, kept=False)
+    run, _ = scripted(script)
+    run.begin()
+    assert run.load("here").step == 7
+    script.fails["step 8"] = [lost()]
+    assert train(run, 8, 8) == [8.0]
+    assert script.log == [
+        "start", "load here", "end", "start", "load here", "forget", "step 8",
+        "end", "start", "load here", "step 8",
+    ]  # fmt: skip
+
+
+def test_workers_that_never_started_are_not_started_again() -> None:
+    error = LaunchError("the job cannot be sent to its workers", by="launch", hint="none")
+    run, _ = scripted(Script(fails={"start": [error]}))
+    with pytest.raises(LaunchError) as caught:
+        run.begin()
+    assert caught.value is error
+
+
+def test_a_state_that_is_lost_is_said() -> None:
+    script = Script(fails={"step 5": [lost()]}, kept=False)
+    run, _ = scripted(script)
+    with pytest.raises(WorkerError) as caught:
+        train(run, 1, 5)
+    assert str(caught.value) == cleandoc("""
+        recovery, after step 4: no version of the state is complete in memory
+          hint: --resume goes on from the newest checkpoint
+    """)
+
+
+def test_where_memory_is_lost_the_newest_checkpoint_is_taken() -> None:
+    script = Script(fails={"step 9": [lost()]}, kept=False)
+    disk = Disk(
+        newest=lambda: Path("saved"),
+        batches=lambda found: iter([batch(n) for n in range(found.step + 1, 99)]),
+    )
+    run, events = scripted(script, disk=disk)
+    run.load("here")
+    assert train(run, 8, 10) == [8.0, 9.0, 10.0]
+    assert script.log == [
+        "start", "load here", "forget", "step 8", "step 9", "end",
+        "forget", "start blank", "load saved", "step 8", "step 9", "step 10",
+    ]  # fmt: skip
+    (_, recovery) = events
+    assert (recovery.version, recovery.replayed, recovery.source) == (7, 1, "saved")
+
+
+def test_a_repeated_step_that_differs_is_an_alarm() -> None:
+    script = Script(fails={"step 3": [lost()]})
+    run, events = scripted(script)
+    train(run, 1, 2)
+    script.memory = {1: 1}
+    run.results[2] = StepResult(loss=2.5, grad_norm=1.0)
+    assert train(run, 3, 3) == [3.0]
+    assert [(e.event, e.step, e.what) for e in events if e.event == "mismatch"] == [
+        ("mismatch", 2, "loss 2.5 and gradient norm 1.0 at first, 2.0 and 1.0 when repeated")
+    ]
+
+
+def test_options_of_the_optimizer_that_were_set_since_the_version_are_set_again() -> None:
+    script = Script(fails={"step 3": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    run.set_optimizer_option(0, "lr", 0.5)
+    train(run, 3, 3)
+    assert script.log[-5:] == ["start blank", "forget", "restore 2", "set 0 lr 0.5", "step 3"]
+
+
+def test_a_save_that_was_under_way_is_made_again(tmp_path: Path) -> None:
+    script = Script(fails={"step 3": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    run.save(tmp_path / "saved", wait=False)
+    train(run, 3, 3)
+    saves = [entry for entry in script.log if entry.startswith("save")]
+    assert saves == [f"save {tmp_path / 'saved'} after 2"] * 2
+
+
+def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(10**6))
+    monkeypatch.setattr("piper.launchers.recovery.monotonic", lambda: next(now))  # a step takes 1 s
+    script = Script()
+    run, _ = scripted(script)
+    train(run, 1, 6)
+    assert script.stalls == [60.0, 60.0, 60.0, 60.0, 60.0, 10.0, 10.0]
+    given, _ = scripted(script, stall=3.0)
+    train(given, 1, 6)
+    assert given.stall == 3.0
+
+
+# --- With real workers.
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    return {str(cell): compile(job(cell)) for cell in (PAIR, SHARDED, BUFFERS)}
+
+
+def undisturbed(program: ProgramLike, cell: Cell, steps: int) -> list[StepResult]:
+    with launch_inline(program) as run:
+        return [run.step(batch) for batch in batches(cell, steps)]
+
+
+@dataclass
+class Sometimes:
+    """Raises at some of its calls."""
+
+    at: tuple[int, ...]
+    calls: int = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls in self.at:
+            sabotage.fail()
+
+
+@pytest.mark.parametrize("cell", [SHARDED, BUFFERS], ids=str)
+def test_threads_recover(programs: dict[str, Program], cell: Cell) -> None:
+    """A worker raises twice. All begin again from memory, and the numbers are those of one that did not."""
+    program = programs[str(cell)]
+    wanted = undisturbed(program, cell, 5)
+    events: list[Event] = []
+    chunk = next(chunk.name for chunk in program.outline.chunks if "B" in chunk.phases)
+    sometimes = Sabotaged(program=program, arg=f"F {chunk}", act=Sometimes((6, 13)))
+    with recovering(sometimes, "inline", Options(), retries=2, notify=events.append) as run:
+        got = [run.step(given) for given in batches(cell, 5)]
+        state = run.state_dict()
+    assert got == wanted
+    assert [e.event for e in events] == ["failure", "recovery"] * 2
+    with launch_inline(program) as whole:
+        for given in batches(cell, 5):
+            whole.step(given)
+        assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+
+
+def test_threads_that_fail_again_and_again(programs: dict[str, Program]) -> None:
+    """In every second step of new workers: three retries lead to step 5."""
+    broken = Sabotaged(program=programs[str(PAIR)], arg="F PP=1", act=sabotage.fail)
+    events: list[Event] = []
+    with (
+        recovering(broken, "inline", Options(), retries=3, notify=events.append) as run,
+        pytest.raises(WorkerError) as caught,
+    ):
+        for given in batches(PAIR, 6):
+            run.step(given)
+    assert run.done == 4
+    shown = re.sub(r"process \d+", "process N", str(caught.value))
+    assert re.match(r"device 1 \(process N\): BrokenError: the glass is broken\n  at: ", shown)
+    assert [(e.event, e.step) for e in events] == [
+        (event, step) for step in (2, 3, 4) for event in ("failure", "recovery")
+    ]
+
+
+@dataclass
+class Killer:
+    """Signals workers of a local run at random moments."""
+
+    run: RecoveringRun
+    rng: random.Random
+    sent: list[float] = field(default_factory=list)
+
+    def pids(self) -> list[int]:
+        group = cast(LocalStarter, self.run.starter).group
+        return [] if group is None else [*group.processes.values()]
+
+    def send(self, number: signal.Signals = signal.SIGKILL, among: int = 1) -> None:
+        for pid in self.rng.sample(self.pids(), among):
+            os.kill(pid, number)
+        self.sent.append(time.monotonic())
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("piper", "tmp"))}
+
+
+@pytest.fixture(scope="module")
+def local(programs: dict[str, Program]) -> Iterator[tuple[RecoveringRun, list[Event]]]:
+    """One run on processes that all tests disturb in turn: what they share is the warm fork server."""
+    before = shared_memory()
+    events: list[Event] = []
+    with recovering(programs[str(SHARDED)], "local", Options(), retries=10**6, notify=events.append) as run:
+        yield run, events
+    assert shared_memory() == before
+
+
+@pytest.mark.timeout(180)
+def test_processes_recover_from_kills_and_stops(
+    programs: dict[str, Program], local: tuple[RecoveringRun, list[Event]], tmp_path: Path
+) -> None:
+    """Killed during the copy, during a step, two at once and stopped; a checkpoint on the way is complete."""
+    run, events = local
+    steps = 7
+    wanted = undisturbed(programs[str(SHARDED)], SHARDED, steps)
+    killer, got = Killer(run, random.Random(5)), []
+    for number, given in enumerate(batches(SHARDED, steps), start=1):
+        match number:
+            case 2 | 3:
+                killer.send()
+            case 4:
+                killer.send(among=2)
+            case 5:
+                killer.send(signal.SIGSTOP)
+        got.append(run.step(given))
+        if number == 3:
+            run.save(tmp_path / "step-3", wait=False)
+    run.settle()
+    assert got == wanted
+    assert verify(tmp_path / "step-3").step == 3
+    assert [e.event for e in events] == ["failure", "recovery"] * 4
+    assert [e.what for e in events if e.event == "failure"] == [
+        "the process was killed by SIGKILL",
+        "the process was killed by SIGKILL",
+        "the process was killed by SIGKILL",
+        "the process is stopped by a signal",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_fork_server_that_is_lost_is_replaced(
+    programs: dict[str, Program], local: tuple[RecoveringRun, list[Event]]
+) -> None:
+    run, events = local
+    before, done = len(events), run.done
+    forks = cast(LocalStarter, run.starter).forks
+    assert forks is not None
+    os.kill(forks.process.pid, signal.SIGKILL)
+    run.step(batches(SHARDED, 1)[0])
+    assert run.done == done + 1 and events[-1].event == "recovery"
+    assert [e.event for e in events[before:]].count("recovery") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_hang_in_a_kernel_is_named_and_over_in_time(programs: dict[str, Program], tmp_path: Path) -> None:
+    once = sabotage.SleepOnce(path=tmp_path / "slept")
+    stuck = Sabotaged(program=programs[str(PAIR)], arg="F PP=1", act=once)
+    events: list[Event] = []
+    wanted = undisturbed(programs[str(PAIR)], PAIR, 4)
+    with recovering(stuck, "local", Options(), retries=1, stall=2.0, notify=events.append) as run:
+        began = time.monotonic()
+        got = [run.step(given) for given in batches(PAIR, 4)]
+        took = time.monotonic() - began
+    assert got == wanted
+    assert [e.event for e in events] == ["failure", "recovery"]
+    assert (events[0].device, events[0].what) == (
+        1,
+        "F[PP=1 MB=1] has not ended, and others waited 2 s for it",
+    )
+    assert took < 20, "a hang takes the stall and a restart"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(7200)
+def test_a_thousand_kills(programs: dict[str, Program]) -> None:
+    """At random moments, a tenth during recovery, a tenth two at once: bit-identical, at most 5 s at p95."""
+    import threading
+
+    kills = int(os.environ.get("PIPER_KILLS", "1000"))
+    program = programs[str(SHARDED)]
+    rng, stop = random.Random(17), threading.Event()
+    steps = 4 * kills
+    given = batches(SHARDED, 50)
+    with launch_inline(program) as whole:
+        wanted = [whole.step(given[step % 50]) for step in range(steps)]
+    with recovering(program, "local", Options(), retries=10**6) as run:
+        killer = Killer(run, rng)
+        times: list[float] = []
+        for step in range(steps):
+            timer = None
+            if step % 4 == 2 and len(killer.sent) < kills:
+                among = 2 if rng.random() < 0.1 else 1
+                timer = threading.Timer(rng.uniform(0, 0.08), killer.send, kwargs={"among": among})
+                timer.start()
+                if rng.random() < 0.1:  # and once more while it recovers
+                    threading.Timer(rng.uniform(0.5, 1.5), killer.send).start()
+            began, known = time.monotonic(), len(killer.sent)
+            result = run.step(given[step % 50])
+            if len(killer.sent) > known:
+                times.append(time.monotonic() - began)
+            assert result == wanted[step], step
+        stop.set()
+    times.sort()
+    assert len(killer.sent) >= kills
+    assert times[int(0.95 * len(times))] <= 5 and times[-1] <= 10, times[-20:]

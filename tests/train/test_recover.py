@@ -1,0 +1,100 @@
+"""`piper train` over failures: the metrics of an undisturbed run, each step once, and a record of events."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piper.checkpoint.folder import verify
+from tests.train.conftest import Piper, command
+
+LOST = """
+import os, signal
+from pathlib import Path
+
+def descendants(pid):
+    children = [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+    return children + [found for child in children for found in descendants(child)]
+
+def lost():
+    def kill(batch):
+        os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
+        return batch
+    return job(data=changed(3, kill))
+
+def stuck():
+    import time
+    def wait(batch):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(50)
+    return job(data=changed(3, wait), checkpoint=piper.Checkpoint(folder="checkpoints", every=100))
+
+def broken():
+    def break_it(batch):
+        raise RuntimeError("no")
+    return job(data=changed(3, break_it), strategy=())
+"""
+
+
+def metrics(folder: Path) -> list[tuple[int, float, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in map(json.loads, lines)]
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_worker_leaves_no_trace_in_the_metrics(
+    piper: Piper, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from piper.cli import main
+
+    (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
+    assert piper("lost.py:job", "--out", "whole").returncode == 0
+    words = ["train", "lost.py:lost", "--on", "local", "--out", "run"]
+    with command(words), pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    shown = capsys.readouterr().out
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert [m[0] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["step"]) for e in events] == [("failure", 3), ("recovery", 3)]
+    assert events[0]["what"] == "the process was killed by SIGKILL" and events[0]["left"] == 2
+    assert events[1]["version"] == 2 and set(events[1]["phases"]) == {"end", "start", "load", "replay"}
+    assert (
+        "Step 3: recovered in " in shown
+        and "from the state after step 2 in memory, 0 steps repeated" in shown
+    )
+    assert not (tmp_path / "whole" / "events.jsonl").exists()
+
+
+def test_a_step_that_does_not_end_in_time_is_left_and_the_newest_version_saved(
+    piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
+    done = piper("lost.py:stuck", "--out", "run", "--grace", "1")
+    assert done.returncode == 75
+    assert done.stderr.startswith("preempted after step 2 of 6; go on with: ")
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == "step-00000002" and verify(saved).step == 2
+    (event,) = (json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["step"]) == ("preemption", 3)
+    assert piper("lost.py:job", "--out", "run", "--resume").returncode == 0
+    assert piper("lost.py:job", "--out", "whole").returncode == 0
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_what_the_data_raises_is_not_tried_again(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
+    assert piper("lost.py:broken", "--out", "run").returncode == 2
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--retries", "-1"), "--retries -1\n  hint: 0 ends the run with the first failure\n"),
+        (("--stall", "0"), "--stall 0\n  hint: give a step some seconds: --stall 60\n"),
+    ],
+)
+def test_numbers_that_cannot_be(piper: Piper, recipe: Path, words: tuple[str, ...], said: str) -> None:
+    done = piper(f"{recipe}:single", *words)
+    assert (done.returncode, done.stderr) == (2, f"error: piper train: {said}")
