@@ -17,6 +17,7 @@ from piper.launchers.evaluation import pieces_of
 from piper.models import decoder
 from piper.plan.memory import timeline
 from tests import plain, zoo
+from tests.runtime import divided
 
 Batch = Mapping[str, Tensor]
 
