@@ -14,7 +14,7 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,7 +100,7 @@ def program_of(size: Size, layers: int, attention: str | None, balance: str | No
     return piper.compile(job, device=size.device)
 
 
-def sgd(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer without state, so that memory is that of activations."""
     return torch.optim.SGD(params, lr=1e-4)
 

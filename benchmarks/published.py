@@ -41,6 +41,7 @@ from piper.simulate.simulate import Simulation, simulate
 
 TABLE = Path(__file__).parent / "published.csv"
 CLUSTERS = {"H100": "h100", "A100": "a100"}
+LAYERS = 2  # that are captured
 FIELDS = {"tokens": 1, "labels": 1}
 # What the table does not say: samples of a microbatch and stages of a rank (Megatron-LM: its script for table
 # 1; Llama 3: section 3.3.2, by which a stage is one layer, and the embedding and the head are stages too).
@@ -150,7 +151,7 @@ def row_of(found: dict[str, str]) -> Row:
 
 def captured(row: Row) -> CapturedModel:
     """Capture two layers of a model for one group of devices, and repeat the second."""
-    small = replace(row.sizes, layers=2)
+    small = replace(row.sizes, layers=LAYERS)
     tokens = torch.zeros((row.samples, row.sizes.seq), dtype=torch.long)
     job = piper.Job(
         model=lambda: Decoder(small),

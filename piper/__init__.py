@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 from piper import callbacks as callbacks
 from piper import schedules as schedules
 from piper import strategies as strategies
-from piper.directives import Directive as Directive
-from piper.directives import order as order
-from piper.directives import place as place
-from piper.directives import remat as remat
-from piper.directives import replicate as replicate
-from piper.directives import shard as shard
-from piper.directives import split as split
+from piper.directives import *  # noqa: F403  whose `__all__` is what users write
 from piper.directives.base import known_directives
 from piper.errors import CaptureError as CaptureError
 from piper.errors import ConfigError as ConfigError

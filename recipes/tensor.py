@@ -27,8 +27,8 @@ def sequence() -> piper.Job:
 
 
 def context() -> piper.Job:
-    """A long sequence over two devices, each with an early and a late quarter of it."""
-    halves = piper.shard(at(), [0, 1], axis="CP", batch=FIELDS, balance="zigzag")
+    """A long sequence over two devices, each with an early and a late quarter; keys and values go round."""
+    halves = piper.shard(at(), [0, 1], axis="CP", batch=FIELDS, attention="ring", balance="zigzag")
     return replace(single(), data=lambda: TextFile(TEXT, length=512, batch=2), strategy=[halves])
 
 

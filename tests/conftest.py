@@ -1,5 +1,7 @@
-"""What every test may use: golden texts, and the rule that GPU tests need a GPU."""
+"""What every test may use: golden texts, and the rule that GPU tests need a GPU. Workers get a core each."""
 
+import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,10 +9,43 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[[str, str], None]
+# A test compiles one kernel or two. Headers compiled in advance, and the trial compilations that find out which
+# vector instructions there are (the kernel says so too), take longer than the kernels themselves.
+COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ instead of comparing")
+
+
+def pytest_configure() -> None:
+    """Prepare this process, before torch is imported."""
+    for name, value in COMPILER.items():
+        os.environ.setdefault(name, value)
+    one_core_for_each_worker()
+
+
+def one_core_for_each_worker() -> None:
+    """Keep a worker of a parallel run, and all that it starts, to one core, where each can have its own.
+
+    Threads of one process on two cores take the interpreter from each other at every operation, which costs
+    more than the second core gives: it is busy with the next worker's tests.
+    """
+    worker, workers = (
+        os.environ.get("PYTEST_XDIST_WORKER", ""),
+        os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"),
+    )
+    if not worker.startswith("gw") or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < int(workers) <= len(cores):
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw"))]})
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of the garbage collector's sight: there are a million objects, none garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,19 +5,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from piper import Directive, at, place, remat, replicate, shard, split
+import torch
+
+from piper import Directive, Job, at, compile, place, remat, replicate, shard, split
+from piper.devices import Devices
 from piper.directives import apply
 from piper.ir.chain import UNIT, chain
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
+from piper.models import decoder
+from piper.plan.ops import Op
 from piper.plan.plan import Plans
 from piper.schedules import dualpipe_v, one_f_one_b
-from piper.simulate.costs import Unit
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate
+from piper.strategies import tensor
 from piper.view.cells import of_plans
 from piper.view.heights import Row, heights
+from piper.view.lanes import lanes
 from piper.view.placement import placement
 from piper.view.svg_grid import grid
 
@@ -36,6 +44,8 @@ def pictures() -> Mapping[str, str]:
         "replicate.svg": holdings([replicate(at(), [0, 1])], "replicate: whole on both devices"),
         "zero.svg": holdings([replicate(at(), [0, 1], zero=3)], "replicate with zero=3: a half on each"),
         "shard.svg": holdings(experts, "shard: the experts divided", stages=1, experts=4),
+        "ring.svg": ring(),
+        "tensor.svg": layer(),
         "split.svg": holdings(
             [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
         ),
@@ -78,6 +88,72 @@ def timetable(strategy: list[Directive], title: str, stages: int = 2, experts: i
     plans, work = lowered(strategy, stages, experts)
     tags = {chunk.name: chunk.tags for chunk in work.graph.outline.chunks}
     return grid(of_plans(plans, tags, title, work.graph.orderings))
+
+
+def ring() -> str:
+    """The forward and the backward of a layer on one of four devices, whose sequence goes round a ring."""
+    sizes = decoder.Config(
+        vocab=512, dim=512, layers=1, heads=32, kv_heads=8, head_dim=128, hidden=1024, stages=1
+    )
+    tokens = torch.zeros(1, 8192, dtype=torch.int64)
+    fields = {"tokens": 1, "labels": 1}
+    job = Job(
+        model=lambda: decoder.Decoder(sizes),
+        loss=decoder.token_loss,
+        data=lambda: [{"tokens": tokens, "labels": tokens}],
+        strategy=[shard(at(), range(4), axis="CP", batch=fields, attention="ring", balance="zigzag")],
+        precision="bf16",
+    )
+    program = compile(job, device="cpu")
+    found = simulate(program.plans, program.outline, Roofline(load_cluster("h200")))
+    plan = program.plans.plans[0]
+    layer = [
+        place
+        for place, ins in enumerate(plan.instrs)
+        if ins.op in ("compute", "collect") and ins.does != "all_reduce"
+    ][1:-1]  # without the ends of the loss
+    title = "attention on a ring of four: blocks of keys and values travel while others are attended to"
+    return lanes(plan, found.timelines[0], title=title, only=layer)
+
+
+class OfLayer(Unit):
+    """A unit for attention and for the feed-forward, a quarter for a norm, half a unit for a collective."""
+
+    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
+        assert chunk is not None
+        return 1.0 if len(chunk.params) > 1 else 0.25
+
+    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
+        return Talk(seconds=0.5)
+
+
+def layer() -> str:
+    """The forward of one layer under tensor and sequence parallelism, for two microbatches at a time."""
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    weights = {
+        "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
+        "*attention.out|*ffn.down": 1,
+    }
+    sizes = replace(decoder.Config.tiny(layers=1, stages=1), by_layer=True)
+    made = compile(
+        Job(
+            model=lambda: decoder.Decoder(sizes),
+            loss=decoder.token_loss,
+            data=lambda: [{"tokens": tokens, "labels": tokens}],
+            strategy=tensor(layers=1, tp=2, weights=weights, overlap=True),
+        ),
+        device="cpu",
+    )
+    times = simulate(made.plans, made.outline, OfLayer())
+    plan = made.plans.plans[0]
+    drawn = [
+        place
+        for place, ins in enumerate(plan.instrs)
+        if ins.op in ("compute", "collect") and ins.run is not None
+        if ins.run.phase == "F" and "LAYER=0" in ins.run.chunk
+    ]
+    title = "A layer under tensor and sequence parallelism: two microbatches against each other"
+    return lanes(plan, times.timelines[0], title=title, only=drawn)
 
 
 class ByWork(Unit):

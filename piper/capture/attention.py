@@ -257,12 +257,9 @@ ring_pass.register_autograd(_pass_backward, setup_context=_pass_context)
 Shape = Sequence[int]
 
 
-def _products(query: Shape, value: Shape, pairs: int, causal: bool, backward: bool) -> int:
-    """Return the floating-point operations of attention over pairs of queries and keys.
-
-    As for undivided attention, a causal mask is not discounted: the half that is left counts twice.
-    """
-    each = 2 * query[0] * query[1] * pairs * (2 if causal else 1)
+def _products(query: Shape, value: Shape, pairs: int, *, backward: bool) -> int:
+    """Return the floating-point operations of attention over pairs of queries and keys."""
+    each = 2 * query[0] * query[1] * pairs
     return each * (3 * query[3] + 2 * value[3] if backward else query[3] + value[3])
 
 
@@ -270,7 +267,7 @@ def _of_prefix(query: Shape, value: Shape, ways: int, zigzag: bool, *, backward:
     """Count for the device that has most to do."""
     rows = query[SEQUENCE]
     pairs = max(sum(b.pairs for b in prefix_blocks(i, ways, zigzag, rows)) for i in range(ways))
-    return _products(query, value, pairs, causal=True, backward=backward)
+    return _products(query, value, pairs, backward=backward)
 
 
 def _of_turn(query: Shape, key: Shape, value: Shape, turn: Sequence[int], *, backward: bool) -> int:
@@ -278,7 +275,7 @@ def _of_turn(query: Shape, key: Shape, value: Shape, turn: Sequence[int], *, bac
     how = Turn.of(turn)
     sizes = query[SEQUENCE], key[SEQUENCE]
     pairs = max(sum(block.pairs for block in how.blocks(i, *sizes)) for i in range(how.ways))
-    return _products(query, value, pairs, causal=how.causal, backward=backward)
+    return _products(query, value, pairs, backward=backward)
 
 
 @register_flop_formula(torch.ops.piper.attend_prefix)

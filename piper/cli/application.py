@@ -124,7 +124,9 @@ def plan(
 @on_rank_zero
 def check(
     recipe: Recipe,
-    on: Annotated[str, typer.Option(help="inline (threads), local (processes) or ray.")] = "inline",
+    on: Annotated[
+        str, typer.Option(help="The launcher: inline (threads), local (processes), ...")
+    ] = "inline",
     device: Device = None,
     compiled: Compile = False,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
@@ -156,7 +158,10 @@ def check(
 def train(
     recipe: Recipe,
     on: Annotated[
-        str, typer.Option(help="inline (threads), local (processes), ray, or rank:N for device N alone.")
+        str,
+        typer.Option(
+            help="The launcher: inline (threads), local (processes), ... or rank:N, device N alone."
+        ),
     ] = "local",
     device: Device = None,
     compiled: Compile = False,

@@ -9,7 +9,7 @@ import typer
 from piper.cli.view import write_schedule
 from piper.errors import ConfigError
 from piper.schedules.grid import Grid
-from piper.schedules.names import KNOWN, SYNTHESISED, grid_for
+from piper.schedules.names import SYNTHESISED, grid_for, known
 from piper.schedules.picture import picture
 from piper.schedules.simulate import UNIT, Costs
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
@@ -19,7 +19,7 @@ STAGES_PER_RANK = 2
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(help=", ".join(KNOWN), metavar="NAME")],
+    name: Annotated[str, typer.Argument(help=", ".join(known()), metavar="NAME")],
     ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")],
     microbatches: Annotated[int, typer.Option(help="Parts of the batch.")],
     stages_per_rank: Annotated[

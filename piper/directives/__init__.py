@@ -4,33 +4,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from piper.directives.base import Directive
-from piper.directives.order import Order, order
-from piper.directives.place import Place, place
-from piper.directives.remat import Remat, remat
-from piper.directives.replicate import Replicate, replicate
-from piper.directives.shard import Shard, shard
-from piper.directives.shard_axis import ShardAxis
-from piper.directives.split import Split, split
+from piper.directives.order import Order as Order
+from piper.directives.order import order
+from piper.directives.place import Place as Place
+from piper.directives.place import place
+from piper.directives.remat import Remat as Remat
+from piper.directives.remat import remat
+from piper.directives.replicate import Replicate as Replicate
+from piper.directives.replicate import replicate
+from piper.directives.shard import Shard as Shard
+from piper.directives.shard import shard
+from piper.directives.shard_axis import ShardAxis as ShardAxis
+from piper.directives.split import Split as Split
+from piper.directives.split import split
 from piper.errors import ScheduleError
 from piper.ir.graph import Asked, Graph
 
 __all__ = [
     "Directive",
-    "Order",
-    "Place",
-    "Remat",
-    "Replicate",
-    "Shard",
-    "ShardAxis",
-    "Split",
-    "apply",
     "order",
     "place",
     "remat",
     "replicate",
     "shard",
     "split",
-]
+]  # as `piper` has them
 
 
 def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -> Graph:

@@ -5,7 +5,7 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from piper.devices import Devices, show
 from piper.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
@@ -92,15 +92,33 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Add:
-    """Sum two gradients of one value that came from two of its readers."""
+class LocalNode:
+    """A node that is one instruction on each of its devices, without peers, and is given by its slots alone.
 
-    value: SlotId
+    A rewrite that adds its own kind of node derives the class next to itself, and lowering takes it as it is.
+    """
+
+    op: ClassVar[str]  # its operation, one of `plan/ops.py`
+
     devices: Devices
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the node, by its content."""
+        raise AssertionError(f"{self.op} nodes have no name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(LocalNode):
+    """Sum two gradients of one value that came from two of its readers."""
+
+    op = "add"
+
+    value: SlotId
 
     @property
     def name(self) -> str:
@@ -221,14 +239,10 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class Norm(LocalNode):
     """Square and sum the gradients of a device. Over all devices, each parameter counts once."""
 
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
-    stream: str = COMPUTE_STREAM
-    origin: tuple[int, ...] = ()
+    op = "norm"
 
     @property
     def name(self) -> str:
@@ -251,14 +265,10 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(LocalNode):
     """Step the optimizer over the parameters, or shards, that live on these devices."""
 
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
-    stream: str = COMPUTE_STREAM
-    origin: tuple[int, ...] = ()
+    op = "update"
 
     @property
     def name(self) -> str:
@@ -285,15 +295,13 @@ Node = (
     Compute
     | Load
     | Transfer
-    | Add
+    | LocalNode
     | Counts
     | Exchange
     | Collect
     | Gather
     | Accumulate
     | Reduce
-    | Norm
     | Total
-    | Update
     | Broadcast
 )

@@ -65,7 +65,7 @@ class WorkerServer:
             comms,
             blank_values(setup.outline) if given.options.blank else initial,
             given.options,
-            on_failure=comms.abort if isinstance(comms, NcclComms) else lambda: None,
+            on_failure=comms.abort,
             watch=self.watcher.watch,
         )
         self.keeper = Keeper(self.worker)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import assert_never, cast
 
 from piper.devices import Devices, columns, show, strided_groups
 from piper.ids import Pass, SlotId
@@ -10,7 +10,6 @@ from piper.ir.chunk import Chunk, Collective
 from piper.ir.node import (
     COMPUTE_STREAM,
     Accumulate,
-    Add,
     Broadcast,
     Collect,
     Compute,
@@ -18,18 +17,18 @@ from piper.ir.node import (
     Exchange,
     Gather,
     Load,
+    LocalNode,
     Node,
-    Norm,
     Reduce,
     Total,
     Transfer,
-    Update,
 )
 from piper.lower.events import PendingInstr
 from piper.lower.programs import Channel, channels
 from piper.lower.reductions import final_gradient
 from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
+from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
 
 Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
@@ -117,12 +116,8 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
         case Accumulate():
             draft.op, draft.payload = "accumulate", Adding(run=node.run)
             emission.begun.add((number, node.writes[0]))
-        case Add():
-            draft.op = "add"
-        case Norm():
-            draft.op = "norm"
-        case Update():
-            draft.op = "update"
+        case LocalNode():
+            draft.op = cast(Op, node.op)
         case Transfer():
             raise AssertionError("transfers have two sides")
         case _:

@@ -43,6 +43,7 @@ class Operation:
     sends: bool = True  # it communicates, and bytes leave the device
     receives: bool = True
     takes: Literal["device", "copy engine", "network"] = "device"  # what it keeps busy
+    unchanged: bool = False  # it writes the value that it reads, or some rows of it: the proof needs no rule
     hands_on: bool = False  # it only passes values on, as far as the passes of a pipeline are concerned
     outward: bool = False  # it keeps the way out of a device busy, rather than the way in
     takes_time: bool = False  # a stream that begins it has work to do meanwhile
@@ -84,7 +85,7 @@ _ALL = (
     Operation(op="compute", label="compute", mark="", takes_time=True),
     _communication("send", "send", ">", "pair", sized=True, receives=False, outward=True),
     _communication("recv", "receive", "<", "pair", sized=True, sends=False, needs_nothing=True),
-    Operation(op="copy", label="copy", mark="=", hands_on=True),
+    Operation(op="copy", label="copy", mark="=", unchanged=True, hands_on=True),
     Operation(op="concat", label="join", mark="=", hands_on=True),
     Operation(op="add", label="add", mark="+", hands_on=True),
     _communication("counts", "counts", "c", "direct", hands_on=True),

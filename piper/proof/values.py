@@ -24,7 +24,7 @@ from piper.ids import SlotId, show_part
 from piper.ir.graph import Graph
 from piper.plan.check import MOST_PROBLEMS, ProofError
 from piper.plan.instr import Instr
-from piper.plan.ops import COMMUNICATION
+from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.proof.decode import TOTAL, buffer_slot, param_slot
 from piper.proof.local import Local
@@ -69,7 +69,7 @@ class SymbolicRun:
         self.kernels = {
             "load": self.local.load,
             "compute": self.local.compute,
-            "copy": self.local.copy,
+            **{op: self.local.copy for op, operation in OPS.items() if operation.unchanged},
             "concat": self.local.concat,
             "add": self.local.add,
             "slice": self.together.collectives.take,

@@ -11,9 +11,7 @@ from piper.ids import SlotId
 from piper.plan.divided import Share
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
-from piper.runtime.comm.alone import AloneComms
 from piper.runtime.comm.base import Comms
-from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.context import Bound, Dice, Env, Rows
 from piper.runtime.cuda.executor import StreamExecutor
 from piper.runtime.cuda.graph_checks import check_static
@@ -84,8 +82,7 @@ class Worker:
         self.options, self.watch = options, watch
         self.intake: Intake | None = None
         if options.graphs:
-            on_streams = isinstance(comms, NcclComms | AloneComms)
-            check_static(setup, [setup.plans.of(device)], options, by_host=not on_streams)
+            check_static(setup, [setup.plans.of(device)], options, by_host=not comms.on_streams)
             self.intake = Intake()
             kernels = self.intake.kernels(kernels)
         self.env = Env(setup, device, comms, initial, dice, state)

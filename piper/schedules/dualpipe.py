@@ -3,6 +3,7 @@
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
+from piper.schedules.names import fixed
 from piper.schedules.row_builder import RowWriter
 
 
@@ -19,6 +20,7 @@ def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str 
     return orders(dualpipe_v_grid(ranks, microbatches), stage=stage, part=part)
 
 
+@fixed("dualpipe-v", 8, stages_per_rank=2, instead="interleaved-zero-bubble")
 def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `dualpipe_v`."""
     need_whole("dualpipe_v", ranks=ranks, microbatches=microbatches)

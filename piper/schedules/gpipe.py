@@ -2,6 +2,7 @@
 
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, Stage, need_whole, orders
+from piper.schedules.names import fixed
 from piper.schedules.row_builder import RowWriter
 
 
@@ -16,6 +17,7 @@ def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "M
     return orders(gpipe_grid(stages, microbatches), stage=stage, part=part)
 
 
+@fixed("gpipe", 0, stages_per_rank=1, instead="interleaved-1f1b")
 def gpipe_grid(stages: int, microbatches: int) -> Grid:
     """Return the grid of `gpipe`."""
     need_whole("gpipe", stages=stages, microbatches=microbatches)

@@ -1,18 +1,16 @@
-"""Schedules by the names that the command line knows."""
+"""Schedules by the names that the command line knows. A schedule registers its grid with its name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TypeVar
 
 from piper.errors import ScheduleError
-from piper.schedules.dualpipe import dualpipe_v_grid
-from piper.schedules.gpipe import gpipe_grid
 from piper.schedules.grid import Grid, need_whole
-from piper.schedules.one_forward_one_backward import interleaved_1f1b_grid, one_f_one_b_grid
-from piper.schedules.v_memory import v_half_grid, v_min_grid
-from piper.schedules.zbv import zbv_grid
-from piper.schedules.zero_bubbles import interleaved_zero_bubble_grid, zero_bubble_grid
+
+FixedBuild = TypeVar("FixedBuild", bound=Callable[[int, int], Grid])
+InterleavedBuild = TypeVar("InterleavedBuild", bound=Callable[[int, int, int], Grid])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,31 +30,51 @@ class Interleaved:
     stages_per_rank: int = 2  # unless asked otherwise
 
 
-NAMES: Mapping[str, Fixed | Interleaved] = MappingProxyType(
-    {
-        "gpipe": Fixed(build=gpipe_grid, stages_per_rank=1, instead="interleaved-1f1b"),
-        "1f1b": Fixed(build=one_f_one_b_grid, stages_per_rank=1, instead="interleaved-1f1b"),
-        "interleaved-1f1b": Interleaved(build=interleaved_1f1b_grid),
-        "zero-bubble": Fixed(build=zero_bubble_grid, stages_per_rank=1, instead="interleaved-zero-bubble"),
-        "interleaved-zero-bubble": Interleaved(build=interleaved_zero_bubble_grid),
-        "zbv": Fixed(build=zbv_grid, stages_per_rank=2, instead="interleaved-zero-bubble"),
-        "v-half": Fixed(build=v_half_grid, stages_per_rank=2, instead="synthesised"),
-        "v-min": Fixed(build=v_min_grid, stages_per_rank=2, instead="synthesised"),
-        "dualpipe-v": Fixed(build=dualpipe_v_grid, stages_per_rank=2, instead="interleaved-zero-bubble"),
-    }
-)
+_KNOWN: dict[str, Fixed | Interleaved] = {}  # filled where schedules are defined, and never changed after
+_RANKS: dict[str, int] = {}
+NAMES: Mapping[str, Fixed | Interleaved] = MappingProxyType(_KNOWN)  # in the order of their ranks
 SYNTHESISED = "synthesised"  # has no grid of its own: the command line searches for one
-KNOWN = (*NAMES, SYNTHESISED)
+
+
+def fixed(name: str, rank: int, *, stages_per_rank: int, instead: str) -> Callable[[FixedBuild], FixedBuild]:
+    """Register the grid of a schedule with a fixed number of stages per rank, at `rank` in every list."""
+
+    def register(build: FixedBuild) -> FixedBuild:
+        _register(name, rank, Fixed(build=build, stages_per_rank=stages_per_rank, instead=instead))
+        return build
+
+    return register
+
+
+def interleaved(name: str, rank: int) -> Callable[[InterleavedBuild], InterleavedBuild]:
+    """Register the grid of a schedule with any number of stages per rank, at `rank` in every list."""
+
+    def register(build: InterleavedBuild) -> InterleavedBuild:
+        _register(name, rank, Interleaved(build=build))
+        return build
+
+    return register
+
+
+def _register(name: str, rank: int, entry: Fixed | Interleaved) -> None:
+    _RANKS[name], _KNOWN[name] = rank, entry
+    for other in sorted(_KNOWN, key=_RANKS.__getitem__):  # the order of imports must not show
+        _KNOWN[other] = _KNOWN.pop(other)
+
+
+def known() -> tuple[str, ...]:
+    """Return every name that the command line knows."""
+    return (*NAMES, SYNTHESISED)
 
 
 def grid_for(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Grid:
     """Build a schedule by name. Without `stages_per_rank`, as many as the schedule usually has."""
     if name not in NAMES:
-        close = get_close_matches(name.lower().replace("_", "-"), KNOWN, n=1)
+        close = get_close_matches(name.lower().replace("_", "-"), known(), n=1)
         raise ScheduleError(
             f"there is no schedule {name!r}",
             by="schedule",
-            facts={"known": ", ".join(KNOWN)},
+            facts={"known": ", ".join(known())},
             hint=f"did you mean {close[0]}?" if close else "use one of the known names",
         )
     entry = NAMES[name]

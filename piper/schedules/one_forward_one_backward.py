@@ -5,6 +5,7 @@ from itertools import zip_longest
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.interleaving import loop
+from piper.schedules.names import fixed, interleaved
 from piper.schedules.row_builder import RowWriter
 
 
@@ -35,12 +36,14 @@ def interleaved_1f1b(
     return orders(grid, stage=stage, part=part)
 
 
+@fixed("1f1b", 1, stages_per_rank=1, instead="interleaved-1f1b")
 def one_f_one_b_grid(stages: int, microbatches: int) -> Grid:
     """Return the grid of `one_f_one_b`."""
     need_whole("one_f_one_b", stages=stages, microbatches=microbatches)
     return Grid(rows=tuple(alternate(rank, stages, microbatches, 1) for rank in range(stages)))
 
 
+@interleaved("interleaved-1f1b", 2)
 def interleaved_1f1b_grid(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Grid:
     """Return the grid of `interleaved_1f1b`."""
     need_whole("interleaved_1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)

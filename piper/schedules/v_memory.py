@@ -8,6 +8,7 @@ of every six are left for weight gradients.
 
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, need_whole, orders
+from piper.schedules.names import SYNTHESISED, fixed
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.blocks import Block, times_of
 from piper.schedules.synthesis.engine import in_sequence
@@ -41,6 +42,7 @@ def v_min(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB")
     return orders(v_min_grid(ranks, microbatches), stage=stage, part=part)
 
 
+@fixed("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
 def v_half_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `v_half`."""
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
@@ -50,6 +52,7 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
     return repeated(block, ranks, microbatches, ranks + 2)
 
 
+@fixed("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
 def v_min_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `v_min`."""
     need_whole("v_min", ranks=ranks, microbatches=microbatches)

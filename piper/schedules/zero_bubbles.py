@@ -5,6 +5,7 @@ from itertools import zip_longest
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.interleaving import loop
+from piper.schedules.names import fixed, interleaved
 from piper.schedules.row_builder import RowWriter
 
 
@@ -36,12 +37,14 @@ def interleaved_zero_bubble(
     return orders(grid, stage=stage, part=part)
 
 
+@fixed("zero-bubble", 3, stages_per_rank=1, instead="interleaved-zero-bubble")
 def zero_bubble_grid(stages: int, microbatches: int) -> Grid:
     """Return the grid of `zero_bubble`."""
     need_whole("zero_bubble", stages=stages, microbatches=microbatches)
     return Grid(rows=tuple(alternate_split(rank, stages, microbatches, 1) for rank in range(stages)))
 
 
+@interleaved("interleaved-zero-bubble", 4)
 def interleaved_zero_bubble_grid(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Grid:
     """Return the grid of `interleaved_zero_bubble`."""
     need_whole(

@@ -32,8 +32,8 @@ class Whole:
             for count in (HEADS, heads, heads)
         ]
         query, key, value = self.inputs
-        wide = [x.repeat_interleave(HEADS // heads, 1) for x in (key, value)]
-        self.out = F.scaled_dot_product_attention(query, *wide, mask, is_causal=causal)
+        keys, values = (x.repeat_interleave(HEADS // heads, 1) for x in (key, value))
+        self.out = F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal)
         self.given = torch.randn(self.out.shape, dtype=torch.float64, generator=random)
         self.grads = torch.autograd.grad(self.out, self.inputs, self.given)
         self.found = [torch.zeros_like(x) for x in self.inputs]

@@ -119,6 +119,11 @@ def test_what_two_pieces_have_in_common() -> None:
         Overlap(stored=4, wanted=5, length=4),
         Overlap(stored=8, wanted=13, length=2),
     ]
+    narrow = Piece(offset=0, length=2, file="f", count=4, stride=4)  # 0-1, 4-5, 8-9, 12-13
+    assert list(overlaps(narrow, Piece(offset=0, length=6, file="", count=2, stride=8))) == [
+        Overlap(stored=0, wanted=0, length=2, count=2, stored_step=2, wanted_step=4),
+        Overlap(stored=4, wanted=6, length=2, count=2, stored_step=2, wanted_step=4),
+    ]
 
 
 @pytest.mark.parametrize(

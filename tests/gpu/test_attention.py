@@ -10,7 +10,11 @@ from tests.capture.test_block_attention import own_places
 
 pytestmark = pytest.mark.gpu
 LENGTH, HEADS, KEY_HEADS, SIZE, SCALE = 512, 8, 2, 64, 0.125
-CLOSE = {"rtol": 2e-2, "atol": 2e-2}  # of bf16
+
+
+def assert_near(got: Tensor, wanted: Tensor, apart: float = 2e-2) -> None:
+    """Compare as far as bf16 reaches."""
+    torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=apart, atol=apart)
 
 
 def drawn() -> list[Tensor]:
@@ -37,14 +41,14 @@ def test_the_flash_kernel_gives_the_sums_and_gradients_of_plain_arithmetic() -> 
         own, given = rows_of(query, block.queries), rows_of(grad, block.queries)
         keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
         out, total = attend(own, keys, values, None, SCALE, True)
-        wide = [x.double() for x in (own, keys, values)]
-        right, sums = attend(wide[0], wide[1], wide[2], None, SCALE, True)
-        torch.testing.assert_close(out.double(), right, **CLOSE)
-        torch.testing.assert_close(total.double(), sums, rtol=1e-3, atol=1e-3)
+        q, k, v = (x.double() for x in (own, keys, values))
+        right, sums = attend(q, k, v, None, SCALE, True)
+        assert_near(out, right)
+        assert_near(total, sums, 1e-3)
         grads = attend_grad(given, own, keys, values, out, total, None, SCALE, True)
-        wanted = attend_grad(given.double(), *wide, right, sums, None, SCALE, True)
+        wanted = attend_grad(given.double(), q, k, v, right, sums, None, SCALE, True)
         for got, should in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(got.double(), should, **CLOSE)
+            assert_near(got, should)
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -59,7 +63,7 @@ def test_a_ring_and_gathered_keys_give_plain_attention(zigzag: bool) -> None:
         own, given = query[:, :, here].detach().requires_grad_(), grad[:, :, here]
         leaves = [x.detach().requires_grad_() for x in (key, value)]
         out, _ = attend_prefix(own, *leaves, rank, SCALE, ways, zigzag)
-        torch.testing.assert_close(out.float(), right[:, :, here], **CLOSE)
+        assert_near(out, right[:, :, here])
         made = torch.autograd.grad(out, (own, *leaves), given)
         gathered[0][:, :, here] += made[0]
         gathered[1] += made[1]
@@ -73,7 +77,7 @@ def test_a_ring_and_gathered_keys_give_plain_attention(zigzag: bool) -> None:
         passed = result[0]
         for turn, block in zip(turns, blocks, strict=True):
             passed = ring_pass(passed, own, *block, None, *result, rank, SCALE, turn)
-        torch.testing.assert_close(passed.float(), right[:, :, here], **CLOSE)
+        assert_near(passed, right[:, :, here])
         made = torch.autograd.grad(passed, [own, *(x for block in blocks for x in block)], given)
         ring[0][:, :, here] += made[0]
         for step, there in enumerate(sources):
@@ -81,4 +85,4 @@ def test_a_ring_and_gathered_keys_give_plain_attention(zigzag: bool) -> None:
             ring[2][:, :, there] += made[2 + 2 * step]
     for found in (ring, gathered):
         for got, should in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, should, rtol=5e-2, atol=5e-2)
+            assert_near(got, should, 5e-2)

@@ -1,4 +1,4 @@
-"""A script as torchrun runs it, the same on every rank; each writes down what it saw: `ranks.py FOLDER WHAT`."""
+"""A script as torchrun runs it, the same on every rank; each writes down what it saw: `ranks.py FOLDER WHAT...`."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import piper
+from piper.compiler import Program
 from piper.errors import PiperError
 from piper.launchers.processes import SharedFile
 from tests.launchers import sabotage
@@ -19,10 +20,17 @@ CELL = Cell(case="mlp", schedule="1f1b", dp=1)  # two devices
 MANY = Cell(case="mlp", schedule="1f1b", dp=2)
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder: Path, acts: list[str]) -> None:
+    program = piper.compile(job(CELL))
+    for what in acts:
+        seen = act(program, folder, what)
+        path = folder / f"{what}.rank{os.environ['RANK']}.json"
+        path.write_text(json.dumps(seen), encoding="utf-8")
+
+
+def act(program: Program, folder: Path, what: str) -> dict[str, object]:
     seen: dict[str, object] = {}
     rank = os.environ["RANK"]
-    program = piper.compile(job(CELL))
     if what == "all":
         with piper.launch(program, on="local", timeout=30) as run:
             seen["results"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
@@ -48,7 +56,7 @@ def main(folder: Path, what: str) -> None:
         with patch.object(SharedFile, "open", lambda self: None) if far else nullcontext():
             seen["lost"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), timeout=90)
         seen["took"] = time.monotonic() - began
-    (folder / f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+    return seen
 
 
 def error_of(program: object, timeout: float = 30) -> str:
@@ -63,4 +71,4 @@ def error_of(program: object, timeout: float = 30) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -68,21 +68,42 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def seen(folder: Path, rank: int) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
+def seen(folder: Path, what: str, rank: int) -> dict[str, object]:
+    text = (folder / f"{what}.rank{rank}.json").read_text(encoding="utf-8")
+    found: dict[str, object] = json.loads(text)
     return found
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the script on two ranks that train and fail, then one dies; return where they write what they saw.
+
+    The ranks are started by hand, with the environment that torchrun gives them, because torchrun itself ends
+    every rank when one dies. `test_the_command_line_trains_once` goes through torchrun.
+    """
+    folder = tmp_path_factory.mktemp("scripts")
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with family() as ranks:
+        processes = [
+            ranks.start(
+                [sys.executable, str(SCRIPT), str(folder), "all", "die"],
+                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        ended = [(process.communicate(timeout=BOUND)[1], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [0, -9], ended
+    return folder
 
 
 def text(error: object) -> str:
     return re.sub(r"process \d+", "process N", str(error))
 
 
-def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+def test_a_script_runs_unchanged(scripts: Path) -> None:
     """It trains, saves, starts again from there, and fails, on every rank alike."""
-    done = torchrun(str(SCRIPT), str(tmp_path), "all", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    first = seen(tmp_path, 0)
-    assert first == seen(tmp_path, 1)
+    first = seen(scripts, "all", 0)
+    assert first == seen(scripts, "all", 1)
     with launch_inline(compile(job(CELL))) as run:
         assert first["results"] == [[r.loss, r.grad_norm] for r in map(run.step, batches(CELL, 2))]
         assert first["far"] == first["results"], "as if the other rank were on another machine"
@@ -103,21 +124,8 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     assert re.search(r"\n  waiting: device 0 in transfer\[PP=1.din0\[MB=\d\] @1 -> @0\]\n", broken)
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """Started by hand, because torchrun itself ends every rank when one dies."""
-    port = str(free_port())
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with family() as ranks:
-        processes = [
-            ranks.start(
-                [sys.executable, str(SCRIPT), str(tmp_path), "die"],
-                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        ended = [(process.communicate(timeout=BOUND)[1], process.returncode) for process in processes]
-    assert [code for _, code in ended] == [0, -9], ended
-    error = text(seen(tmp_path, 0)["dead"])
+def test_a_rank_that_dies(scripts: Path) -> None:
+    error = text(seen(scripts, "die", 0)["dead"])
     assert error.startswith("WorkerError: device 1 (process N): the process has ended\n  at: ")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in error
     assert error.endswith(
@@ -145,9 +153,11 @@ def test_a_rank_that_is_stopped(tmp_path: Path, where: str, why: str) -> None:
             for rank in range(2)
         ]
         assert first.wait(BOUND) == 0, first.communicate(timeout=10)[1]
-    error = text(seen(tmp_path, 0)["lost"])
+    error = text(seen(tmp_path, f"stop {where}", 0)["lost"])
     assert error.startswith(f"WorkerError: device 1 (process N): {why}\n  at: ")
-    assert cast(float, seen(tmp_path, 0)["took"]) < 60, "nobody waits for the timeout of 90 s"
+    assert cast(float, seen(tmp_path, f"stop {where}", 0)["took"]) < 60, (
+        "nobody waits for the timeout of 90 s"
+    )
 
 
 def test_ranks_end_with_a_torchrun_that_takes_too_long(tmp_path: Path) -> None:

@@ -14,9 +14,7 @@ from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import Settings
-from piper.plan.check import prove
 from piper.plan.memory import timeline
-from piper.proof.values import prove_values
 from tests.lower.oracle import examine
 from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of
@@ -67,14 +65,12 @@ def test_every_strategy_is_right_or_refused() -> None:
         note("\n".join(map(str, strategy)))
         try:
             graph = apply(start(outline), strategy)
-            plans, work = lower(graph, Settings(clip=clip), fitted(graph))
+            plans, work = lower(graph, Settings(clip=clip), fitted(graph))  # which proves them
         except ScheduleError as error:
             assert "hint:" in str(error)
             refused.append(str(error).splitlines()[0])
             return
         accepted[name] += 1
-        prove(plans)
-        prove_values(plans, work.graph, clip=clip)
         examine(plans, replace(work.graph, outline=outline), scaffold)
         for plan in plans:
             held = timeline(plan)

@@ -112,7 +112,7 @@ def test_bytes_are_counted_by_the_kind_of_collective() -> None:
 def test_a_collective_travels_as_what_it_is() -> None:
     how = Collective(axis="TP", degree=2, op="all_gather", back="reduce_scatter", joined=Slicing(dim=1))
     ops: dict[str, str] = {}
-    for op in ("all_gather", "reduce_scatter", "all_reduce", "max", "all_to_all"):
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "max", "all_to_all", "shift", "shift_back"):
         payload = Collecting(run=Pass(phase="F", chunk="TP=0"), how=replace(how, op=op))
         ops[op] = Instr(op="collect", node="F[TP=0]", stream="tp", payload=payload).travels_as
     assert ops == {
@@ -121,6 +121,8 @@ def test_a_collective_travels_as_what_it_is() -> None:
         "all_reduce": "all_reduce",
         "max": "all_reduce",
         "all_to_all": "exchange",
+        "shift": "shift",
+        "shift_back": "shift",
     }
 
 

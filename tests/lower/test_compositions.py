@@ -1,20 +1,25 @@
 """Every schedule with every kind of parallelism: proven, and the same mathematics as one device."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
-from piper.plan.check import prove
-from piper.proof.values import prove_values
 from tests.lower.compositions import Composition, every, pairwise
 from tests.lower.oracle import examine
 
 
 def check(cell: Composition) -> None:
-    plans, graph = cell.plans()
-    prove(plans)
-    prove_values(plans, graph)
+    plans, graph = cell.plans()  # proven: `test_every_composition_is_proven`
     examine(plans, graph, 0, 1)
+
+
+def test_every_composition_is_proven() -> None:
+    """Lowering ends with the proof, so that no test of compositions proves its plans again."""
+    with patch("piper.lower.emit.prove") as order, patch("piper.lower.emit.prove_values") as values:
+        plans, graph = pairwise()[0].plans()
+    order.assert_called_once_with(plans)
+    values.assert_called_once_with(plans, graph, clip=False)
 
 
 @pytest.mark.parametrize("cell", pairwise(), ids=str)

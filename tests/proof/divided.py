@@ -105,9 +105,9 @@ def tensor(stage: int | None, devices: Sequence[int], between: int | None = None
     return shard(where, devices, ways=2, axis="TP", weights=WEIGHTS, between=between)
 
 
-def context(devices: Sequence[int], balance: str | None = None) -> Directive:
+def context(devices: Sequence[int], balance: str | None = None, attention: str = "gather") -> Directive:
     """The model divided over pairs of devices by the sequence."""
-    return shard(at(), devices, ways=2, axis="CP", batch=FIELDS, balance=balance)
+    return shard(at(), devices, ways=2, axis="CP", batch=FIELDS, attention=attention, balance=balance)
 
 
 def stages(between: int | None = None) -> list[Directive]:
@@ -129,6 +129,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "zero-bubble": lambda: program(
         [tensor(0, [0, 1], 1), tensor(1, [2, 3], 1), split(at(), parts=4), *schedules.zero_bubble(2, 4)]
     ),
+    "ring": lambda: program([context(FOUR, "zigzag", "ring")]),
 }
 
 

@@ -109,6 +109,13 @@ def placed(name: str, old: str, *devices: tuple[int, ...]) -> str:
     return said(name, divided_mutations.renamed(divided.program_of(name).plans, slot, new))
 
 
+def renamed(name: str, old: str, new: str) -> str:
+    """Return what the proof says where a resident has another id."""
+    return said(
+        name, divided_mutations.renamed(divided.program_of(name).plans, read_slot(old), read_slot(new))
+    )
+
+
 def outline(name: str, **fields: object) -> str:
     """Return what the proof says where the captured model is another."""
     program = divided.program_of(name)
@@ -170,6 +177,24 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     "another order of slices": (
         lambda: after(CONTEXT, "collect", "F[PP=0 CP=0]", how(joined=Slicing(dim=1))),
         "it should do all_gather over CP 2, joined along dimension 1 zigzag",
+    ),
+    "a shift the other way": (
+        lambda: after("ring", "collect", "F[PP=0 CP=0]", how(op="shift_back")),
+        "F[PP=0 CP=0] does shift_back over CP 2; it should do shift over CP 2",
+    ),
+    "a shift left out": (
+        lambda: without("ring", "collect", "F[PP=0 CP=1]"),
+        "reads PP=0 CP=1.out0, which holds nothing; it should hold output 0 of PP=0 CP=1",
+    ),
+    "another place on the host": (
+        lambda: renamed("ring", "host_place.CP@0-3@0,1", "host_place.CP@0-3@0,2"),
+        "reads host_place.CP@0-3@0,2, which holds places 0, 0, 1 ... of its devices, on the host; "
+        "it should hold places 0, 1, 0 ... of its devices, on the host",
+    ),
+    "a place in memory of the device": (
+        lambda: renamed("ring", "host_place.CP@0-3@0,1", "place.CP@0-3@0,1"),
+        "which holds places 0, 1, 0 ... of its devices; "
+        "it should hold places 0, 1, 0 ... of its devices, on the host",
     ),
     "blocks": (
         lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Slicing(dim=1, blocks=2))),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,11 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import decoder, huggingface, moe
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.debug.check import Report, check
+from piper.runtime.debug.check import Report, check, numbers
+from piper.runtime.debug.localise import Launch
+from piper.runtime.debug.reference import Reference
 from piper.schedules import dualpipe_v, one_f_one_b, zbv, zero_bubble
+from tests.runtime.sharing import Shared, one_core
 
 VOCAB, LENGTH, SAMPLES = 64, 16, 8
 FIELDS = {"tokens": 1, "labels": 1}
@@ -123,7 +127,6 @@ MODELS: Mapping[str, Callable[[], Model]] = {
         build=sparse,
         weights={"*attention.q|*attention.k|*attention.v|embedding|head": 0, "*attention.out": 1},
         loss=moe.token_loss,
-        between=None,  # a router sorts all rows of a group
     ),
     "llama": lambda: Model(build=llama, weights=hf_weights(), loss=huggingface.token_loss),
     "mistral": lambda: Model(build=mistral, weights=hf_weights(), loss=huggingface.token_loss),
@@ -178,9 +181,9 @@ def cube(model: Model) -> list[Directive]:
     ]
 
 
-def experts(model: Model) -> list[Directive]:
+def experts(model: Model, between: int | None = None) -> list[Directive]:
     """Divide attention over pairs of devices, and experts over the two pairs."""
-    return [*tensor(model, dp=2), shard(at(EP="*"), [0, 1, 2, 3], ways=2)]
+    return [*tensor(model, dp=2, between=between), shard(at(EP="*"), [0, 1, 2, 3], ways=2)]
 
 
 STRATEGIES: Mapping[str, tuple[int, Callable[[Model], list[Directive]]]] = {  # stages, and the directives
@@ -200,6 +203,7 @@ STRATEGIES: Mapping[str, tuple[int, Callable[[Model], list[Directive]]]] = {  # 
     "tp2zbv": (4, lambda m: pipeline(m, [0, 1, 1, 0], zbv(2, 4))),
     "tp2dualpipev": (4, lambda m: pipeline(m, [0, 1, 1, 0], dualpipe_v(2, 4))),
     "tp2ep2": (1, lambda m: experts(m)),
+    "sp2ep2": (1, lambda m: experts(m, between=1)),
     "tp2cp2dp2": (1, lambda m: cube(m)),
 }
 
@@ -216,12 +220,19 @@ def batches(count: int = 2) -> list[dict[str, Tensor]]:
     return found
 
 
+@cache
+def builder(model: str, stages: int) -> Callable[[], nn.Module]:
+    """Return what builds a model, always the same object: its captures can be shared."""
+    made = MODELS[model]()
+    return lambda: made.build(stages)
+
+
 def job(model: str, strategy: str) -> Job:
     """Return the job of a model under a strategy, in fp64."""
     stages, directives = STRATEGIES[strategy]
     made = MODELS[model]()
     return Job(
-        model=lambda: made.build(stages),
+        model=builder(model, stages),
         loss=made.loss,
         data=batches,
         strategy=directives(made),
@@ -231,7 +242,16 @@ def job(model: str, strategy: str) -> Job:
     )
 
 
-def checked(model: str, strategy: str) -> Report:
-    """Compare a model under a strategy with one device."""
+def checked(model: str, strategy: str, shared: Shared, launch: Launch = launch_inline) -> Report:
+    """Compare a model under a strategy with one device.
+
+    All strategies of a model train on the same samples, so one device gives the same numbers for all of them.
+    """
     made = job(model, strategy)
-    return check(compile(made, device="cpu"), launch_inline, [*made.data()], tol=1e-9)
+    given = [*made.data()]
+    with shared.capturing(), one_core():
+        program = compile(made, device="cpu")
+        key = (made.model, bool(program.outline.degrees))
+        if key not in shared.references:
+            shared.references[key] = list(numbers(Reference(program), given))
+        return check(program, launch, given, tol=1e-9, wanted=shared.references[key])

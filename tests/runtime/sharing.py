@@ -1,13 +1,13 @@
 """What cells have in common is worked out once: the capture of a model, and its numbers on one device.
 
-Capture depends on the model, on the samples in a slice and on how experts are divided, not on the rest of the
-strategy; the numbers of one device depend on how the samples are cut, not on where they go. What is left of a
+Capture depends on the model, on the samples in a slice and on how experts and regions are divided, not on the
+rest of the strategy; the numbers of one device depend on how the samples are cut, not on where they go. What is left of a
 cell's cost is its steps, and those of many threads cost less than half on one core: on two, the threads take
 the interpreter from each other at every operation.
 """
 
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ from unittest.mock import patch
 from piper import compiler
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
-from piper.capture.trace.trace import Traced, trace
+from piper.capture.divide.request import Request
+from piper.capture.trace.trace import Traced, divided, trace
 from piper.compiler import Program
 from piper.gc_pause import no_collection
 from piper.launchers.inline import launch_inline
@@ -34,6 +35,7 @@ class Shared:
     """Keeps captures and references, those of one model at a time."""
 
     captures: dict[Hashable, Traced] = field(default_factory=dict)
+    divisions: list[tuple[Traced, list[Request], Traced]] = field(default_factory=list)
     codes: dict[Hashable, Captured] = field(default_factory=dict)  # with what has been built of them
     references: dict[Hashable, list[Numbers]] = field(default_factory=dict)
 
@@ -51,9 +53,18 @@ class Shared:
             if key not in self.captures:
                 if any(known[0] is not model for known in self.captures):  # type: ignore[index]
                     self.captures.clear()  # cells come model by model, and graphs are large
+                    self.divisions.clear()
                     self.codes.clear()
                 self.captures[key] = trace(model, loss, batch, rows, *rest, **more)
             return self.captures[key]
+
+        def cut(whole: Traced, requests: Sequence[Request]) -> Traced:
+            for known, asked, found in self.divisions:
+                if known is whole and asked == list(requests):
+                    return found
+            made = divided(whole, requests)
+            self.divisions.append((whole, list(requests), made))
+            return made
 
         def captured(
             found: Traced, ways: Mapping[str, int], budgets: Mapping[str, float], cache: Cache | None = None
@@ -63,7 +74,11 @@ class Shared:
                 self.codes[key] = differentiate(found, ways, budgets, cache)
             return self.codes[key]
 
-        with patch.object(compiler, "trace", traced), patch.object(compiler, "differentiate", captured):
+        with (
+            patch.object(compiler, "trace", traced),
+            patch.object(compiler, "divided", cut),
+            patch.object(compiler, "differentiate", captured),
+        ):
             yield
 
     def wanted(self, cell: Cell, program: Program) -> list[Numbers]:

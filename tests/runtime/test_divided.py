@@ -2,13 +2,16 @@
 
 import pytest
 
+from piper.errors import CaptureError
+from piper.launchers.local import launch_local
 from tests.runtime.divided import MODELS, STRATEGIES, checked
+from tests.runtime.sharing import Shared
 
 FEW = [
     ("decoder", "tp2dp2z3"),
     ("decoder", "cp2heads"),
     ("decoder", "tp2zbv"),
-    ("moe", "tp2ep2"),
+    ("moe", "sp2ep2"),
     ("llama", "sp2"),
     ("qwen3", "tp2pp2"),
     ("mistral", "cp2zigzag"),
@@ -21,29 +24,56 @@ def fits(model: str, strategy: str) -> bool:
     if strategy == "tp4":
         return model in ("decoder4", "gpt2")
     if model == "moe":  # a router sorts all rows of a group
-        return "cp" not in strategy and strategy != "sp2"
-    if strategy == "tp2ep2":
+        return "cp" not in strategy
+    if strategy in ("tp2ep2", "sp2ep2"):
         return False
     return model != "decoder4"
 
 
+def group(model: str, strategy: str) -> str:
+    """Return the tests that share captures: those of a model in some number of stages."""
+    stages, _ = STRATEGIES[strategy]
+    return f"divided-{model}-{stages}"
+
+
 ALL = [
-    (model, strategy)
+    pytest.param(model, strategy, marks=pytest.mark.xdist_group(group(model, strategy)))
     for model in MODELS
-    for strategy in STRATEGIES
+    for strategy in sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0])
     if fits(model, strategy) and (model, strategy) not in FEW
 ]
 
 
+@pytest.fixture(scope="module")
+def shared() -> Shared:
+    """Share captures between tests, those of one model at a time."""
+    return Shared()
+
+
 @pytest.mark.parametrize(("model", "strategy"), FEW)
-def test_a_divided_model_has_the_numbers_of_one_device(model: str, strategy: str) -> None:
-    report = checked(model, strategy)
+def test_a_divided_model_has_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
+    report = checked(model, strategy, shared)
     assert report.ok, report
     assert report.notes == ()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("model", "strategy"), FEW)
+def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
+    report = checked(model, strategy, shared, launch_local)
+    assert report.ok, report
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "strategy"), ALL)
-def test_every_model_under_every_strategy(model: str, strategy: str) -> None:
-    report = checked(model, strategy)
+def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
+    report = checked(model, strategy, shared)
     assert report.ok, report
+
+
+def test_a_router_needs_the_whole_sequence(shared: Shared) -> None:
+    with pytest.raises(
+        CaptureError, match=r"cannot be divided: it needs the rows of every device, as a mixture"
+    ):
+        checked("moe", "cp2", shared)

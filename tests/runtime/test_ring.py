@@ -30,9 +30,10 @@ from tests.runtime.divided import FIELDS, MODELS, Model, batches, context
 Strategy = Callable[[Model], list[Directive]]
 
 
-def ring(devices: Sequence[int], ways: int | None = None, **more: int) -> Directive:
+def ring(devices: Sequence[int], ways: int | None = None, stage: int | None = None) -> Directive:
     """Divide the sequence of all regions, or of one stage, over rings in zigzag."""
-    return shard(at(**more), devices, ways, axis="CP", batch=FIELDS, attention="ring", balance="zigzag")
+    where = at() if stage is None else at(PP=stage)
+    return shard(where, devices, ways, axis="CP", batch=FIELDS, attention="ring", balance="zigzag")
 
 
 def with_tensors(model: Model, *, innermost: str) -> list[Directive]:
@@ -44,7 +45,7 @@ def with_tensors(model: Model, *, innermost: str) -> list[Directive]:
 
 def stages(homes: Sequence[int], schedule: Sequence[Directive]) -> list[Directive]:
     """Put each stage on a ring of two. homes: the ring of each stage."""
-    rings = [ring([2 * pair, 2 * pair + 1], PP=stage) for stage, pair in enumerate(homes)]
+    rings = [ring([2 * pair, 2 * pair + 1], stage=stage) for stage, pair in enumerate(homes)]
     return [*rings, split(at(), axis="MB", parts=4), *schedule]
 
 
@@ -127,11 +128,13 @@ class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rotation = torch.ones(2, x.shape[1], 4, dtype=x.dtype, device=x.device)
         if self.causal:
-            return x + self.drop(self.attention(x, rotation))
+            result: Tensor = x + self.drop(self.attention(x, rotation))
+            return result
         heads = (*x.shape[:2], -1, 4)
         q, k, v = (getattr(self.attention, name)(x).view(heads).transpose(1, 2) for name in ("q", "k", "v"))
         y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return x + self.drop(self.attention.out(y.transpose(1, 2).flatten(2)))
+        result = x + self.drop(self.attention.out(y.transpose(1, 2).flatten(2)))
+        return result
 
 
 @pytest.mark.parametrize("causal", [True, False])

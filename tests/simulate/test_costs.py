@@ -340,3 +340,14 @@ def test_the_simulator_needs_no_torch() -> None:
     modules = "piper.simulate.simulate, piper.simulate.measured, piper.simulate.passes, piper.cli.prices"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_attention_of_a_divided_sequence_counts_the_pairs_of_one_device() -> None:
+    """Of eight tokens over two devices, one has the first and last two: 1 + 2 + 7 + 8 of 36 pairs."""
+    from torch.utils.flop_counter import flop_registry
+
+    import piper.capture.attention  # noqa: F401  registers the operator
+
+    prefix = flop_registry[torch.ops.piper.attend_prefix]
+    own, all_keys = torch.Size((1, 1, 4, 8)), torch.Size((1, 1, 8, 8))
+    assert prefix(own, all_keys, all_keys, torch.Size(()), 1.0, 2, True, out_val=None) == 2 * 18 * (8 + 8)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from piper.capture.divide import attention, compute, draws, losses, shapes
+from piper.capture.divide import attention, compute, draws, losses, routing, shapes
 from piper.capture.divide.divider import Rule
 from piper.errors import ConfigError
 
@@ -14,6 +14,7 @@ _RULES: dict[object, Rule] = {
     **losses.RULES,
     **attention.RULES,
     **draws.RULES,
+    **routing.RULES,
 }
 # ^ grows by `sharding_rule` alone
 

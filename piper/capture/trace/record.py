@@ -15,6 +15,7 @@ from piper.capture.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.trace.blame import loss_failed, node_line, quiet
 from piper.capture.trace.hooks import no_tensor_hooks
+from piper.capture.trace.layerdrop import no_layer_dropped
 from piper.capture.trace.recording import (
     FromBuffer,
     FromParameter,
@@ -59,7 +60,7 @@ def record(
     )
     with quiet() as warned, settings, entered_regions() as entered:
         try:
-            with no_tensor_hooks():
+            with no_tensor_hooks(), no_layer_dropped(model):
                 captured = dynamo_graph_capture_for_export(step)(batch)
         except CaptureError:
             raise

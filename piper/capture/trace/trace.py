@@ -24,6 +24,7 @@ from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import Sizes, dtype_name
 from piper.capture.trace.uneven_means import uneven_means
 from piper.errors import CaptureError
+from piper.experts import choose_experts
 from piper.gc_pause import no_collection
 from piper.ir.chunk import Buffer, CapturedModel, Output, Parameter, Tags
 
@@ -250,6 +251,7 @@ def build_fake(
         _check_types(model)
         with fakes:
             _cast(model, dtype, device)
+    choose_experts(model, dtype)
     return model
 
 

@@ -16,12 +16,14 @@ from piper.ids import SlotId
 from piper.ir.chunk import Chunk, TensorSpec
 from piper.plan.instr import Instr, Rows
 from piper.plan.plan import Plans
-from piper.runtime.comm.base import Form, Group
+from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.context import Bound, Env
 
 
-class AloneComms:
+class AloneComms(Comms):
     """The communicators of a device that is alone."""
+
+    on_streams = True
 
     def __init__(self, plans: Plans, device: int) -> None:
         self.comms, self.device = plans.comms, device

@@ -8,7 +8,7 @@ and a pipe; the rest is built on these.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -118,17 +118,25 @@ class Pipe(Protocol):
         """Return the next value that arrives."""
 
 
-class Comms(Protocol):
+class Comms(ABC):
     """The communicators of one device, by the plan's names."""
 
+    on_streams: ClassVar[bool] = False  # work is queued on CUDA streams, and the host does not wait for it
+
+    @abstractmethod
     def group(self, name: str) -> Group:
         """Return the group of this communicator that the device is in."""
 
+    @abstractmethod
     def outgoing(self, name: str) -> Pipe:
         """Return the pipe that this device sends into."""
 
+    @abstractmethod
     def incoming(self, name: str) -> Pipe:
         """Return the pipe that this device receives from."""
+
+    def abort(self) -> None:  # noqa: B027  most have nothing to end
+        """End all communication that is under way on this device, where its own timeout does not."""
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.plan.plan import Comm, Plans
-from piper.runtime.comm.base import CommError, Form, Group
+from piper.runtime.comm.base import CommError, Comms, Form, Group
 
 DTYPES = (
     torch.float32,
@@ -41,7 +41,7 @@ class Wire(Protocol):
     def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
 
 
-class GlooComms:
+class GlooComms(Comms):
     """The communicators of one device of a job, met over a store that all its workers share.
 
     Members of a group wait for each other here; every device makes its groups in the order of the plans, so

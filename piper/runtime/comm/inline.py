@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from piper.plan.plan import Comm, Plans
-from piper.runtime.comm.base import CommError, Form, Group, StoppedError
+from piper.runtime.comm.base import CommError, Comms, Form, Group, StoppedError
 
 Box = queue.SimpleQueue[Tensor | None]  # None: the world has stopped
 
@@ -57,7 +57,7 @@ def speaking(comm: Comm) -> list[tuple[int, int]]:
     return [(a, b) for group in comm.groups for a in group for b in group if a != b]
 
 
-class InlineComms:
+class InlineComms(Comms):
     """The communicators of one device among threads."""
 
     def __init__(self, world: World, device: int) -> None:

@@ -25,7 +25,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.plan.plan import Plans
-from piper.runtime.comm.base import CommError, Form, Group
+from piper.runtime.comm.base import CommError, Comms, Form, Group
 from piper.runtime.comm.gloo import describe, described_by, room_for
 
 GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL ends the process
@@ -47,13 +47,15 @@ class Wire(Protocol):
     def abort(self) -> None: ...
 
 
-class NcclComms:
+class NcclComms(Comms):
     """The communicators of one device of a job, met over a store that all its workers share.
 
     Every device makes its groups in the order of the plans, and members of a group wait for each other, so no
     two wait in a circle. Each communicator of a plan is one of its own: sends, receives and collectives never
     queue behind each other.
     """
+
+    on_streams = True
 
     def __init__(
         self, plans: Plans, device: int, store: Store, accelerator: torch.device, timeout: float

@@ -13,7 +13,7 @@ from torch import Tensor
 from piper.runtime.comm.base import Comms, Form, Group, Pipe
 
 
-class StagedComms:
+class StagedComms(Comms):
     """The communicators of one device, for tensors on its accelerator."""
 
     def __init__(self, inner: Comms, accelerator: torch.device) -> None:

@@ -194,3 +194,6 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
+    experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if dtype is torch.float64 and experts == "grouped_mm":
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]  # torch groups no float64

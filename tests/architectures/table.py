@@ -1,0 +1,295 @@
+"""Stock architectures of Hugging Face, made small: what each is, how it is built, and a batch for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+SAMPLES, LENGTH, VOCAB = 8, 12, 96
+TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = {
+    **TEXT,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+}
+BERT = {
+    **TEXT,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+VIT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 6,
+}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One architecture: a model class with a small configuration, and what it trains on."""
+
+    kind: str  # decoder, encoder, encoder-decoder, vision, speech, mixture of experts
+    model: type[nn.Module]
+    config: Callable[[], hf.PretrainedConfig]
+    batch: Callable[[int], Batch]
+    layers: int = 4  # that `annotate_layers` finds
+
+    def build(self) -> nn.Module:
+        """Return the model, in training mode."""
+        return self.model(self.config())
+
+
+def words(seed: int) -> Batch:
+    """Return tokens, and the same tokens as labels."""
+    tokens = torch.randint(3, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def masked(seed: int) -> Batch:
+    """Return tokens with labels at some positions only, differently many in each row."""
+    batch = words(seed)
+    chosen = torch.rand(SAMPLES, LENGTH, generator=torch.Generator().manual_seed(seed + 1)) < 0.3
+    chosen[:, 0] = True
+    return {**batch, "labels": torch.where(chosen, batch["labels"], -100)}
+
+
+def pairs(seed: int) -> Batch:
+    """Return source tokens and target tokens."""
+    return {"input_ids": words(seed)["input_ids"], "labels": words(seed + 7)["labels"]}
+
+
+def classes(seed: int) -> Batch:
+    """Return tokens and one label for each sample."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(6, (SAMPLES,), generator=generator)
+    return {"input_ids": words(seed)["input_ids"], "labels": labels}
+
+
+def images(seed: int) -> Batch:
+    """Return images and one label for each."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(SAMPLES, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(6, (SAMPLES,), generator=generator)}
+
+
+def sounds(seed: int) -> Batch:
+    """Return waves and one label for each."""
+    generator = torch.Generator().manual_seed(seed)
+    waves = torch.randn(SAMPLES, 400, generator=generator)
+    return {"input_values": waves, "labels": torch.randint(6, (SAMPLES,), generator=generator)}
+
+
+def spectra(seed: int) -> Batch:
+    """Return spectrograms and target tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(SAMPLES, 8, 40, generator=generator)
+    return {"input_features": features, "labels": words(seed)["labels"]}
+
+
+def decoder(model: type[nn.Module], config: type[hf.PretrainedConfig], **more: object) -> Architecture:
+    """Return a decoder-only language model of Llama's form."""
+    kind = "mixture of experts" if any("expert" in name for name in more) else "decoder"
+    return Architecture(kind=kind, model=model, config=lambda: config(**{**LLAMA, **more}), batch=words)
+
+
+def wave_config(kind: type[hf.PretrainedConfig]) -> hf.PretrainedConfig:
+    """Return a small configuration of a model that reads waves."""
+    return kind(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        conv_dim=(16, 16),
+        conv_stride=(4, 4),
+        conv_kernel=(8, 4),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=4,
+        classifier_proj_size=16,
+        num_labels=6,
+        apply_spec_augment=False,
+        layerdrop=0.0,  # a plan runs the same layers in every step
+    )
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "Llama": decoder(hf.LlamaForCausalLM, hf.LlamaConfig),
+    "Mistral": decoder(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=6),
+    "Qwen2": decoder(hf.Qwen2ForCausalLM, hf.Qwen2Config, tie_word_embeddings=True),
+    "Qwen3": decoder(hf.Qwen3ForCausalLM, hf.Qwen3Config, tie_word_embeddings=True),
+    "Gemma 2": decoder(hf.Gemma2ForCausalLM, hf.Gemma2Config, sliding_window=6),
+    "Phi-3": decoder(hf.Phi3ForCausalLM, hf.Phi3Config),
+    "OLMo 2": decoder(hf.Olmo2ForCausalLM, hf.Olmo2Config),
+    "GPT-2": Architecture(
+        kind="decoder",
+        model=hf.GPT2LMHeadModel,
+        config=lambda: hf.GPT2Config(**TEXT, n_embd=32, n_layer=4, n_head=4, n_positions=64),
+        batch=words,
+    ),
+    "GPT-NeoX": Architecture(
+        kind="decoder", model=hf.GPTNeoXForCausalLM, config=lambda: hf.GPTNeoXConfig(**BERT), batch=words
+    ),
+    "OPT": Architecture(
+        kind="decoder",
+        model=hf.OPTForCausalLM,
+        config=lambda: hf.OPTConfig(
+            **TEXT,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            word_embed_proj_dim=32,
+        ),
+        batch=words,
+    ),
+    "BLOOM": Architecture(
+        kind="decoder",
+        model=hf.BloomForCausalLM,
+        config=lambda: hf.BloomConfig(**TEXT, hidden_size=32, n_layer=4, n_head=4),
+        batch=words,
+    ),
+    "Falcon": Architecture(
+        kind="decoder",
+        model=hf.FalconForCausalLM,
+        config=lambda: hf.FalconConfig(
+            **TEXT, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, new_decoder_architecture=False
+        ),
+        batch=words,
+    ),
+    "BERT": Architecture(
+        kind="encoder", model=hf.BertForMaskedLM, config=lambda: hf.BertConfig(**BERT), batch=masked
+    ),
+    "RoBERTa": Architecture(
+        kind="encoder",
+        model=hf.RobertaForSequenceClassification,
+        config=lambda: hf.RobertaConfig(**BERT, num_labels=6),
+        batch=classes,
+    ),
+    "DistilBERT": Architecture(
+        kind="encoder",
+        model=hf.DistilBertForMaskedLM,
+        config=lambda: hf.DistilBertConfig(
+            vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=4, n_heads=4, max_position_embeddings=64
+        ),
+        batch=masked,
+    ),
+    "ELECTRA": Architecture(
+        kind="encoder",
+        model=hf.ElectraForSequenceClassification,
+        config=lambda: hf.ElectraConfig(**BERT, embedding_size=32, num_labels=6),
+        batch=classes,
+    ),
+    "ModernBERT": Architecture(
+        kind="encoder",
+        model=hf.ModernBertForMaskedLM,
+        config=lambda: hf.ModernBertConfig(
+            **{**BERT, "cls_token_id": 1, "sep_token_id": 2}, local_attention=8, global_attn_every_n_layers=2
+        ),
+        batch=masked,
+    ),
+    "T5": Architecture(
+        kind="encoder-decoder",
+        model=hf.T5ForConditionalGeneration,
+        config=lambda: hf.T5Config(
+            **{**TEXT, "decoder_start_token_id": 0},
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+        ),
+        batch=pairs,
+    ),
+    "BART": Architecture(
+        kind="encoder-decoder",
+        model=hf.BartForConditionalGeneration,
+        config=lambda: hf.BartConfig(
+            **{**TEXT, "decoder_start_token_id": 1},
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        batch=pairs,
+    ),
+    "ViT": Architecture(
+        kind="vision", model=hf.ViTForImageClassification, config=lambda: hf.ViTConfig(**VIT), batch=images
+    ),
+    "DeiT": Architecture(
+        kind="vision", model=hf.DeiTForImageClassification, config=lambda: hf.DeiTConfig(**VIT), batch=images
+    ),
+    "DINOv2": Architecture(
+        kind="vision",
+        model=hf.Dinov2ForImageClassification,
+        config=lambda: hf.Dinov2Config(**{**VIT, "mlp_ratio": 2}),
+        batch=images,
+    ),
+    "BEiT": Architecture(
+        kind="vision", model=hf.BeitForImageClassification, config=lambda: hf.BeitConfig(**VIT), batch=images
+    ),
+    "ResNet": Architecture(
+        kind="vision",
+        model=hf.ResNetForImageClassification,
+        config=lambda: hf.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], num_labels=6
+        ),
+        batch=images,
+    ),
+    "wav2vec 2.0": Architecture(
+        kind="speech",
+        model=hf.Wav2Vec2ForSequenceClassification,
+        config=lambda: wave_config(hf.Wav2Vec2Config),
+        batch=sounds,
+    ),
+    "HuBERT": Architecture(
+        kind="speech",
+        model=hf.HubertForSequenceClassification,
+        config=lambda: wave_config(hf.HubertConfig),
+        batch=sounds,
+    ),
+    "Whisper": Architecture(
+        kind="speech",
+        model=hf.WhisperForConditionalGeneration,
+        config=lambda: hf.WhisperConfig(
+            **{**TEXT, "decoder_start_token_id": 1},
+            num_mel_bins=8,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_source_positions=20,
+            max_target_positions=64,
+        ),
+        batch=spectra,
+    ),
+    "Mixtral": decoder(hf.MixtralForCausalLM, hf.MixtralConfig, num_local_experts=4, **EXPERTS),
+    "OLMoE": decoder(hf.OlmoeForCausalLM, hf.OlmoeConfig, num_experts=4, **EXPERTS),
+    "Qwen3-MoE": decoder(
+        hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, num_experts=4, moe_intermediate_size=16, **EXPERTS
+    ),
+}

@@ -1,0 +1,47 @@
+"""The recipes of CONTRIBUTING.md name files and functions that exist."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+RECIPES = ("schedule", "directive", "collective", "communicator", "launcher")
+
+
+def section(name: str) -> str:
+    """Return one recipe."""
+    found = re.search(rf"^## Add a {name}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"there is no recipe: Add a {name}"
+    return found[1]
+
+
+def test_every_path_exists() -> None:
+    paths = re.findall(r"`((?:piper|tests|docs)/[\w/.]*)`", TEXT)
+    assert len(paths) >= 30
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_recipe_names_as_many_files_as_a_change_may_touch() -> None:
+    """The measure: files of `piper/` that a change touches, new ones included."""
+    most = {"schedule": 2, "directive": 6, "collective": 12, "communicator": 2, "launcher": 2}
+    steps = {name: len(re.findall(r"^\d+\. ", section(name), re.MULTILINE)) for name in RECIPES}
+    assert steps == {"schedule": 2, "directive": 6, "collective": 8, "communicator": 0, "launcher": 0}
+    for name in ("communicator", "launcher"):
+        assert section(name).lstrip().startswith("Two files")
+    assert all(count <= most[name] for name, count in steps.items())
+
+
+def test_names_in_the_recipes_exist() -> None:
+    for path, name in [
+        ("piper/schedules/names.py", "def fixed("),
+        ("piper/schedules/names.py", "def interleaved("),
+        ("piper/directives/base.py", "def registered("),
+        ("piper/ir/node.py", "class LocalNode"),
+        ("piper/lower/lower.py", "LOWERING"),
+        ("piper/plan/ops.py", "unchanged"),
+        ("piper/sharding.py", "CollectiveOp"),
+        ("piper/lower/instructions.py", "def moved("),
+        ("piper/runtime/comm/base.py", "on_streams"),
+        ("piper/launchers/launch.py", "def launcher("),
+    ]:
+        assert name in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
