@@ -676,7 +676,7 @@ error: strategy (net.py:<data_does_not_divide>): 4 samples do not divide into 3 
     "net.py:optimizer_raises": """
 error: optimizer (net.py:<optimizer_raises>): optimizer() failed
   why:  ValueError: Invalid learning rate: -1.0
-  hint: it is called with a list of parameters, which may be flat shards: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)
+  hint: it is called with a list of all parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)
 """,
     "net.py:optimizer_none": """
 error: optimizer (net.py:<optimizer_none>): optimizer() returned NoneType, not an optimizer
