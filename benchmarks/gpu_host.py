@@ -24,9 +24,9 @@ from piper.compiler import Program
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import decoder
 from piper.plan.instr import Instr
-from piper.runtime.cuda.executor import StreamExecutor
 from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED
 from piper.runtime.cuda.graphs import GraphExecutor
+from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 

@@ -29,8 +29,8 @@ from piper.plan.plan import Plan
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.exposure import Exposure, exposure, main_phase
+from piper.simulate.profile_trace import chrome_trace
 from piper.simulate.timeline import Span
-from piper.simulate.trace import chrome_trace
 from piper.train.profiling import profile_of
 
 RATIO = 0.5  # of exchanges to compute

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 from torch.distributed.pipelining import schedules as peer
 
-from piper.schedules.check import validate
 from piper.schedules.grid import Grid, orders
+from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
-from piper.schedules.simulate import makespan, peak_activations
+from piper.schedules.timing import makespan, peak_activations
 from piper.schedules.torch_csv import parse_csv, read_csv
 
 RANKS = (2, 3, 4, 8)

@@ -22,8 +22,8 @@ from piper.models import moe
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
-from piper.tuning.search import Search
 from piper.tuning.space import NAMED, Space
+from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.tune import tune
 
 GIB = 2**30
@@ -108,7 +108,7 @@ class Watch:
     last: float
     sizes: int = 0
 
-    def __call__(self, search: Search, found: Evaluation) -> None:
+    def __call__(self, search: StrategySearch, found: Evaluation) -> None:
         now = time.process_time()
         if len(search.model.recorded) == self.sizes:
             self.spent.append(now - self.last)

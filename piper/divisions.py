@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from piper.capture.divide.request import Grid, Request
+from piper.capture.divide.request import DeviceGrid, Request
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Tags
 from piper.ir.graph import Graph
@@ -11,11 +11,11 @@ from piper.ir.graph import Graph
 def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
     """Return what each `shard` over an axis asks, for the regions where no later directive took its place."""
     sizes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
-    regions: dict[int, dict[Tags, Grid]] = {}
+    regions: dict[int, dict[Tags, DeviceGrid]] = {}
     for chunk in graph.outline.chunks:
         for held in graph.policy(chunk.name).axes:
             axes = tuple((each.axis, each.degree) for each in graph.policy(chunk.name).axes)
-            grid = Grid(devices=sizes[chunk.name], axes=axes)
+            grid = DeviceGrid(devices=sizes[chunk.name], axes=axes)
             regions.setdefault(held.origin, {})[chunk.tags] = grid
     found = []
     for number, directive in enumerate(strategy):

@@ -7,18 +7,18 @@ from pathlib import Path
 from piper.compiler import Program, strategy_of
 from piper.devices import show
 from piper.format import size
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
-from piper.train.background import strategy_text
+from piper.train.saved_provenance import strategy_text
 from piper.view.cells import of_plans
-from piper.view.files import PAGE, write
+from piper.view.pipeline_stages import stage_tags
 from piper.view.report import page
-from piper.view.stages import stage_tags
 from piper.view.subject import Subject, said_by
 from piper.view.svg_grid import grid
+from piper.view.write import PAGE, write
 
 CLUSTER = "h100"  # where none is named
 HEIGHT = 900  # pixels of a page in a notebook
@@ -92,7 +92,7 @@ def page_of(program: Program, cluster: str | Path | None = None) -> Page:
         tags=tags_of(program),
         orderings=program.graph.orderings,
         strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
-        origins={node.name: node.origin for node in program.work.line},
+        origins={node.name: node.origin for node in program.work.sequence},
         temporal=program.work.temporal,
     )
     return Page(html=page(subject))

@@ -17,7 +17,7 @@ from piper.devices import show
 from piper.errors import ConfigError
 from piper.plan.plan import Bucket
 from piper.runtime.standins import (
-    Part,
+    ParameterPart,
     Sizes,
     View,
     classes_of,
@@ -61,7 +61,7 @@ class Trial:
 class UnlikeError(Exception):
     """An optimizer that computes another update on a device than on the whole model."""
 
-    def __init__(self, why: str, part: Part | None = None) -> None:
+    def __init__(self, why: str, part: ParameterPart | None = None) -> None:
         super().__init__(why)
         self.why, self.part = why, part
 
@@ -248,7 +248,7 @@ def stepped(trial: Trial, view: View, groups: Groups | None, seed: int) -> list[
     return [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
 
 
-def unlike(view: View, moved: Sequence[Tensor], expected: Sequence[Tensor]) -> Part | None:
+def unlike(view: View, moved: Sequence[Tensor], expected: Sequence[Tensor]) -> ParameterPart | None:
     """Return the first part that moved to another place than expected."""
     for part, got, wanted in zip(view.parts, moved, expected, strict=True):
         if not wanted.numel():
@@ -312,7 +312,9 @@ def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Seque
     raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
 
 
-def moved_apart(trial: Trial, view: View, groups: Groups | None, wanted: Mapping[str, Tensor]) -> Part | None:
+def moved_apart(
+    trial: Trial, view: View, groups: Groups | None, wanted: Mapping[str, Tensor]
+) -> ParameterPart | None:
     """Return the first part of a view that does not move as in the whole model."""
     try:
         moved = stepped(trial, view, groups, seed=0)
@@ -323,7 +325,7 @@ def moved_apart(trial: Trial, view: View, groups: Groups | None, wanted: Mapping
     return unlike(view, moved, [part.of(wanted[part.name]) for part in view.parts])
 
 
-def sharded(view: View) -> Part | None:
+def sharded(view: View) -> ParameterPart | None:
     """Return a part of a view that is not a whole parameter."""
     return next((part for part in view.parts if part.run or part.rows), None)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from piper.capture.compile.cache import Cache, Entry
+from piper.capture.compile.cache import Cache, CacheEntry
 from piper.cli import main
 from piper.compiler import usable_cache
 from tests.bad_recipes import TEXT
 
-CODE = Entry(artifact=b"code", files={})
+CODE = CacheEntry(artifact=b"code", files={})
 
 
 def test_a_damaged_entry_is_named_and_absent(tmp_path: Path) -> None:

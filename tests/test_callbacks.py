@@ -26,7 +26,7 @@ from piper.callbacks import (
 )
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
-from piper.train.session import Asked, train_recipe
+from piper.train.session import TrainOptions, train_recipe
 from tests import plain
 
 PAIR = [piper.replicate(piper.at(), [0, 1], zero=3)]
@@ -224,8 +224,8 @@ def test_training_from_the_command_line_evaluates_and_resumes(tmp_path: Path) ->
     recipe.write_text(RECIPE, encoding="utf-8")
     asked = {"recipe": f"{recipe}:small", "on": "inline", "out": tmp_path / "out"}
     console = Console(width=120, record=True, quiet=True)
-    train_recipe(Asked(**asked, steps=2), console)  # type: ignore[arg-type]
-    train_recipe(Asked(**asked, resume=True), console)  # type: ignore[arg-type]
+    train_recipe(TrainOptions(**asked, steps=2), console)  # type: ignore[arg-type]
+    train_recipe(TrainOptions(**asked, resume=True), console)  # type: ignore[arg-type]
     lines = (tmp_path / "out" / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4]
     assert set(json.loads(lines[0])) == {"step", "loss", "metrics", "samples", "batches"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from piper.cli import main
-from piper.plan.check import prove
+from piper.plan.prove import prove
 from piper.plan.text import read_plans
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import pytest
 from piper.data import ByteTokenizer, write_tokens
 from piper.errors import ConfigError
 from piper.files import write_output
-from piper.view.files import PICTURE, signed
+from piper.view.write import PICTURE, signed
 
 PNG = (
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0\x3a\x7e\x9b\x55"

@@ -18,7 +18,7 @@ from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe
 from piper.runtime.debug.check import check
-from piper.train.session import Asked, train_recipe
+from piper.train.session import TrainOptions, train_recipe
 
 ROWS, LENGTH, VOCAB = 4, 6, 11
 SIZES = {
@@ -333,7 +333,9 @@ def test_train_and_plan_print_the_warning_once(tmp_path: Path) -> None:
     printed = {}
     for name in ("wrong", "right"):
         console = Console(file=io.StringIO(), soft_wrap=True, markup=False, highlight=False)
-        asked = Asked(recipe=f"{tmp_path}/recipe.py:{name}", on="inline", out=tmp_path / name, device="cpu")
+        asked = TrainOptions(
+            recipe=f"{tmp_path}/recipe.py:{name}", on="inline", out=tmp_path / name, device="cpu"
+        )
         train_recipe(asked, console)
         print_plan(compile(load_recipe(asked.recipe), device="cpu"), console, device=None, why=False)
         assert isinstance(console.file, io.StringIO)

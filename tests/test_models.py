@@ -20,7 +20,7 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
 from piper.models.layers import rotate
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.runtime.debug.check import check
 from tests import zoo
 from tests.runtime.grid import Cell, batches, job

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import piper
 from piper.compiler import Program
 from piper.errors import ConfigError
-from piper.plan.check import ProofError
+from piper.plan.prove import ProofError
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import prove_values
 from tests import plain

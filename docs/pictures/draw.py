@@ -24,7 +24,7 @@ from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.strategies import tensor
 from piper.view.cells import of_plans
-from piper.view.heights import Row, heights
+from piper.view.heights import MemoryRow, heights
 from piper.view.lanes import lanes
 from piper.view.placement import placement
 from piper.view.svg_grid import grid
@@ -164,13 +164,13 @@ class ByWork(Unit):
         return chunk.phases[phase].flops / UNIT
 
 
-def kept(name: str, *strategy: Directive) -> Row:
+def kept(name: str, *strategy: Directive) -> MemoryRow:
     """The first device under a strategy that says what four regions keep."""
     graph = apply(start(chain(4, width=64, rows=4096)), strategy)
     outline = made_again(graph.outline, graph.budgets)
     plans, _ = lower(graph, capture=outline)
     found = simulate(plans, outline, ByWork())
-    return Row(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
+    return MemoryRow(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
 
 
 def made_again(outline: CapturedModel, budgets: Mapping[str, float]) -> CapturedModel:

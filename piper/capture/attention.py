@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from piper.capture.block_attention import (
     SEQUENCE,
-    Block,
+    AttentionBlock,
     Turn,
     attend,
     attend_grad,
@@ -95,7 +95,7 @@ def _grads(
     total: Tensor,
     mask: Tensor | None,
     scale: float,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionBlock],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the gradients of blocks; no two of them share queries."""
     whole = (0, query.shape[SEQUENCE]), (0, key.shape[SEQUENCE])

@@ -17,7 +17,7 @@ SEQUENCE = 2  # dimension of [batch, heads, sequence, head size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class AttentionBlock:
     """Queries of a device and the keys that they see.
 
     causal: the last query sees all of the keys, and every other one key less than the query after it.
@@ -34,15 +34,15 @@ class Block:
         return rows * columns - (rows * (rows - 1) // 2 if self.causal else 0)
 
 
-def prefix_blocks(place: int, ways: int, zigzag: bool, rows: int) -> list[Block]:
+def prefix_blocks(place: int, ways: int, zigzag: bool, rows: int) -> list[AttentionBlock]:
     """Return what a device's queries see of all keys, under a causal mask."""
     if not zigzag:
-        return [Block(queries=(0, rows), keys=(0, (place + 1) * rows), causal=True)]
+        return [AttentionBlock(queries=(0, rows), keys=(0, (place + 1) * rows), causal=True)]
     half = rows // 2
     first, second = place + 1, 2 * ways - place
     return [
-        Block(queries=(0, half), keys=(0, first * half), causal=True),
-        Block(queries=(half, rows), keys=(0, second * half), causal=True),
+        AttentionBlock(queries=(0, half), keys=(0, first * half), causal=True),
+        AttentionBlock(queries=(half, rows), keys=(0, second * half), causal=True),
     ]
 
 
@@ -66,16 +66,16 @@ class Turn:
         """Return the step as operators take it."""
         return [self.ways, self.step, int(self.causal), int(self.zigzag)]
 
-    def blocks(self, place: int, rows: int, keys: int) -> list[Block]:
+    def blocks(self, place: int, rows: int, keys: int) -> list[AttentionBlock]:
         """Return what a device's queries see of the block that it holds."""
         source = (place - self.step) % self.ways
         if not self.causal or source == place:
-            return [Block(queries=(0, rows), keys=(0, keys), causal=self.causal)]
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys), causal=self.causal)]
         if not self.zigzag:
-            return [Block(queries=(0, rows), keys=(0, keys))] if source < place else []
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys))] if source < place else []
         if source < place:
-            return [Block(queries=(0, rows), keys=(0, keys // 2))]
-        return [Block(queries=(rows // 2, rows), keys=(0, keys))]
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys // 2))]
+        return [AttentionBlock(queries=(rows // 2, rows), keys=(0, keys))]
 
     def columns(self, mask: Tensor | None, place: int) -> Tensor | None:
         """Return the columns of a mask that belong to the block. mask: a device's rows, all columns."""

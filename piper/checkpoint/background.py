@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import read_record
 from piper.checkpoint.save import Copied, RefusedError, copy_state
 from piper.checkpoint.storage import CheckpointReader, Written, write_parts
+from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 from piper.runtime.worker import Worker
 
@@ -25,7 +25,7 @@ class Done:
     copied: Copied | None = None  # without its tensors
 
 
-class Keeper:
+class BackgroundSaver:
     """Saves and loads one worker's state in a thread, while the worker may go on."""
 
     def __init__(self, worker: Worker) -> None:

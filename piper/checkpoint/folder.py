@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
 from piper.checkpoint.storage import CheckpointReader, sync
 from piper.checkpoint.target import (
@@ -27,6 +26,7 @@ from piper.checkpoint.target import (
     target_of,
     unwritten,
 )
+from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 
 LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.checkpoint.blocks import StorageError
-from piper.checkpoint.json_state import Plain, decode, dtype_named
-from piper.checkpoint.layout import (
-    Span,
+from piper.checkpoint.bucket_spans import (
+    BucketSpan,
     buffers_of,
     by_parameter,
     held_buckets,
@@ -20,9 +18,11 @@ from piper.checkpoint.layout import (
     owned_range,
     spans,
 )
+from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.metadata import FILE, Record
 from piper.checkpoint.save import RefusedError, buffer_parts, copied, model_part, runs_of
-from piper.checkpoint.storage import CheckpointReader, Part
+from piper.checkpoint.storage import CheckpointReader, TensorRange
+from piper.checkpoint.verified_files import StorageError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Bucket
 from piper.runtime.setup import Initial
@@ -100,7 +100,9 @@ def read_bucket(worker: Worker, bucket: Bucket, shelf: CheckpointReader) -> Call
     return adopt
 
 
-def parts_between(worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor) -> Iterator[Part]:
+def parts_between(
+    worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor
+) -> Iterator[TensorRange]:
     """Yield the parts of parameters between two elements of a bucket, over a tensor that begins there."""
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     low, high = between
@@ -154,7 +156,7 @@ def adopt_optimizer(
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def moments_of(held: Sequence[Span], trained: Tensor, shelf: CheckpointReader) -> dict[str, object]:
+def moments_of(held: Sequence[BucketSpan], trained: Tensor, shelf: CheckpointReader) -> dict[str, object]:
     """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
     record, owner = shelf.record, held[0].name
     found: dict[str, object] = {}
@@ -164,7 +166,7 @@ def moments_of(held: Sequence[Span], trained: Tensor, shelf: CheckpointReader) -
         like = shape is None or (shape == () and goes_with_elements(record, key))
         flat = torch.empty(length_of(held) if like else stored.size, dtype=dtype_named(stored.dtype))
         begin = min(span.at for span in held)
-        parts = [Part(key=name, size=stored.size, start=0, tensor=flat)]
+        parts = [TensorRange(key=name, size=stored.size, start=0, tensor=flat)]
         if like:
             parts = [
                 replace(parts[0], start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)

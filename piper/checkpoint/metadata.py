@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from piper.checkpoint.blocks import BLOCK, DIGEST, FileRecord, digest_of
 from piper.checkpoint.json_state import Plain, dtype_named
+from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
 from piper.errors import ConfigError
 
 FILE = "checkpoint.json"
@@ -65,7 +65,7 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Piece:
+class SavedPiece:
     """Elements of a flattened tensor that lie end to end in a file: one run, or several at equal distances.
 
     A slice along the second dimension of a matrix is one piece, with a run for each row.
@@ -98,7 +98,7 @@ class Stored:
 
     dtype: str
     size: int  # elements in all
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,9 +271,9 @@ def table(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def piece_of(offset: object, length: object, file: str, count: object = 1, stride: object = 0) -> Piece:
+def piece_of(offset: object, length: object, file: str, count: object = 1, stride: object = 0) -> SavedPiece:
     """Return a piece that a record lists. Check the type of each field."""
-    return Piece(
+    return SavedPiece(
         offset=whole_number(offset, "an offset"),
         length=whole_number(length, "a length"),
         file=plain_name(file),

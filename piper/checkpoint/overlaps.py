@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper.checkpoint.metadata import Piece
+from piper.checkpoint.metadata import SavedPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Overlap:
     wanted_step: int = 0
 
 
-def overlaps(stored: Piece, wanted: Piece) -> Iterator[Overlap]:
+def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[Overlap]:
     """Yield what two pieces of one tensor have in common; runs at equal distances come together."""
     if not stored.elements or not wanted.elements:
         return

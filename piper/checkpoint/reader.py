@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import DamagedError, read_record
-from piper.checkpoint.storage import CheckpointReader, Part
+from piper.checkpoint.storage import CheckpointReader, TensorRange
+from piper.checkpoint.verified_files import StorageError
 
 
 class Values(Mapping[str, Tensor]):
@@ -27,7 +27,7 @@ class Values(Mapping[str, Tensor]):
             return torch.empty(shape, dtype=dtype_named(self.record.model[name].dtype or "float32"))
         flat = torch.empty(stored.size, dtype=dtype_named(stored.dtype))
         try:
-            self.shelf.read([Part(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
+            self.shelf.read([TensorRange(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
         except StorageError as error:
             raise DamagedError(self.folder, str(error)) from error
         return flat.view(shape)

@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from piper.checkpoint.json_state import Plain, encode
-from piper.checkpoint.layout import (
-    Span,
+from piper.checkpoint.bucket_spans import (
+    BucketSpan,
     by_parameter,
     length_of,
     owned_range,
@@ -17,8 +16,9 @@ from piper.checkpoint.layout import (
     saved_buffers,
     spans,
 )
+from piper.checkpoint.json_state import Plain, encode
 from piper.checkpoint.metadata import Trainer
-from piper.checkpoint.storage import Part
+from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.plan.divided import Share, buffer_shares
 from piper.plan.plan import Bucket
@@ -46,7 +46,7 @@ class RefusedError(Exception):
 class Copied:
     """A worker's state at one moment, in memory of its own."""
 
-    parts: list[Part]
+    parts: list[TensorRange]
     trainer: Trainer
     moments: dict[str, Shapes]
     numbers: dict[str, dict[str, Plain]]
@@ -62,7 +62,7 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
     """Copy all that a worker is the one to write down; `copied`: how, for a caller that copies by itself."""
     plans, device = worker.setup.plans, worker.device
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
-    parts: list[Part] = []
+    parts: list[TensorRange] = []
     moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
     for bucket in saved_buckets(plans, device):
@@ -87,7 +87,7 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
     )
 
 
-def runs_of(span: Span, flat: Tensor, begin: int) -> Tensor:
+def runs_of(span: BucketSpan, flat: Tensor, begin: int) -> Tensor:
     """Return the runs of a span in a flat tensor that begins at an element of the bucket: [runs, length]."""
     first = span.at - begin
     if span.count == 1:
@@ -95,7 +95,7 @@ def runs_of(span: Span, flat: Tensor, begin: int) -> Tensor:
     return flat[first : first + (span.count - 1) * span.step + span.length].unfold(0, span.length, span.step)
 
 
-def buffer_parts(name: str, share: Share, value: Tensor, flat: Tensor) -> list[Part]:
+def buffer_parts(name: str, share: Share, value: Tensor, flat: Tensor) -> list[TensorRange]:
     """Return a device's share of a buffer as runs of the whole one. flat: the elements of the share."""
     if not value.numel():
         return []
@@ -103,7 +103,7 @@ def buffer_parts(name: str, share: Share, value: Tensor, flat: Tensor) -> list[P
     division = Sharding(dim=share.axis, ways=share.ways)
     found = []
     for comb in combs(tuple(value.shape), (division,) if share.ways > 1 else (), share.part):
-        runs = Span(
+        runs = BucketSpan(
             name=name,
             start=comb.there,
             at=comb.here,
@@ -113,22 +113,28 @@ def buffer_parts(name: str, share: Share, value: Tensor, flat: Tensor) -> list[P
             step=comb.here_step,
         )
         found.append(
-            Part(key=key, size=size, start=comb.there, tensor=runs_of(runs, flat, 0), stride=comb.there_step)
+            TensorRange(
+                key=key, size=size, start=comb.there, tensor=runs_of(runs, flat, 0), stride=comb.there_step
+            )
         )
     return found
 
 
-def model_part(span: Span, size: int, tensor: Tensor) -> Part:
+def model_part(span: BucketSpan, size: int, tensor: Tensor) -> TensorRange:
     """Return a run of a parameter's own elements."""
-    return Part(key=f"model.{span.name}", size=size, start=span.start, tensor=tensor, stride=span.stride)
+    return TensorRange(
+        key=f"model.{span.name}", size=size, start=span.start, tensor=tensor, stride=span.stride
+    )
 
 
-def elementwise(held: Sequence[Span], value: Tensor) -> bool:
+def elementwise(held: Sequence[BucketSpan], value: Tensor) -> bool:
     """Return whether a tensor of the optimizer has an element for each that a device holds of a parameter."""
     return value.dim() > 0 and value.numel() == length_of(held)
 
 
-def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copied: Take) -> list[Part]:
+def moment_parts(
+    held: Sequence[BucketSpan], size: int, key: str, value: Tensor, copied: Take
+) -> list[TensorRange]:
     """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
     held: the runs of the parameter that the device has. What does not go with the elements is the same on all
@@ -138,7 +144,7 @@ def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copie
     if elementwise(held, value):
         flat, begin = copied(value).view(-1), min(span.at for span in held)
         return [
-            Part(key=name, size=size, start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
+            TensorRange(key=name, size=size, start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
             for s in held
         ]
     if value.dim() and length != size:
@@ -149,7 +155,7 @@ def moment_parts(held: Sequence[Span], size: int, key: str, value: Tensor, copie
         )
     if min(span.start for span in held):
         return []
-    return [Part(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
+    return [TensorRange(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 
 
 def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from piper.checkpoint.blocks import BlockReader, FileRecord, StorageError, write_blocks
 from piper.checkpoint.json_state import dtype_named
-from piper.checkpoint.metadata import SUFFIX, Piece, Record, Stored, covered
+from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored, covered
 from piper.checkpoint.overlaps import Overlap, overlaps
+from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
@@ -42,7 +42,7 @@ CODES = {  # how safetensors names the types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class TensorRange:
     """Elements of a flattened tensor of `size` elements: those from `start` on, as many as `tensor` has.
 
     A tensor of two dimensions holds several runs, which begin `stride` elements from each other.
@@ -54,38 +54,38 @@ class Part:
     tensor: Tensor
     stride: int = 0
 
-    def lies(self, file: str = "") -> Piece:
+    def lies(self, file: str = "") -> SavedPiece:
         """Return where its elements lie in the tensor."""
         shape = self.tensor.shape
         if len(shape) < 2 or shape[0] == 1:
-            return Piece(offset=self.start, length=self.tensor.numel(), file=file)
-        return Piece(offset=self.start, length=shape[1], file=file, count=shape[0], stride=self.stride)
+            return SavedPiece(offset=self.start, length=self.tensor.numel(), file=file)
+        return SavedPiece(offset=self.start, length=shape[1], file=file, count=shape[0], stride=self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class StoredRange:
     """A part that is on disk."""
 
     key: str
     dtype: str
     size: int
-    piece: Piece
+    piece: SavedPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """The result of one writer: its parts on disk, and the file that holds them."""
 
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[StoredRange, ...] = ()
     files: Mapping[str, FileRecord]
 
 
-def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> Written:
+def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Written:
     """Write parts into one file, which is on the disk when this returns."""
     if not parts:
         return Written(files={})
     file = name + SUFFIX
-    runs: dict[str, list[Part]] = {}
+    runs: dict[str, list[TensorRange]] = {}
     for part in sorted(parts, key=lambda part: part.start):  # several of one tensor lie end to end
         runs.setdefault(part.key, []).append(part)
     tensors = {
@@ -98,7 +98,7 @@ def write_parts(folder: Path, name: str, parts: Sequence[Part]) -> Written:
     except OSError as error:
         raise StorageError(f"{file}: {error}") from error
     placed = (
-        Placed(
+        StoredRange(
             key=part.key,
             dtype=str(part.tensor.dtype).removeprefix("torch."),
             size=part.size,
@@ -150,9 +150,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def index_of(placed: Iterable[Sequence[Placed]]) -> dict[str, Stored]:
+def index_of(placed: Iterable[Sequence[StoredRange]]) -> dict[str, Stored]:
     """Return the index of what all workers wrote, whose parts make whole tensors."""
-    found: dict[str, list[Placed]] = {}
+    found: dict[str, list[StoredRange]] = {}
     for parts in placed:
         for part in parts:
             found.setdefault(part.key, []).append(part)
@@ -175,10 +175,10 @@ class CheckpointReader:
         self._places: dict[str, dict[str, tuple[int, int]]] = {}
         self._begins: dict[tuple[str, str], tuple[dict[int, int], int]] = {}
 
-    def read(self, parts: Iterable[Part]) -> None:
+    def read(self, parts: Iterable[TensorRange]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
-        wanted: dict[str, list[tuple[Part, Tensor, Piece]]] = {}  # by file: a block is read once
-        runs: list[tuple[Part, Tensor]] = []
+        wanted: dict[str, list[tuple[TensorRange, Tensor, SavedPiece]]] = {}  # by file: a block is read once
+        runs: list[tuple[TensorRange, Tensor]] = []
         for part in parts:
             flat = part.tensor.detach()
             if flat.dim() > 1:  # runs that lie apart are put together first
@@ -193,7 +193,7 @@ class CheckpointReader:
         for part, flat in runs:
             part.tensor.detach().copy_(flat.view(part.tensor.shape))
 
-    def _pieces(self, part: Part) -> Sequence[Piece]:
+    def _pieces(self, part: TensorRange) -> Sequence[SavedPiece]:
         """Return the pieces of the tensor that a part belongs to."""
         if not part.tensor.numel():
             return ()
@@ -203,7 +203,7 @@ class CheckpointReader:
             raise StorageError(f"the record has {size} elements of {part.key}, not {part.size}")
         return stored.pieces
 
-    def _fill(self, flat: Tensor, key: str, piece: Piece, met: Overlap) -> None:
+    def _fill(self, flat: Tensor, key: str, piece: SavedPiece, met: Overlap) -> None:
         """Read the runs that a piece and a part have in common into the part."""
         width = dtype_named(self.record.tensors[key].dtype).itemsize
         rows = max(1, CHUNK // max(1, met.stored_step * width))
@@ -218,7 +218,7 @@ class CheckpointReader:
                 values = values.unfold(0, met.length, met.stored_step)
             room.copy_(values)
 
-    def values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
+    def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
         """Read elements of a stored piece: `length` of them from its element `first` on."""
         stored, file = self.record.tensors[key], piece.file
         dtype = dtype_named(stored.dtype)

@@ -206,9 +206,9 @@ def train(
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
-        from piper.train.alone import Wanted, train_alone
+        from piper.train.one_device import SingleRankOptions, train_alone
 
-        wanted = Wanted(
+        wanted = SingleRankOptions(
             recipe=recipe,
             on=on,
             strategy=strategy,
@@ -222,9 +222,9 @@ def train(
         return
     from piper.train.ending import ending, stopping
     from piper.train.interrupt import PreemptedError
-    from piper.train.session import Asked, train_recipe
+    from piper.train.session import TrainOptions, train_recipe
 
-    asked = Asked(
+    asked = TrainOptions(
         recipe=recipe,
         on=on,
         strategy=strategy,

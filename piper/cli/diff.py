@@ -69,7 +69,7 @@ def side_of(name: str) -> Side:
     path = Path(name) / "plan.txt" if Path(name).is_dir() else Path(name)
     if path.is_file():
         from piper.plan.text import read_plans
-        from piper.view.background import read_background
+        from piper.view.provenance import read_background
 
         plans = read_plans(read(path), str(path))
         kept = read_background(path.parent, plans) if Path(name).is_dir() else None

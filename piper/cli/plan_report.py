@@ -15,12 +15,12 @@ from piper.files import write_output
 from piper.format import count, size
 from piper.ids import AGAIN
 from piper.plan.instr import Instr
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.plan.text import show_plans
 from piper.runtime.debug.check import Report
-from piper.view.stages import stage_tags
+from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid
 
 MOST_PROGRAMS = 16  # shown in a table
@@ -47,7 +47,7 @@ def plan_report(program: Program) -> dict[str, object]:
     devices = sorted(rows)
     return {
         "devices": devices,
-        "nodes": len(program.work.line),
+        "nodes": len(program.work.sequence),
         "instructions": [len(rows[device].instrs) for device in devices],
         "comm_bytes": [moved(rows[device]) for device in devices],
         "peak_bytes": [peaks[id(rows[device])] for device in devices],
@@ -83,7 +83,7 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
         console.print(f"\nWarning: {warning}", markup=False)
     devices = sum(len(plan.devices) for plan in plans)
     console.print()
-    what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.line), "node")]
+    what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.sequence), "node")]
     console.print(
         f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
         "written before it is read and freed once, every read sees the value that the model means, every "

@@ -85,9 +85,9 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
     file, _, function = target.rpartition(":")
     if not (file.endswith(".py") and function):
         return read_profile(Path(target))
-    from piper.train.session import Asked, train_recipe
+    from piper.train.session import TrainOptions, train_recipe
 
-    asked = Asked(recipe=target, on=on, steps=steps + SOME, profile=steps)
+    asked = TrainOptions(recipe=target, on=on, steps=steps + SOME, profile=steps)
     return read_profile(train_recipe(asked, console).folder)
 
 

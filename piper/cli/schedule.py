@@ -11,8 +11,8 @@ from piper.errors import ConfigError
 from piper.schedules.grid import Grid
 from piper.schedules.names import SYNTHESISED, grid_for, known
 from piper.schedules.picture import picture
-from piper.schedules.simulate import UNIT, Costs
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
+from piper.schedules.timing import UNIT, Costs
 from piper.schedules.torch_csv import to_csv
 
 STAGES_PER_RANK = 2

@@ -13,7 +13,7 @@ from piper.ids import AGAIN
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.simulate.cluster import Cluster
-from piper.simulate.critical_path import Link
+from piper.simulate.critical_path import PathNode
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation
 
@@ -201,7 +201,7 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
         )
 
 
-def kind_of(link: Link) -> str:
+def kind_of(link: PathNode) -> str:
     """Return what a computing link of the path is counted as: `F`, `BW`, `update`."""
     if link.op != "compute" or link.run is None:
         return link.op
@@ -222,7 +222,7 @@ class Stretch:
     reason: str
 
 
-def stretches_of(simulated: SimulatedStep, path: Sequence[Link]) -> list[Stretch]:
+def stretches_of(simulated: SimulatedStep, path: Sequence[PathNode]) -> list[Stretch]:
     """Split the path into stretches, each on one program and either computation or communication."""
     found: list[Stretch] = []
     worth = [link for link in path if link.end > link.start]

@@ -17,7 +17,7 @@ from piper.format import count, percent, seconds, size
 if TYPE_CHECKING:
     from piper.tuning.evaluate import Evaluation
     from piper.tuning.result import Tuned
-    from piper.tuning.search import Search
+    from piper.tuning.strategy_search import StrategySearch
     from piper.tuning.tune import Progress as Report
 
 MOST_RANKED = 12  # candidates in the table
@@ -49,7 +49,7 @@ def progress_on(console: Console, trials: int) -> "Iterator[Report]":
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("recording the model", total=trials)
 
-        def report(search: "Search", found: "Evaluation") -> None:
+        def report(search: "StrategySearch", found: "Evaluation") -> None:
             best = search.best.step if search.best is not None else None
             text = f"{count(len(search.evaluated), 'candidate')} compiled"
             if best is not None:

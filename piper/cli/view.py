@@ -8,7 +8,7 @@ import typer
 
 from piper.cli.options import CostsFile, StrategyFile
 from piper.schedules.grid import Grid
-from piper.schedules.simulate import UNIT, Costs
+from piper.schedules.timing import UNIT, Costs
 
 Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
@@ -38,13 +38,13 @@ def view(
     """
     from piper.cli.view_subject import subject_of  # torch is paid for only where it is used
     from piper.view.cells import of_plans
-    from piper.view.files import DRAWING, PAGE, PICTURE, TRACE, write
-    from piper.view.files import png as draw_png
+    from piper.view.plan_trace import chrome_trace
     from piper.view.report import page
     from piper.view.svg_grid import grid
     from piper.view.text_grid import grid as grid_text
     from piper.view.text_timeline import timeline_text
-    from piper.view.trace import chrome_trace
+    from piper.view.write import DRAWING, PAGE, PICTURE, TRACE, write
+    from piper.view.write import png as draw_png
 
     subject = subject_of(target, cluster=cluster, costs=costs, measured=measured, strategy=strategy)
     drawn = ""
@@ -67,7 +67,7 @@ def view(
 def write_schedule(schedule: Grid, title: str, path: Path, costs: Costs = UNIT) -> None:
     """Write a schedule as an SVG picture."""
     from piper.view.cells import of_schedule
-    from piper.view.files import DRAWING, write
     from piper.view.svg_grid import grid
+    from piper.view.write import DRAWING, write
 
     write(path, grid(of_schedule(schedule, title, costs)), DRAWING)

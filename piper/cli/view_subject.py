@@ -11,8 +11,8 @@ from piper.plan.text import read_plans, show_plans
 from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
-from piper.view.background import Background, read_background
-from piper.view.stages import stage_tags
+from piper.view.pipeline_stages import stage_tags
+from piper.view.provenance import Provenance, read_background
 from piper.view.subject import Subject, said_by
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def subject_of(
 
 
 def of_background(
-    background: Background, plans: Plans, prices: Prices, profile: Profile | None = None
+    background: Provenance, plans: Plans, prices: Prices, profile: Profile | None = None
 ) -> Subject:
     """Return plans of which all is known, timed at some prices, with what a run measured."""
     prices.check(background.outline)
@@ -86,9 +86,9 @@ def compiled(recipe: str, strategy: Path | None = None) -> "Program":
     return compile(load_recipe(recipe, strategy))
 
 
-def recipe_background(program: "Program", recipe: str) -> Background:
+def recipe_background(program: "Program", recipe: str) -> Provenance:
     """Return the background of a recipe's plans."""
-    from piper.train.background import background_of  # which imports torch
+    from piper.train.saved_provenance import background_of  # which imports torch
 
     return background_of(program, recipe)
 

@@ -2,7 +2,7 @@
 
 from piper.data.batches import Batches
 from piper.data.samples import Samples, Stream
-from piper.data.text import ByteTokenizer, FileTokenizer, Tokenizer, write_tokens
+from piper.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_tokens
 from piper.data.tokens import TextFile, TokenFile
 
 __all__ = [

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from piper.data.batches import Batch, Batches
 from piper.data.shuffle import Places
-from piper.data.text import DTYPE, ByteTokenizer, Tokenizer
+from piper.data.tokenizers import DTYPE, ByteTokenizer, Tokenizer
 from piper.errors import ConfigError
 
 

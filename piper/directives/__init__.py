@@ -18,7 +18,7 @@ from piper.directives.shard_axis import ShardAxis as ShardAxis
 from piper.directives.split import Split as Split
 from piper.directives.split import split
 from piper.errors import ScheduleError
-from piper.ir.graph import Asked, Graph
+from piper.ir.graph import AppliedDirective, Graph
 
 __all__ = [
     "Directive",
@@ -45,6 +45,6 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
             )
         if orders or not isinstance(directive, Order):
             graph = directive.apply(graph, number)
-        asked = Asked(verb=directive.verb, title=directive.title(number), places=directive.places)
+        asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
     return graph

@@ -15,7 +15,7 @@ from piper.directives.base import (
     touched,
 )
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, Ordering, Step, has_backward
+from piper.ir.graph import Graph, GroupMember, Ordering, has_backward
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
 
@@ -46,11 +46,11 @@ class Order(Directive):
                 hint=USAGE,
             )
         graph = self._split_backwards(graph, number, by)
-        groups: list[tuple[Step, ...]] = []
+        groups: list[tuple[GroupMember, ...]] = []
         position: dict[str, int] = {}
         members: list[Compute] = []
         for place, ats in enumerate(self.groups):
-            group: list[Step] = []
+            group: list[GroupMember] = []
             for at in ats:
                 for node in ordered(graph, at, by):
                     if position.setdefault(node.name, place) != place:
@@ -60,7 +60,7 @@ class Order(Directive):
                             facts={"node": node.name, "groups": f"{position[node.name]} and {place}"},
                             hint="name each node once: it runs once a step",
                         )
-                    group.append(Step(chunk=node.chunk, phase=node.phase, part=node.part))
+                    group.append(GroupMember(chunk=node.chunk, phase=node.phase, part=node.part))
                     members.append(node)
             groups.append(tuple(dict.fromkeys(group)))
         marked = (replace(node, origin=touched(node, number)) for node in members)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from piper.directives.base import Directive, given_filter, is_whole, registered, selected, spelt, touched
 from piper.errors import ScheduleError
-from piper.ir.graph import Cell, Graph, Index, inputs_from_chunks
+from piper.ir.graph import ChunkRun, Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.ir.select import At
 
@@ -44,14 +44,14 @@ class Split(Directive):
             for node in nodes
         }
         chunks = {node.chunk for node in nodes}
-        cells: list[Cell] = []
+        cells: list[ChunkRun] = []
         for cell in graph.index.cells:
             if cell.chunk not in chunks:
                 cells.append(cell)
                 continue
             for i in range(self.parts):
                 part = (*cell.part, (self.axis, i))
-                cells.append(Cell(chunk=cell.chunk, part=part, tags={**cell.tags, self.axis: i}))
+                cells.append(ChunkRun(chunk=cell.chunk, part=part, tags={**cell.tags, self.axis: i}))
         parts = dict(graph.parts)
         for chunk in chunks:
             parts[chunk] = (*parts[chunk], (self.axis, self.parts))

@@ -54,7 +54,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AxisPosition:
     """An input that is the position of a device in its group along an axis, from 0."""
 
     axis: str
@@ -67,7 +67,7 @@ class HostPlace:
     axis: str
 
 
-Source = Batch | Output | Constant | Place | HostPlace
+Source = Batch | Output | Constant | AxisPosition | HostPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

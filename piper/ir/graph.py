@@ -58,7 +58,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ChunkRun:
     """One chunk on one microbatch: the node of each of its phases, and its saved values."""
 
     chunk: str
@@ -67,7 +67,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class GroupMember:
     """A member of an ordered group, named by its content, so that later rewrites can find its successors."""
 
     chunk: str
@@ -80,22 +80,22 @@ class Ordering:
     """Groups that one `order` directive puts in sequence."""
 
     by: int  # the directive's number
-    groups: tuple[tuple[Step, ...], ...]
+    groups: tuple[tuple[GroupMember, ...], ...]
 
 
 class Index:
     """Finds cells by tag in time proportional to what is found."""
 
-    def __init__(self, cells: Iterable[Cell]) -> None:
+    def __init__(self, cells: Iterable[ChunkRun]) -> None:
         self.cells = tuple(cells)
         self.indices: dict[str, set[int]] = {}  # of each tag
         for cell in self.cells:
             for tag, index in cell.tags.items():
                 self.indices.setdefault(tag, set()).add(index)
         self.tags = set(self.indices)
-        self._tables: dict[tuple[str, ...], dict[tuple[int | None, ...], list[Cell]]] = {}
+        self._tables: dict[tuple[str, ...], dict[tuple[int | None, ...], list[ChunkRun]]] = {}
 
-    def find(self, at: At) -> list[Cell]:
+    def find(self, at: At) -> list[ChunkRun]:
         """Return the cells whose tags match `at`."""
         exact = tuple(tag for tag, index in at.tags if isinstance(index, int))
         if exact not in self._tables:
@@ -113,7 +113,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AppliedDirective:
     """A directive that was applied, as messages name it."""
 
     verb: str
@@ -137,7 +137,7 @@ class Graph:
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
     orderings: tuple[Ordering, ...] = ()
-    directives: tuple[Asked, ...] = ()  # by number
+    directives: tuple[AppliedDirective, ...] = ()  # by number
 
     @property
     def chunks(self) -> dict[str, Chunk]:
@@ -203,7 +203,7 @@ def start(outline: CapturedModel) -> Graph:
         if has_backward(chunk):
             node = Compute(chunk=chunk.name, phase="B")
             nodes[node.name] = node
-    index = Index(Cell(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks)
+    index = Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks)
     return Graph(outline=outline, nodes=nodes, index=index, parts={c.name: () for c in outline.chunks})
 
 

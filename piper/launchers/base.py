@@ -16,8 +16,8 @@ from piper.errors import WorkerError
 from piper.ir.chunk import CapturedModel
 from piper.launchers.optimizer_groups import OptimizerGroups
 from piper.plan.plan import Plans
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Clock, Recording
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Sums
 
@@ -197,10 +197,10 @@ class Run(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
 
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
 
-    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
 
     def save(

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.background import Done
-from piper.checkpoint.blocks import FileRecord, StorageError
+from piper.checkpoint.bucket_spans import buffers_of
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import begin, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.layout import buffers_of
 from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
 from piper.checkpoint.retention import Retention
 from piper.checkpoint.save import Copied, merged, name_of
-from piper.checkpoint.storage import CheckpointReader, Part, Written, index_of, write_parts
+from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
+from piper.checkpoint.verified_files import FileRecord, StorageError
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
 from piper.launchers.messages import Call
@@ -202,12 +202,12 @@ def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str,
     return {name: value for name, value in unread.items() if name in wanted}
 
 
-def whole_parts(values: Mapping[str, Tensor]) -> Iterable[Part]:
+def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
     """Yield full values as parts, each of which is all of its value."""
     for name, value in values.items():
         if value.numel():
             flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
-            yield Part(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
+            yield TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
 
 
 def read_unread(program: ProgramLike, shelf: CheckpointReader) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ def read_unread(program: ProgramLike, shelf: CheckpointReader) -> dict[str, Tens
         if name not in held:
             found[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
     shelf.read(
-        Part(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
+        TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
         for name, value in found.items()
     )
     return found
@@ -244,7 +244,7 @@ def with_states(callbacks: Sequence[Callback], data: object) -> object:
     return {CALLBACKS: states, DATA: data} if states else data
 
 
-class Saves(ABC):
+class CheckpointedRun(ABC):
     """A run that saves and loads with `Checkpoints`."""
 
     checkpoints: Checkpoints

@@ -20,8 +20,8 @@ from piper.launchers.base import (
     streams_of,
     unread_values,
 )
-from piper.launchers.checkpointing import Checkpoints, Saves
-from piper.launchers.evaluation import Evaluates
+from piper.launchers.checkpointing import CheckpointedRun, Checkpoints
+from piper.launchers.evaluate_run import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, blame
 from piper.launchers.messages import (
     PATIENCE,
@@ -39,10 +39,10 @@ from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_buffers, whole_parameters
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Clock, Recording, compare
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
+from piper.runtime.full_values import whole_buffers, whole_parameters
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options, Sums
 
@@ -270,7 +270,7 @@ def devices_of(plans: Plans) -> list[int]:
     return sorted(device for plan in plans for device in plan.devices)
 
 
-class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
+class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
     """A job whose devices are processes."""
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
@@ -358,16 +358,16 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, Saves):
             for bucket, value in cast("dict[str, Tensor]", found).items()
         }
 
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
         answers = self._ask("trail", dict.fromkeys(self.devices))
-        return cast("dict[int, dict[Mark, Tensor]]", answers)
+        return cast("dict[int, dict[OutputKey, Tensor]]", answers)
 
-    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
-        found: dict[int, tuple[Recording, Clock]] = {}
+        found: dict[int, tuple[DeviceProfile, ClockOffset]] = {}
         for device, answer in self._ask("record", dict.fromkeys(self.devices)).items():
-            if isinstance(answer, Recording):
+            if isinstance(answer, DeviceProfile):
                 found[device] = (answer, compare(lambda asked=device: self._time(asked)))  # type: ignore[misc]
         return found
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.folder import begin, commit, discard
 from piper.checkpoint.json_state import encode
-from piper.checkpoint.storage import Part, index_of, write_parts
+from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
+from piper.checkpoint.verified_files import StorageError
 from piper.launchers.checkpointing import model_of, unread_kept, whole_parts
 from piper.launchers.versions import Versions
 from piper.runtime.setup import ProgramLike
@@ -29,7 +29,7 @@ def write_version(
     target = target_of(path)
     plain = encode(data, "data")
     partial = begin(target)
-    parts: dict[str, list[Part]] = {
+    parts: dict[str, list[TensorRange]] = {
         f"device-{device:05}": found for device, found in versions.parts(step).items()
     }
     parts["driver"] = [*whole_parts(unread_kept(program, unread))]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.checkpoint.blocks import StorageError
 from piper.checkpoint.compatibility import check_model, wanted_model
 from piper.checkpoint.folder import begin, commit, discard
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import Record, Spec
-from piper.checkpoint.storage import Part, index_of, write_parts
+from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
+from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 from piper.launchers.checkpointing import whole_parts
 from piper.runtime.setup import ProgramLike, initial_tensors
@@ -66,9 +66,9 @@ def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, 
     return {first.get(name, name): name for name in values}
 
 
-def batched(names: Mapping[str, object], value: Callable[[str], Tensor]) -> Iterator[list[Part]]:
+def batched(names: Mapping[str, object], value: Callable[[str], Tensor]) -> Iterator[list[TensorRange]]:
     """Yield values as parts, as many at a time as memory should hold."""
-    held: list[Part] = []
+    held: list[TensorRange] = []
     for name in names:
         held += whole_parts({name: value(name)})
         if sum(part.tensor.nbytes for part in held) > MOST:

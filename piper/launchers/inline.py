@@ -9,27 +9,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from piper.checkpoint.background import Keeper
+from piper.checkpoint.background import BackgroundSaver
 from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
-from piper.launchers.checkpointing import Checkpoints, Saves
-from piper.launchers.evaluation import Evaluates
+from piper.launchers.checkpointing import CheckpointedRun, Checkpoints
+from piper.launchers.evaluate_run import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.processes import ProcessStatus, SharedFile, running
 from piper.launchers.versions import WorkerVersions
-from piper.runtime.assemble import whole_buffers, whole_parameters, whole_state
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Clock, Recording
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.full_values import whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
 from piper.runtime.worker import Options, Sums, Worker
 
 
-class InlineRun(Evaluates, Trains, Saves):
+class InlineRun(Evaluates, Trains, CheckpointedRun):
     """A job whose devices are threads."""
 
     def __init__(
@@ -73,7 +73,7 @@ class InlineRun(Evaluates, Trains, Saves):
         self.busy: dict[int, float] = {}  # threads share cores: one cannot be distinguished from the others
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
-        self.keepers = {device: Keeper(worker) for device, worker in self.workers.items()}
+        self.keepers = {device: BackgroundSaver(worker) for device, worker in self.workers.items()}
         self.versions = {
             device: WorkerVersions(worker, versions)
             for device, worker in self.workers.items()
@@ -208,13 +208,13 @@ class InlineRun(Evaluates, Trains, Saves):
         }
         return whole_state(buckets, owned)
 
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
         return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
 
-    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
-        same = Clock(offset=0.0, error=0.0)
+        same = ClockOffset(offset=0.0, error=0.0)
         return {d: (w.recorder.take(), same) for d, w in self.workers.items() if w.recorder is not None}
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ from piper.launchers.transport.shared_memory import TensorEntry
 from piper.plan.divided import Share
 from piper.plan.plan import Plans
 from piper.runtime.compute import slices
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Clock, Recording
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import Code, Setup
 from piper.runtime.worker import Options, Sums
 
@@ -180,17 +180,17 @@ CODEC = Codec(
     (
         Assignment,
         BatchSlice,
-        Clock,
+        ClockOffset,
         Done,
         EvaluationBatch,
         EvaluationResult,
         Failure,
         Heartbeat,
-        Mark,
+        OutputKey,
         Preparation,
         RankInfo,
         RankZeroResult,
-        Recording,
+        DeviceProfile,
         Resumed,
         Share,
         StepResult,

@@ -27,8 +27,8 @@ from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
 from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
 from piper.launchers.stragglers import Stragglers
 from piper.launchers.versions import Versions
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Clock, Recording
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -323,11 +323,11 @@ class RecoveringRun(Trains):
         """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
         return self._call(lambda run: run.gradients())
 
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
         return self._call(lambda run: run.trails())
 
-    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         return self._call(lambda run: run.recordings())
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from piper.launchers.messages import Call
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.assemble import whole_state
+from piper.runtime.full_values import whole_state
 
 
 def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:

@@ -13,14 +13,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains, result_of
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.comm.alone import AloneComms, arriving, totalled
+from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Clock, Recording
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
 from piper.runtime.worker import Options, Worker
@@ -82,9 +82,9 @@ class SingleRankRun(Trains):
             measured = torch.cuda.max_memory_allocated(self.setup.device) - self.engine.nbytes
         return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
 
-    def recordings(self) -> dict[int, tuple[Recording, Clock]]:
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran; `profile` must be on."""
-        recorder, same = self.worker.recorder, Clock(offset=0.0, error=0.0)
+        recorder, same = self.worker.recorder, ClockOffset(offset=0.0, error=0.0)
         return {} if recorder is None else {self.device: (recorder.take(), same)}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class SingleRankRun(Trains):
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         raise single_rank_error("there is no optimizer state of a whole job")
 
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step; `keep_outputs` must be on."""
         return {} if self.worker.trail is None else {self.device: self.worker.trail.kept}
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from piper.checkpoint.bucket_spans import owned_range, saved_buckets
 from piper.checkpoint.json_state import dtype_named
-from piper.checkpoint.layout import owned_range, saved_buckets
 from piper.checkpoint.load import read_state
-from piper.checkpoint.metadata import Piece, Record, Trainer, kept_by
+from piper.checkpoint.metadata import Record, SavedPiece, Trainer, kept_by
 from piper.checkpoint.save import Copied, RefusedError, Shapes, copy_state, merged
-from piper.checkpoint.storage import CheckpointReader, Part, Placed, index_of
+from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
 from piper.errors import ConfigError
 from piper.format import size
 from piper.launchers.processes import SharedFile
@@ -42,7 +42,7 @@ Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
 class Layout:
     """What lies where in a version of one device."""
 
-    placed: tuple[Placed, ...]
+    placed: tuple[StoredRange, ...]
     offsets: tuple[int, ...]  # of each placed part, in bytes
     moments: dict[str, Shapes]  # the optimizer's tensors
 
@@ -118,7 +118,7 @@ def layout_of(copied: Copied, file: str) -> Layout:
         offsets.append(at)
         at = rounded(at + part.tensor.nbytes)
     placed = tuple(
-        Placed(
+        StoredRange(
             key=part.key,
             dtype=str(part.tensor.dtype).removeprefix("torch."),
             size=part.size,
@@ -187,7 +187,7 @@ class VersionShelf(CheckpointReader):
             tensors=index_of(one.layout.placed for one in found),
         )
 
-    def values(self, key: str, piece: Piece, first: int, length: int) -> Tensor:
+    def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
         """Return elements of a stored piece: `length` of them from its element `first` on."""
         held, number = self.located[piece.file, key, piece.offset]
         return held.part(number)[first : first + length]
@@ -267,13 +267,13 @@ class Versions:
         pairs = self.descriptors.values()
         return VersionShelf((held_in(pair[step % GENERATIONS]) for pair in pairs), seed)
 
-    def parts(self, step: int) -> dict[int, list[Part]]:
+    def parts(self, step: int) -> dict[int, list[TensorRange]]:
         """Return all tensors of a complete version by device, to write them to a disk."""
-        found: dict[int, list[Part]] = {}
+        found: dict[int, list[TensorRange]] = {}
         for device, pair in self.descriptors.items():
             held = held_in(pair[step % GENERATIONS])
             found[device] = [
-                Part(
+                TensorRange(
                     key=placed.key,
                     size=placed.size,
                     start=placed.piece.offset,

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
-from piper.checkpoint.background import Done, Keeper
+from piper.checkpoint.background import BackgroundSaver, Done
 from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
 from piper.launchers.messages import (
@@ -39,9 +39,9 @@ from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.context import Rows
-from piper.runtime.debug.output_recorder import Mark
-from piper.runtime.debug.profiler import Recording
+from piper.runtime.context import BatchField
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.worker import Sums, Worker
 
@@ -70,7 +70,7 @@ class WorkerServer:
             on_failure=comms.abort,
             watch=self.watcher.watch,
         )
-        self.keeper = Keeper(self.worker)
+        self.keeper = BackgroundSaver(self.worker)
         self.versions = None if given.versions is None else WorkerVersions(self.worker, given.versions)
         self.trouble: Failure | None = None  # of what was done between two calls
         self.thread = ThreadPoolExecutor(1, "step")
@@ -90,7 +90,7 @@ class WorkerServer:
         gloo = GlooComms(setup.plans, self.device, store, at.own, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
 
-    def step(self, batch: Mapping[str, Rows]) -> Sums | Failure:
+    def step(self, batch: Mapping[str, BatchField]) -> Sums | Failure:
         """Train on this device's rows of a batch."""
         answer = self._watched(lambda: self.worker.step(batch))
         return replace(answer, busy=self.watcher.take_busy()) if isinstance(answer, Sums) else answer
@@ -147,11 +147,11 @@ class WorkerServer:
         """Return the named buffers that this device uses, with its share of each."""
         return self.worker.buffers(names)
 
-    def trail(self, _: object) -> dict[Mark, Tensor]:
+    def trail(self, _: object) -> dict[OutputKey, Tensor]:
         """Return what every chunk returned in the last step."""
         return {} if self.worker.trail is None else self.worker.trail.kept
 
-    def record(self, _: object) -> Recording | None:
+    def record(self, _: object) -> DeviceProfile | None:
         """Return when the instructions of the recorded steps ran, on this worker's clock."""
         return None if self.worker.recorder is None else self.worker.recorder.take()
 

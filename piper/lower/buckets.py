@@ -22,7 +22,7 @@ Lanes = tuple[Devices, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class ChunkPlacement:
     """The placement of a chunk's parameters: its devices and its policy."""
 
     chunk: str
@@ -52,7 +52,7 @@ def make_buckets(work: LoweringState) -> LoweringState:
     if work.settings.buckets is not None:
         return share_buckets(work, work.settings.buckets)
     graph = work.graph
-    homes = homes_of(graph)
+    placements = placements_of(graph)
     parameters = {p.name: p for p in trained(graph.outline)}
     users: dict[str, list[str]] = {}
     for chunk in graph.outline.chunks:
@@ -62,11 +62,11 @@ def make_buckets(work: LoweringState) -> LoweringState:
     why: list[str] = []
     for chunk in graph.outline.chunks:
         own = [parameters[name] for name in chunk.params if len(users[name]) == 1]
-        for bucket in chunk_buckets(chunk, own, homes[chunk.name]):
+        for bucket in chunk_buckets(chunk, own, placements[chunk.name]):
             made[bucket.name] = bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
-            buckets, reason = tied_buckets(parameters[name], [homes[c] for c in chunks], made)
+            buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
     if work.settings.whole:
@@ -125,12 +125,12 @@ def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringS
     -->
     PP=0/0 (not trained, read by the chunks of this program that use its parameters)
     """
-    homes = homes_of(work.graph)
+    placements = placements_of(work.graph)
     readers: dict[str, list[str]] = {}
     for chunk in work.graph.outline.chunks:
         for name in chunk.params:
             here = (b for b in given.values() if any(piece.name == name for piece in b.pieces))
-            found = next(b for b in here if set(homes[chunk.name].devices) <= set(b.devices))
+            found = next(b for b in here if set(placements[chunk.name].devices) <= set(b.devices))
             if chunk.name not in readers.setdefault(found.name, []):
                 readers[found.name].append(chunk.name)
     made: dict[str, Bucket] = {}
@@ -167,19 +167,19 @@ def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:
                 yield f"{chunk.name} finds {name} in {held.count(name)} of its buckets"
 
 
-def homes_of(graph: Graph) -> dict[str, Home]:
+def placements_of(graph: Graph) -> dict[str, ChunkPlacement]:
     """Return where the parameters of each chunk live, by chunk."""
-    homes: dict[str, Home] = {}
+    placements: dict[str, ChunkPlacement] = {}
     for node in graph.nodes.values():
-        if node.chunk not in homes:
-            homes[node.chunk] = Home(
+        if node.chunk not in placements:
+            placements[node.chunk] = ChunkPlacement(
                 chunk=node.chunk,
                 devices=node.devices,
                 policy=graph.policy(node.chunk),
                 origin=node.origin,
                 by=graph.placed_by(node),
             )
-    return homes
+    return placements
 
 
 def trained(outline: CapturedModel) -> Iterator[Parameter]:
@@ -192,7 +192,7 @@ def trained(outline: CapturedModel) -> Iterator[Parameter]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldParameter:
     """How the devices of a region hold one parameter between them, before ZeRO."""
 
     shape: tuple[int, ...]  # of what one device holds
@@ -203,13 +203,13 @@ class Held:
     alike: int = 1  # how many devices hold the same slice and work out the same gradient
 
 
-def held_by(param: Parameter, home: Home) -> Held:
+def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     """Return how the devices of a region hold a parameter: divided by expert, along an axis, or whole."""
     found: list[Sharding] = []
     apart: list[tuple[int, int]] = []
     alike, stride = 1, 1
     slices = {held.axis: held for held in param.slices}
-    for axis in home.policy.axes:
+    for axis in placement.policy.axes:
         held = slices.get(axis.axis)
         if held is not None and held.dim is not None:
             found.append(Sharding(dim=held.dim, blocks=held.blocks, ways=axis.degree, stride=stride))
@@ -217,11 +217,11 @@ def held_by(param: Parameter, home: Home) -> Held:
             apart.append((stride, axis.degree))
             alike *= axis.degree if held is None or held.dim is None else 1
         stride *= axis.degree
-    experts = home.policy.sharding(param.name)
+    experts = placement.policy.sharding(param.name)
     if experts.ways > 1:
         found.append(replace(experts, stride=stride))
         apart.append((stride, experts.ways))
-    return Held(
+    return HeldParameter(
         shape=local_sizes(param.shape, found), shardings=tuple(found), apart=tuple(apart), alike=alike
     )
 
@@ -234,16 +234,18 @@ def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[
     return tuple(tuple(members) for members in found.values())
 
 
-def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iterator[Bucket]:
+def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], placement: ChunkPlacement) -> Iterator[Bucket]:
     """Yield buckets of a chunk's own parameters, each at most `bucket_mb` large.
 
     Parameters of one bucket have the same dtype and are held by the devices in the same way.
     """
-    kinds: dict[tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, Held]]] = {}
+    kinds: dict[
+        tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, HeldParameter]]
+    ] = {}
     for param in params:
-        held = held_by(param, home)
+        held = held_by(param, placement)
         kinds.setdefault((param.dtype, param.trainable, held.apart, held.alike), []).append((param, held))
-    limit = home.policy.bucket_mb
+    limit = placement.policy.bucket_mb
     number = 0
     for (dtype, trainable, _, _), members in kinds.items():
         pieces: list[Piece] = []
@@ -251,12 +253,12 @@ def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], home: Home) -> Iter
         for param, held in members:
             piece = Piece(name=param.name, shape=held.shape, offset=filled, shardings=held.shardings)
             if pieces and limit is not None and (filled + piece.numel) * itemsize(dtype) > limit * MEGABYTE:
-                yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, held)
+                yield bucket_for(f"{chunk.name}/{number}", pieces, (placement,), dtype, trainable, held)
                 number, pieces, filled = number + 1, [], 0
                 piece = replace(piece, offset=0)
             pieces.append(piece)
             filled += piece.numel
-        yield bucket_for(f"{chunk.name}/{number}", pieces, (home,), dtype, trainable, members[0][1])
+        yield bucket_for(f"{chunk.name}/{number}", pieces, (placement,), dtype, trainable, members[0][1])
         number += 1
 
 
@@ -267,65 +269,73 @@ def itemsize(dtype: str) -> int:
 
 
 def bucket_for(
-    name: str, pieces: list[Piece], homes: tuple[Home, ...], dtype: str, trainable: bool, held: Held
+    name: str,
+    pieces: list[Piece],
+    placements: tuple[ChunkPlacement, ...],
+    dtype: str,
+    trainable: bool,
+    held: HeldParameter,
 ) -> Bucket:
-    """Return a bucket that lives on the devices of `homes`, which all have the same devices."""
-    home = homes[0]
-    groups = groups_apart(home.devices, held.apart)
-    zero = min(h.policy.zero for h in homes) if len(groups[0]) > 1 else 0
+    """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
+    placement = placements[0]
+    groups = groups_apart(placement.devices, held.apart)
+    zero = min(h.policy.zero for h in placements) if len(groups[0]) > 1 else 0
     return Bucket(
         name=name,
         pieces=tuple(pieces),
-        devices=home.devices,
+        devices=placement.devices,
         groups=groups,
-        chunks=tuple(h.chunk for h in homes),
+        chunks=tuple(h.chunk for h in placements),
         dtype=dtype,
         itemsize=itemsize(dtype),
         zero=zero,
         trainable=trainable,
         copies=(1 if zero else len(groups[0])) * held.alike,
-        reduce_stream=home.policy.reduce_stream,
-        gather_stream=home.policy.gather_stream,
-        origin=tuple(dict.fromkeys(n for h in homes for n in h.origin)),
+        reduce_stream=placement.policy.reduce_stream,
+        gather_stream=placement.policy.gather_stream,
+        origin=tuple(dict.fromkeys(n for h in placements for n in h.origin)),
     )
 
 
 def tied_buckets(
-    param: Parameter, homes: list[Home], taken: Collection[str]
+    param: Parameter, placements: list[ChunkPlacement], taken: Collection[str]
 ) -> tuple[list[Bucket], list[str]]:
     """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all."""
     named = param.name
-    while not {named, *(f"{named}@{home.chunk}" for home in homes)}.isdisjoint(taken):
+    while not {named, *(f"{named}@{placement.chunk}" for placement in placements)}.isdisjoint(taken):
         named += "'"  # a parameter may have the same name as a bucket
-    by_set: dict[Devices, list[Home]] = {}
-    for home in homes:
-        by_set.setdefault(home.devices, []).append(home)
-    held = {home.chunk: held_by(param, home) for home in homes}
-    first = held[homes[0].chunk]
-    by_expert = any(home.policy.sharding(param.name).ways > 1 for home in homes)
+    by_set: dict[Devices, list[ChunkPlacement]] = {}
+    for placement in placements:
+        by_set.setdefault(placement.devices, []).append(placement)
+    held = {placement.chunk: held_by(param, placement) for placement in placements}
+    first = held[placements[0].chunk]
+    by_expert = any(placement.policy.sharding(param.name).ways > 1 for placement in placements)
     if len(set(held.values())) > 1 or (len(by_set) > 1 and by_expert):
-        divided = next(home for home in homes if held[home.chunk].apart)
+        divided = next(placement for placement in placements if held[placement.chunk].apart)
         what = "experts" if by_expert else "parameter"
         raise ScheduleError(
             f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",
             by=divided.by,
-            facts={home.chunk: f"on {show(home.devices)}, {shown_held(held[home.chunk])}" for home in homes},
+            facts={
+                placement.chunk: f"on {show(placement.devices)}, {shown_held(held[placement.chunk])}"
+                for placement in placements
+            },
             hint="shard the regions that share experts alike, on the same devices"
             if by_expert
             else "shard all regions that share it along the same axes",
         )
     piece = Piece(name=param.name, shape=first.shape, offset=0, shardings=first.shardings)
 
-    def bucket(name: str, members: Iterable[Home]) -> Bucket:
+    def bucket(name: str, members: Iterable[ChunkPlacement]) -> Bucket:
         return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, first)
 
     if len(by_set) == 1:
-        return [bucket(named, homes)], []
+        return [bucket(named, placements)], []
     sizes = {len(devices) for devices in by_set}
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
-        zero = min(home.policy.zero for home in homes) if sizes != {1} else 0
+        zero = min(placement.policy.zero for placement in placements) if sizes != {1} else 0
         made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
         names = [b.name for b in made]
         return [
@@ -340,19 +350,22 @@ def tied_buckets(
     if first.apart:
         raise ScheduleError(
             f"the tied parameter {param.name} is divided on sets of devices that differ in size or overlap",
-            by=homes[0].by,
-            facts={home.chunk: f"on {show(home.devices)}" for home in homes},
+            by=placements[0].by,
+            facts={placement.chunk: f"on {show(placement.devices)}" for placement in placements},
             hint="place the regions that share it on sets of the same size that are apart, or on one set",
         )
-    union = [replace(home, devices=everyone, policy=replace(home.policy, zero=0)) for home in homes]
+    union = [
+        replace(placement, devices=everyone, policy=replace(placement.policy, zero=0))
+        for placement in placements
+    ]
     reason = (
         f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
         f"({', '.join(show(devices) for devices in by_set)})"
     )
-    return [bucket(named, union)], [reason] if any(h.policy.zero for h in homes) else []
+    return [bucket(named, union)], [reason] if any(h.policy.zero for h in placements) else []
 
 
-def shown_held(held: Held) -> str:
+def shown_held(held: HeldParameter) -> str:
     """Return text that says how a parameter is divided."""
     return f"ways {math.prod(sharding.ways for sharding in held.shardings)}"
 

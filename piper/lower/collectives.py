@@ -5,19 +5,19 @@ import math
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Collective, Phase
 from piper.ir.node import Collect
-from piper.lower.values import Flow, Template
+from piper.lower.value_table import Flow, Template
 
 
 def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotId, written: SlotId) -> None:
     """Add one phase of a collective: it reads one value and writes one."""
-    home = flow.homes[chunk.name]
-    axes = home.policy.axes
+    placement = flow.placements[chunk.name]
+    axes = placement.policy.axes
     place = next(i for i, held in enumerate(axes) if held.axis == how.axis)
     node = Collect(
         chunk=chunk.name,
         phase=phase,
         part=(),
-        devices=home.devices,
+        devices=placement.devices,
         stride=math.prod(held.degree for held in axes[:place]),
         how=how,
         reads=(read,),

@@ -6,14 +6,14 @@ from dataclasses import replace
 from piper.devices import Devices
 from piper.ids import SlotId
 from piper.ir.node import Transfer
-from piper.lower.buckets import homes_of
+from piper.lower.buckets import placements_of
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, draft_node
 from piper.lower.programs import channels, classes_of
 from piper.lower.state import LoweringState
 from piper.lower.validate import cells_per_device, parts_of
-from piper.plan.check import prove
-from piper.plan.plan import Placed, Plan, Plans, Slot
+from piper.plan.plan import PlacedChunk, Plan, Plans, Slot
+from piper.plan.prove import prove
 from piper.proof.values import prove_values
 
 
@@ -32,22 +32,22 @@ def emit(work: LoweringState) -> LoweringState:
         drafts=[[] for _ in classes],
         class_of={device: number for number, devices in enumerate(classes) for device in devices},
     )
-    for node in work.line:
+    for node in work.sequence:
         draft_node(emission, node)
     outline = work.graph.outline
-    homes = homes_of(work.graph)
-    home = homes[outline.loss.chunk]
-    slices = home.slices * parts_of(work.graph, outline.loss.chunk)
+    placements = placements_of(work.graph)
+    placement = placements[outline.loss.chunk]
+    slices = placement.slices * parts_of(work.graph, outline.loss.chunk)
     plans = Plans(
         plans=tuple(plan_of(work, *program) for program in zip(classes, emission.drafts, strict=True)),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},
         buckets=work.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,
         weighted=outline.weight is not None,
-        copies=home.policy.degree,
+        copies=placement.policy.degree,
         cells=cells_per_device(work.graph),
         axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
-        chunks={c.name: Placed(tags=c.tags, devices=homes[c.name].devices) for c in outline.chunks},
+        chunks={c.name: PlacedChunk(tags=c.tags, devices=placements[c.name].devices) for c in outline.chunks},
         why=work.why,
     )
     return replace(work, plans=plans)
@@ -64,7 +64,7 @@ def plans_can_run(work: LoweringState) -> Iterator[str]:
 def device_sets(work: LoweringState) -> Iterator[Devices]:
     """Yield the devices of every node, and the sender and receiver sets of every transfer."""
     seen: set[object] = set()
-    for node in work.line:
+    for node in work.sequence:
         if not isinstance(node, Transfer):
             if node.devices not in seen:
                 seen.add(node.devices)

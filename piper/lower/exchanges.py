@@ -3,7 +3,7 @@
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.node import Counts, Exchange
-from piper.lower.values import Flow, Template, input_gradient, output_slot, splits_slot
+from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
 IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
@@ -18,13 +18,13 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         counts = Counts(
             chunk=chunk.name,
             part=(),
-            devices=flow.homes[chunk.name].devices,
+            devices=flow.placements[chunk.name].devices,
             ways=policy.ways,
             stride=policy.degree,
             stream=policy.exchange_stream,
             reads=(inputs[1],),
             writes=(splits, output_slot(chunk.name, 1)),
-            origin=flow.homes[chunk.name].origin,
+            origin=flow.placements[chunk.name].origin,
         )
         flow.templates.append(Template(node=counts, chunk=chunk.name))
     outward = chunk.kind == "route"
@@ -47,7 +47,7 @@ def exchange(
         chunk=chunk.name,
         phase=phase,
         part=(),
-        devices=flow.homes[chunk.name].devices,
+        devices=flow.placements[chunk.name].devices,
         ways=policy.ways,
         stride=policy.degree,
         outward=outward,

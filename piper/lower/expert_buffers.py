@@ -8,25 +8,25 @@ from piper.ir.graph import Graph
 def check_expert_buffers(graph: Graph) -> None:
     """Refuse to divide a buffer that a region writes, or that a region with other experts uses too."""
     outline = graph.outline
-    homes = {node.chunk: node for node in graph.nodes.values()}
+    placements = {node.chunk: node for node in graph.nodes.values()}
     users: dict[str, str] = {}
     for chunk in outline.chunks:
         for name in chunk.buffers:
             first = users.setdefault(name, chunk.name)
             ways = {user: graph.policy(user).sharding(name).ways for user in (first, chunk.name)}
             divided = max(first, chunk.name, key=lambda user: ways[user])
-            asked = f"ways {ways[divided]} over {show(homes[divided].devices)}"
+            asked = f"ways {ways[divided]} over {show(placements[divided].devices)}"
             if ways[first] != ways[chunk.name]:
                 raise ScheduleError(
                     f"the buffer {name} would be divided in one region and not in another",
-                    by=graph.placed_by(homes[divided]),
+                    by=graph.placed_by(placements[divided]),
                     facts={"asked": f"{asked} for {divided}", "but": f"{first} and {chunk.name} share it"},
                     hint="give each region a buffer of its own, or shard both alike",
                 )
             if name in chunk.mutated and ways[chunk.name] > 1:
                 raise ScheduleError(
                     f"the buffer {name} cannot be divided with its experts",
-                    by=graph.placed_by(homes[chunk.name]),
+                    by=graph.placed_by(placements[chunk.name]),
                     facts={
                         "asked": asked,
                         "but": f"{chunk.name} writes it, from the rows of {ways[chunk.name]} devices at once",

@@ -14,7 +14,7 @@ MOST_READERS = 3
 
 def explain(work: LoweringState, plans: Plans, name: str) -> str:
     """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
-    found = {node.name: node for node in work.line}
+    found = {node.name: node for node in work.sequence}
     if name not in found:
         close = get_close_matches(name, found, n=3)
         raise ConfigError(
@@ -41,15 +41,15 @@ def explain(work: LoweringState, plans: Plans, name: str) -> str:
 
 def origins(work: LoweringState, name: str) -> list[str]:
     """Return the directives that shaped a node, each with its source line."""
-    node = next((node for node in work.line if node.name == name), None)
+    node = next((node for node in work.sequence if node.name == name), None)
     return [work.graph.directives[number].title for number in node.origin] if node else []
 
 
 def values(work: LoweringState, node: Node) -> Iterator[str]:
     """Yield a line for each value a node reads, with its writer, and for each it writes, with its readers."""
-    writer = {value: other.name for other in work.line for value in other.writes}
+    writer = {value: other.name for other in work.sequence for value in other.writes}
     readers: dict[str, list[str]] = {}
-    for other in work.line:
+    for other in work.sequence:
         for value in other.reads:
             readers.setdefault(value, []).append(other.name)
     for value in node.reads:

@@ -7,12 +7,12 @@ from piper.devices import Devices, show
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
-from piper.lower.buckets import homes_of, param_slot
+from piper.lower.buckets import param_slot, placements_of
 from piper.lower.collectives import collect
 from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
 from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing
-from piper.lower.values import (
+from piper.lower.value_table import (
     SEED,
     Flow,
     Template,
@@ -35,7 +35,9 @@ def bind_values(work: LoweringState) -> LoweringState:
     F[PP=0]@0 --h--> transfer --h@1--> F[PP=1]@1
     """
     graph = work.graph
-    flow = Flow(work=work, homes=homes_of(graph), chunks=graph.chunks, residents={SEED: Slot(nbytes=8)})
+    flow = Flow(
+        work=work, placements=placements_of(graph), chunks=graph.chunks, residents={SEED: Slot(nbytes=8)}
+    )
     for chunk in graph.outline.chunks:
         if not flow.passes_on(chunk):
             forward(flow, chunk)
@@ -85,7 +87,7 @@ def forward(flow: Flow, chunk: Chunk) -> None:
     node = Compute(
         chunk=chunk.name,
         phase="F",
-        devices=flow.homes[chunk.name].devices,
+        devices=flow.placements[chunk.name].devices,
         reads=reads,
         writes=tuple(writes),
     )
@@ -106,10 +108,10 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
 
 def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
     """Add a buffer's slot on the chunk's devices. Where it is divided, each device holds its slice."""
-    home = flow.homes[chunk.name]
-    sharding = replace(home.policy.sharding(name), stride=home.policy.degree)
+    placement = flow.placements[chunk.name]
+    sharding = replace(placement.policy.sharding(name), stride=placement.policy.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
-    placed = home.devices if sharding.ways > 1 else ()
+    placed = placement.devices if sharding.ways > 1 else ()
     held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)
     flow.residents[buffer_slot(name)] = held
 
@@ -137,7 +139,9 @@ def backward(flow: Flow, chunk: Chunk) -> None:
         spec = chunk.input_specs[position]
         flow.specs[name] = spec
         flow.values[name] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
-        flow.gradients.setdefault((source.chunk, source.index), []).append((flow.homes[chunk.name], name))
+        flow.gradients.setdefault((source.chunk, source.index), []).append(
+            (flow.placements[chunk.name], name)
+        )
 
 
 def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int, SlotId]) -> None:
@@ -161,7 +165,7 @@ def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int,
     node = Compute(
         chunk=chunk.name,
         phase=phase,
-        devices=flow.homes[chunk.name].devices,
+        devices=flow.placements[chunk.name].devices,
         reads=tuple(reads),
         writes=tuple(writes),
         keeps=tuple(names[i] for i in chunk.kept_inputs.get(phase, ())),

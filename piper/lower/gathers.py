@@ -21,11 +21,11 @@ def add_gathers(work: LoweringState) -> LoweringState:
     sharded = [bucket for bucket in work.buckets.values() if bucket.zero == 3]
     if not sharded:
         return work
-    line = list(work.line)
-    places = computes_by_set(line, {bucket.devices for bucket in sharded})
+    sequence = list(work.sequence)
+    places = computes_by_set(sequence, {bucket.devices for bucket in sharded})
     slots = {param_slot(bucket) for bucket in sharded}
     reads_shards = {
-        devices: [not slots.isdisjoint(line[place].reads) for place in found]
+        devices: [not slots.isdisjoint(sequence[place].reads) for place in found]
         for devices, found in places.items()
     }
     before: dict[int, list[Node]] = {}
@@ -33,8 +33,8 @@ def add_gathers(work: LoweringState) -> LoweringState:
     renamed: dict[int, dict[SlotId, SlotId]] = {}
     for bucket in sharded:
         values[whole(bucket)] = Slot(nbytes=bucket.nbytes)
-        for run in uses(bucket, line, places[bucket.devices]):
-            first = line[places[bucket.devices][run[0]]]
+        for run in uses(bucket, sequence, places[bucket.devices]):
+            first = sequence[places[bucket.devices][run[0]]]
             assert isinstance(first, Compute), "computes use parameters"
             slot = whole(bucket).of_run(first.run)
             ahead = places[bucket.devices][ahead_of(run[0], reads_shards[bucket.devices])]
@@ -51,15 +51,15 @@ def add_gathers(work: LoweringState) -> LoweringState:
             for use in run:
                 renamed.setdefault(places[bucket.devices][use], {})[param_slot(bucket)] = slot
     for place, names in renamed.items():
-        node = line[place]
-        line[place] = replace(node, reads=tuple(names.get(value, value) for value in node.reads))
-    return replace(work, line=woven(line, before, {}), values=values)
+        node = sequence[place]
+        sequence[place] = replace(node, reads=tuple(names.get(value, value) for value in node.reads))
+    return replace(work, sequence=woven(sequence, before, {}), values=values)
 
 
 def sharded_parameters_are_gathered(work: LoweringState) -> Iterator[str]:
     """Yield each compute node that reads a shard where it needs the whole bucket."""
     shards = {param_slot(bucket) for bucket in work.buckets.values() if bucket.zero == 3}
-    for node in work.line:
+    for node in work.sequence:
         if isinstance(node, Compute):
             for value in node.reads:
                 if value in shards:
@@ -81,10 +81,10 @@ def whole(bucket: Bucket) -> SlotId:
     return SlotId("whole", bucket.name)
 
 
-def uses(bucket: Bucket, line: list[Node], places: list[int]) -> Iterator[list[int]]:
+def uses(bucket: Bucket, sequence: list[Node], places: list[int]) -> Iterator[list[int]]:
     """Yield the runs of neighbouring compute nodes that read a bucket.
 
     A weight-gradient node (BW) does not read parameters, so it ends a run.
     """
     slot = param_slot(bucket)
-    return runs([slot in line[place].reads for place in places])
+    return runs([slot in sequence[place].reads for place in places])

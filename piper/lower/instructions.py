@@ -24,7 +24,7 @@ from piper.ir.node import (
     Transfer,
 )
 from piper.lower.events import PendingInstr
-from piper.lower.programs import Channel, channels
+from piper.lower.programs import TransferPairs, channels
 from piper.lower.reductions import final_gradient
 from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
@@ -281,7 +281,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
         emission.drafts[at].append(join)
 
 
-def pair_comm(emission: Emission, channel: Channel) -> str:
+def pair_comm(emission: Emission, channel: TransferPairs) -> str:
     """Return the name of the communicator of a channel's pairs, and register it if it is new."""
     if channel.name not in emission.pairs:
         pairs = tuple(zip(channel.senders, channel.receivers, strict=True))

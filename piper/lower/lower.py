@@ -15,7 +15,7 @@ from piper.lower.reductions import (
     every_tied_copy_is_summed,
 )
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
-from piper.lower.schedule import line_respects_every_edge, schedule
+from piper.lower.schedule import schedule, sequence_respects_every_edge
 from piper.lower.state import Capture, Completed, LoweringState, Property, Rewrite, Settings
 from piper.lower.step_end import (
     add_loads,
@@ -25,16 +25,16 @@ from piper.lower.step_end import (
     every_gradient_is_applied,
     every_value_is_where_it_is_read,
 )
-from piper.lower.validate import capture, every_chunk_has_one_home, every_node_has_a_phase, settle
+from piper.lower.validate import capture, every_chunk_has_one_placement, every_node_has_a_phase, settle
 from piper.plan.plan import Plans
 
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
-    (settle, every_chunk_has_one_home),
+    (settle, every_chunk_has_one_placement),
     (capture, every_node_has_a_phase),
     (make_buckets, every_parameter_has_a_bucket),
     (bind_values, no_value_crosses_devices),
     (add_orders, edges_join_nodes_that_exist),
-    (schedule, line_respects_every_edge),
+    (schedule, sequence_respects_every_edge),
     (add_reruns, backwards_read_what_ran_last),
     (add_gathers, sharded_parameters_are_gathered),
     (add_reductions, every_gradient_is_reduced),

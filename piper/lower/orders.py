@@ -8,7 +8,7 @@ from piper.devices import show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
-from piper.ir.graph import Graph, Ordering, Step
+from piper.ir.graph import Graph, GroupMember, Ordering
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
 from piper.lower.programs import classes_of
 from piper.lower.state import LoweringState, Temporal
@@ -43,7 +43,7 @@ def edges_join_nodes_that_exist(work: LoweringState) -> Iterator[str]:
             yield f"{first} ..> {then} leads nowhere"
 
 
-def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Step, ...], ...]]:
+def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[GroupMember, ...], ...]]:
     """Yield the groups as given, or once per microbatch where a later split divided all of them alike."""
     steps = [step for group in ordering.groups for step in group]
     later = {graph.parts[step.chunk][len(step.part) :] for step in steps}
@@ -59,7 +59,7 @@ def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Step, ...
     yield tuple(tuple(copy for step in group for copy in copies(graph, step)) for group in ordering.groups)
 
 
-def copies(graph: Graph, step: Step) -> Iterator[Step]:
+def copies(graph: Graph, step: GroupMember) -> Iterator[GroupMember]:
     """Yield the copies of a step, one for each microbatch that a later split made of it."""
     axes = graph.parts[step.chunk][len(step.part) :]
     for indices in itertools.product(*(range(size) for _, size in axes)):
@@ -69,7 +69,7 @@ def copies(graph: Graph, step: Step) -> Iterator[Step]:
 
 
 def chain_groups(
-    graph: Graph, by: int, groups: tuple[tuple[Step, ...], ...], nodes: dict[str, Node]
+    graph: Graph, by: int, groups: tuple[tuple[GroupMember, ...], ...], nodes: dict[str, Node]
 ) -> Iterator[Temporal]:
     """Yield edges from each group to the next one on every device they share."""
     found = [list(existing(group, nodes)) for group in groups]
@@ -85,7 +85,7 @@ def chain_groups(
         yield from chain_on_device(by, [members for members in here if members])
 
 
-def existing(group: Iterable[Step], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
+def existing(group: Iterable[GroupMember], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
     """Yield the nodes of a group. A backward that was split later stands for its two halves."""
     for step in group:
         for phase in HALVES[step.phase]:
@@ -177,11 +177,11 @@ def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
 
 def depths(graph: Graph) -> dict[str, int]:
     """Return the number of device sets in a row that each chunk's results pass through, its own included."""
-    homes = {node.chunk: node.devices for node in graph.nodes.values()}
+    placements = {node.chunk: node.devices for node in graph.nodes.values()}
     depth = {chunk.name: 1 for chunk in graph.outline.chunks}
     for chunk in reversed(graph.outline.chunks):
         for source in chunk.inputs:
             if isinstance(source, Output):
-                hop = homes[source.chunk] != homes[chunk.name]
+                hop = placements[source.chunk] != placements[chunk.name]
                 depth[source.chunk] = max(depth[source.chunk], depth[chunk.name] + hop)
     return depth

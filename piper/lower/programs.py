@@ -21,7 +21,7 @@ def classes_of(sets: Iterable[Devices]) -> list[Devices]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Channel:
+class TransferPairs:
     """Pairs of devices that a transfer joins in the same way, and which rows of the sender's value travel."""
 
     name: str
@@ -35,7 +35,7 @@ class Channel:
 @lru_cache(maxsize=4096)
 def channels(
     source: Devices, target: Devices, stream: str, sliced: bool, degrees: tuple[int, int] = (1, 1)
-) -> tuple[Channel, ...]:
+) -> tuple[TransferPairs, ...]:
     """Return the channels by which a value travels from one set of devices to another.
 
     Each device holds an equal slice of the samples.
@@ -67,7 +67,7 @@ def channels(
     if degrees != (1, 1):
         label += f"/{left}:{right}"
     return tuple(
-        Channel(
+        TransferPairs(
             name=f"{label}/{number}" if len(found) > 1 else label,
             senders=tuple(sender for sender, _ in pairs),
             receivers=tuple(receiver for _, receiver in pairs),

@@ -15,7 +15,7 @@ from piper.plan.plan import Bucket, Slot
 class Weaving:
     """Nodes to insert into the sequence, and the values they need."""
 
-    line: tuple[Node, ...]
+    sequence: tuple[Node, ...]
     values: dict[SlotId, Slot] = field(default_factory=dict)
     behind: dict[int, list[tuple[int, Node]]] = field(default_factory=dict)
     renamed: dict[int, dict[SlotId, SlotId]] = field(default_factory=dict)  # by place: what it writes instead
@@ -30,16 +30,18 @@ class Weaving:
 
     def run(self, place: int) -> Pass:
         """Return the pass at a place."""
-        node = self.line[place]
+        node = self.sequence[place]
         assert isinstance(node, Compute), f"{node.name} gives no gradients"
         return node.run
 
     def woven(self) -> tuple[Node, ...]:
         """Return the sequence with all the nodes of this weaving inserted."""
-        line = list(self.line)
+        sequence = list(self.sequence)
         for place, names in self.renamed.items():
-            line[place] = replace(line[place], writes=tuple(names.get(v, v) for v in line[place].writes))
-        return woven(line, {}, self.after)
+            sequence[place] = replace(
+                sequence[place], writes=tuple(names.get(v, v) for v in sequence[place].writes)
+            )
+        return woven(sequence, {}, self.after)
 
     @property
     def after(self) -> dict[int, list[Node]]:
@@ -56,8 +58,8 @@ def add_reductions(work: LoweringState) -> LoweringState:
     B[PP=0 MB=0], accumulate, B[PP=0 MB=1], accumulate, reduce
     """
     givers = gradient_givers(work)
-    weaving = Weaving(line=work.line, values=dict(work.values))
-    places = computes_by_set(work.line, {bucket.devices for bucket in work.buckets.values()})
+    weaving = Weaving(sequence=work.sequence, values=dict(work.values))
+    places = computes_by_set(work.sequence, {bucket.devices for bucket in work.buckets.values()})
     for bucket in work.buckets.values():
         given = givers.get(bucket.name, {})
         if not given:
@@ -66,14 +68,14 @@ def add_reductions(work: LoweringState) -> LoweringState:
             reduce_each_run(weaving, bucket, given, places[bucket.devices])
         else:
             reduce_once(weaving, bucket, given)
-    return replace(work, line=weaving.woven(), values=weaving.values)
+    return replace(work, sequence=weaving.woven(), values=weaving.values)
 
 
 def every_gradient_is_reduced(work: LoweringState) -> Iterator[str]:
     """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
-    read = {value for node in work.line for value in node.reads}
-    written = {value for node in work.line for value in node.writes}
-    reduced = {node.bucket for node in work.line if isinstance(node, Reduce)}
+    read = {value for node in work.sequence for value in node.reads}
+    written = {value for node in work.sequence for value in node.writes}
+    reduced = {node.bucket for node in work.sequence if isinstance(node, Reduce)}
     gives = gradient_givers(work)
     for bucket in work.buckets.values():
         if bucket.name not in gives:
@@ -90,7 +92,7 @@ def every_gradient_is_reduced(work: LoweringState) -> Iterator[str]:
 def gradient_givers(work: LoweringState) -> dict[str, dict[int, SlotId]]:
     """Return, for each bucket, the places of the backwards that write its gradient, with their slots."""
     givers: dict[str, dict[int, SlotId]] = {}
-    for place, node in enumerate(work.line):
+    for place, node in enumerate(work.sequence):
         if isinstance(node, Compute) and node.phase in ("B", "BW"):
             for value in node.writes:
                 if value.kind in ("gradient", "grad"):
@@ -117,7 +119,7 @@ def accumulate(
     weaving: Weaving, place: int, value: SlotId, total: SlotId, begun: dict[Devices, None]
 ) -> None:
     """Add one backward's gradients to a total, or begin it on the devices that have none yet."""
-    source = weaving.line[place]
+    source = weaving.sequence[place]
     older: Devices = source.devices if source.devices in begun else ()
     fresh: Devices = () if older else source.devices
     if fresh:
@@ -169,7 +171,7 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> N
     begun: dict[Devices, None] = {}
     for place, value in given.items():
         if not begun and not bucket.travels:  # the first gradient can be added to as it is
-            begun[weaving.line[place].devices] = None
+            begun[weaving.sequence[place].devices] = None
             weaving.rename(place, value, total)
         else:
             accumulate(weaving, place, value, total, begun)
@@ -206,7 +208,7 @@ def add_tied_sums(work: LoweringState) -> LoweringState:
     sums: list[Node] = []
     values = dict(work.values)
     done: set[str] = set()
-    written = {value for node in work.line for value in node.writes}
+    written = {value for node in work.sequence for value in node.writes}
     for bucket in work.buckets.values():
         if not bucket.siblings or bucket.name in done or not bucket.trainable:
             continue
@@ -231,12 +233,12 @@ def add_tied_sums(work: LoweringState) -> LoweringState:
                 origin=tuple(dict.fromkeys(n for member in family for n in member.origin)),
             )
         )
-    return replace(work, line=(*work.line, *sums), values=values)
+    return replace(work, sequence=(*work.sequence, *sums), values=values)
 
 
 def every_tied_copy_is_summed(work: LoweringState) -> Iterator[str]:
     """Yield each trainable tied parameter whose gradients are not summed over its buckets."""
-    sums = [node for node in work.line if isinstance(node, Reduce) and node.run is None]
+    sums = [node for node in work.sequence if isinstance(node, Reduce) and node.run is None]
     summed = {slot for node in sums for slot in node.writes}
     gives = gradient_givers(work)
     for bucket in work.buckets.values():

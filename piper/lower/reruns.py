@@ -20,24 +20,24 @@ def add_reruns(work: LoweringState) -> LoweringState:
     if not work.graph.reruns:
         return work
     reruns = _Reruns(work.graph.reruns, makers_of(work))
-    line, before = list(work.line), dict[int, list[Node]]()
-    for place, node in enumerate(work.line):
+    sequence, before = list(work.sequence), dict[int, list[Node]]()
+    for place, node in enumerate(work.sequence):
         if isinstance(node, Compute) and node.phase != "F":
             before[place] = reruns.missing_for(node)
-            line[place] = reruns.reading_recomputed(node)
+            sequence[place] = reruns.reading_recomputed(node)
     values = {**work.values, **dict(sizes_again(reruns.makers, work.values))}
     regions = dict.fromkeys(work.graph.reruns.values())
     why = [
         f"{region}: keeps what comes into it; its forwards run again before its backwards"
         for region in regions
     ]
-    return replace(work, line=woven(line, before, {}), values=values, why=(*work.why, *why))
+    return replace(work, sequence=woven(sequence, before, {}), values=values, why=(*work.why, *why))
 
 
 def backwards_read_what_ran_last(work: LoweringState) -> Iterator[str]:
     """Yield each value of a first run that a backward or a recomputed forward of its region reads."""
     makers = makers_of(work)
-    for node in work.line:
+    for node in work.sequence:
         if isinstance(node, Compute) and (node.phase != "F" or node.again):
             for value in inner(node, makers, work.graph.reruns):
                 yield f"{node.name} reads {value} of {makers[value][1].name}"
@@ -50,7 +50,7 @@ def makers_of(work: LoweringState) -> Makers:
     """Return the first forwards of recomputed regions, with their places, by the values they write."""
     return {
         value: (place, node)
-        for place, node in enumerate(work.line)
+        for place, node in enumerate(work.sequence)
         if isinstance(node, Compute) and node.phase == "F" and node.chunk in work.graph.reruns
         if not node.again
         for value in node.writes

@@ -14,7 +14,7 @@ from piper.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
 from piper.lower.state import LoweringState
-from piper.plan.check import in_order
+from piper.plan.prove import in_order
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
@@ -42,17 +42,17 @@ def schedule(work: LoweringState) -> LoweringState:
     costs = [cost_of(node, chunks, work.values) for node in web.nodes]
     tails = path_lengths(web, order, costs)
     priority = priorities(web, tails)
-    line = simulate(web, costs, priority)
-    return replace(work, line=tuple(web.nodes[i] for i in line))
+    sequence = simulate(web, costs, priority)
+    return replace(work, sequence=tuple(web.nodes[i] for i in sequence))
 
 
-def line_respects_every_edge(work: LoweringState) -> Iterator[str]:
+def sequence_respects_every_edge(work: LoweringState) -> Iterator[str]:
     """Yield each node that comes before a value it reads, or before a node ordered before it."""
-    place = {node.name: i for i, node in enumerate(work.line)}
+    place = {node.name: i for i, node in enumerate(work.sequence)}
     if len(place) != len(work.nodes):
         yield f"{len(work.nodes)} nodes, {len(place)} in line"
-    written = {value: i for i, node in enumerate(work.line) for value in node.writes}
-    for i, node in enumerate(work.line):
+    written = {value: i for i, node in enumerate(work.sequence) for value in node.writes}
+    for i, node in enumerate(work.sequence):
         for value in node.reads:
             if written.get(value, -1) >= i and value not in work.residents:
                 yield f"{node.name} stands before {value} is written"
@@ -215,7 +215,7 @@ def simulate(
     busy = [False] * len(lanes)
     waiting = list(web.waiting)
     events: list[tuple[float, int]] = []
-    line: list[int] = []
+    sequence: list[int] = []
     touched: set[int] = set()
     for i, count in enumerate(waiting):
         if not count:
@@ -227,10 +227,10 @@ def simulate(
             if not busy[at] and ready[at]:
                 _, i = heapq.heappop(ready[at])
                 busy[at] = True
-                line.append(i)
+                sequence.append(i)
                 heapq.heappush(events, (now + costs[i], i))
         if not events:
-            return line
+            return sequence
         now = events[0][0]
         touched.clear()
         while events and events[0][0] == now:

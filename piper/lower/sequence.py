@@ -7,27 +7,29 @@ from piper.ir.node import Compute, Node
 
 
 def woven(
-    line: Sequence[Node], before: dict[int, list[Node]], after: dict[int, list[Node]]
+    sequence: Sequence[Node], before: dict[int, list[Node]], after: dict[int, list[Node]]
 ) -> tuple[Node, ...]:
     """Return the sequence with nodes inserted before and after the given places."""
     result: list[Node] = []
-    for place, node in enumerate(line):
+    for place, node in enumerate(sequence):
         result += before.get(place, ())
         result.append(node)
         result += after.get(place, ())
     return tuple(result)
 
 
-def computes_by_set(line: Sequence[Node], sets: Iterable[Devices]) -> dict[Devices, list[int]]:
+def computes_by_set(sequence: Sequence[Node], sets: Iterable[Devices]) -> dict[Devices, list[int]]:
     """Return, for each set of devices, the places of the compute nodes that run on any of them."""
     found: dict[Devices, list[int]] = {devices: [] for devices in sets}
     touching: dict[Devices, list[list[int]]] = {}
-    for place, node in enumerate(line):
+    for place, node in enumerate(sequence):
         if not isinstance(node, Compute):
             continue
         if node.devices not in touching:
             mine = set(node.devices)
-            touching[node.devices] = [places for home, places in found.items() if not mine.isdisjoint(home)]
+            touching[node.devices] = [
+                places for placement, places in found.items() if not mine.isdisjoint(placement)
+            ]
         for places in touching[node.devices]:
             places.append(place)
     return found

@@ -49,7 +49,7 @@ class LoweringState:
     residents: Mapping[SlotId, Slot] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()  # with what they read and write, not yet in order
     temporal: tuple[Temporal, ...] = ()
-    line: tuple[Node, ...] = ()
+    sequence: tuple[Node, ...] = ()
     why: tuple[str, ...] = ()
     plans: Plans | None = None  # at the end
 

@@ -20,12 +20,12 @@ from piper.ir.node import (
     Transfer,
     Update,
 )
-from piper.lower.buckets import homes_of, param_slot
+from piper.lower.buckets import param_slot, placements_of
 from piper.lower.programs import classes_of
 from piper.lower.reductions import final_gradient
 from piper.lower.sequence import woven
 from piper.lower.state import LoweringState
-from piper.lower.values import buffer_slot, output_slot
+from piper.lower.value_table import buffer_slot, output_slot
 from piper.plan.plan import Bucket, Slot
 from piper.sharding import Sharding
 
@@ -45,7 +45,7 @@ def add_loads(work: LoweringState) -> LoweringState:
     """
     before: dict[int, list[Node]] = {}
     loaded: set[SlotId] = set()
-    for place, node in enumerate(work.line):
+    for place, node in enumerate(work.sequence):
         if not isinstance(node, Compute):
             continue
         for value in node.reads:
@@ -61,7 +61,7 @@ def add_loads(work: LoweringState) -> LoweringState:
                     origin=node.origin,
                 )
                 before.setdefault(place, []).append(load)
-    return replace(work, line=woven(work.line, before, {}))
+    return replace(work, sequence=woven(work.sequence, before, {}))
 
 
 def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, ...]:
@@ -79,7 +79,7 @@ def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, 
 def every_field_is_loaded(work: LoweringState) -> Iterator[str]:
     """Yield each batch value that is read before it is loaded, or loaded twice."""
     seen: set[SlotId] = set()
-    for node in work.line:
+    for node in work.sequence:
         for value in node.reads:
             if value.kind == "batch" and value not in seen:
                 yield f"{node.name} reads {value} before it is loaded"
@@ -99,7 +99,7 @@ def add_losses(work: LoweringState) -> LoweringState:
     for total, source in totals.items():
         result = output_slot(source.chunk, source.index)
         began = False
-        for place, node in enumerate(work.line):
+        for place, node in enumerate(work.sequence):
             if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
@@ -116,7 +116,7 @@ def add_losses(work: LoweringState) -> LoweringState:
                 began = True
     pairs = len(work.graph.outline.metric_names)
     sizes = {LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8), METRICS: Slot(nbytes=16 * pairs)}
-    return replace(work, line=woven(work.line, {}, after), values={**work.values, **sizes})
+    return replace(work, sequence=woven(work.sequence, {}, after), values={**work.values, **sizes})
 
 
 def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
@@ -131,15 +131,15 @@ def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
     Only an accumulation may read a value that is not there yet.
     """
     held: dict[SlotId, Devices] = {}
-    for node in work.line:
+    for node in work.sequence:
         source, target = (
             (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
         )
         for value in node.reads:
-            home = held.get(value)
-            if home is source or value in work.residents or value.kind == "batch":
+            placement = held.get(value)
+            if placement is source or value in work.residents or value.kind == "batch":
                 continue
-            missing = set(source) - set(home or ())
+            missing = set(source) - set(placement or ())
             if missing and not (isinstance(node, Reduce) and not node.scatter):
                 yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
         for value in node.writes:
@@ -154,18 +154,18 @@ def add_updates(work: LoweringState) -> LoweringState:
     -->
     reduce ..., norm, total, update, gather (zero 1, 2), broadcast (buffers)
     """
-    written = {value for node in work.line for value in node.writes}
+    written = {value for node in work.sequence for value in node.writes}
     trained = [b for b in work.buckets.values() if final_gradient(b) in written]
     everyone = work.graph.devices()
     nodes: list[Node] = []
-    homes = homes_of(work.graph)
+    placements = placements_of(work.graph)
     outline = work.graph.outline
-    extras = {slot: homes[source.chunk].devices for slot, source in totals_of(outline).items()}
+    extras = {slot: placements[source.chunk].devices for slot, source in totals_of(outline).items()}
     groups = device_groups(work, trained)
     waits_for_total = work.settings.clip or outline.weight is not None
     for devices, buckets in groups.items():
         reads = [final_gradient(b) for b in buckets]
-        reads += [extra for extra, home in extras.items() if devices[0] in home]
+        reads += [extra for extra, placement in extras.items() if devices[0] in placement]
         nodes.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
     nodes.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
     for devices, buckets in groups.items():
@@ -183,7 +183,7 @@ def add_updates(work: LoweringState) -> LoweringState:
     size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     return replace(
         work,
-        line=(*work.line, *nodes),
+        sequence=(*work.sequence, *nodes),
         values={**work.values, NORM: Slot(nbytes=size)},
         residents={
             **work.residents,
@@ -195,11 +195,11 @@ def add_updates(work: LoweringState) -> LoweringState:
 def every_gradient_is_applied(work: LoweringState) -> Iterator[str]:
     """Yield each final gradient that some device of its bucket does not apply after its last write."""
     applied: dict[SlotId, set[int]] = {}
-    for node in work.line:
+    for node in work.sequence:
         if isinstance(node, Update):
             for value in node.reads:
                 applied.setdefault(value, set()).update(node.devices)
-    written = {value for node in work.line for value in node.writes}
+    written = {value for node in work.sequence for value in node.writes}
     for bucket in work.buckets.values():
         slot = final_gradient(bucket)
         if slot in written and applied.get(slot, set()) != set(bucket.devices):
@@ -209,7 +209,7 @@ def every_gradient_is_applied(work: LoweringState) -> Iterator[str]:
 def device_groups(work: LoweringState, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
     """Return the groups of devices that run the same work, with the buckets that each group updates."""
     sets: dict[Devices, None] = {}
-    for node in work.line:
+    for node in work.sequence:
         for devices in (node.source, node.target) if isinstance(node, Transfer) else (node.devices,):
             sets.setdefault(devices)
     for bucket in trained:
@@ -233,15 +233,15 @@ def gather_updated(bucket: Bucket) -> Gather:
 
 def broadcasts(work: LoweringState) -> Iterator[Broadcast]:
     """Yield a broadcast of the first replica's buffers for each replicated chunk that writes buffers."""
-    homes = homes_of(work.graph)
+    placements = placements_of(work.graph)
     for chunk in work.graph.outline.chunks:
-        home = homes[chunk.name]
-        if chunk.mutated and len(home.devices) > 1:
+        placement = placements[chunk.name]
+        if chunk.mutated and len(placement.devices) > 1:
             slots = tuple(buffer_slot(name) for name in chunk.mutated)
             yield Broadcast(
                 chunk=chunk.name,
-                devices=home.devices,
+                devices=placement.devices,
                 reads=slots,
                 writes=slots,
-                origin=home.origin,
+                origin=placement.origin,
             )

@@ -3,39 +3,41 @@
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId, SlotKind
-from piper.ir.chunk import Batch, Chunk, Constant, HostPlace, Place, TensorSpec
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, TensorSpec
 from piper.ir.node import Add, Transfer
-from piper.lower.buckets import Home, Lanes
-from piper.lower.values import Flow, Template, output_slot
+from piper.lower.buckets import ChunkPlacement, Lanes
+from piper.lower.value_table import Flow, Template, output_slot
 from piper.plan.plan import Slot
 
 
 def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     """Return the slot of a chunk's input on the chunk's devices, after adding the transfer that brings it."""
-    here = flow.homes[chunk.name]
-    home = here.devices
+    here = flow.placements[chunk.name]
+    placement = here.devices
     spec = chunk.input_specs[position]
     source = flow.resolve(chunk.inputs[position])
     match source:
         case Batch(field=batch_field):
             shared = here.policy.degree  # neighbours that load the same samples
-            loaded = SlotId("batch", batch_field, devices=(home, home[:shared]) if shared > 1 else (home,))
+            loaded = SlotId(
+                "batch", batch_field, devices=(placement, placement[:shared]) if shared > 1 else (placement,)
+            )
             flow.values[loaded] = Slot(nbytes=spec.nbytes)
             return loaded
         case Constant(name=constant):
             held = SlotId("constant", constant)
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
-        case Place(axis=axis) | HostPlace(axis=axis):
-            kind: SlotKind = "place" if isinstance(source, Place) else "host_place"
-            held = SlotId(kind, axis, devices=(home, group_along(here, axis)))
+        case AxisPosition(axis=axis) | HostPlace(axis=axis):
+            kind: SlotKind = "place" if isinstance(source, AxisPosition) else "host_place"
+            held = SlotId(kind, axis, devices=(placement, group_along(here, axis)))
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
     value = output_slot(source.chunk, source.index)
-    there = flow.homes[source.chunk]
+    there = flow.placements[source.chunk]
     if there.lanes == here.lanes:
         return value
-    arrived = value.brought_to(home)
+    arrived = value.brought_to(placement)
     if arrived not in flow.values:
         producer = flow.chunks[source.chunk]
         seen_through = source != chunk.inputs[position]
@@ -45,14 +47,14 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     return arrived
 
 
-def group_along(home: Home, axis: str) -> Devices:
+def group_along(placement: ChunkPlacement, axis: str) -> Devices:
     """Return the first group of a region's devices along an axis."""
     stride = 1
-    for held in home.policy.axes:
+    for held in placement.policy.axes:
         if held.axis == axis:
-            return home.devices[: held.degree * stride : stride]
+            return placement.devices[: held.degree * stride : stride]
         stride *= held.degree
-    raise AssertionError(f"{home.chunk} is not divided along {axis}")
+    raise AssertionError(f"{placement.chunk} is not divided along {axis}")
 
 
 def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
@@ -60,23 +62,23 @@ def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
 
     Gradients are summed on each set of readers, and each sum is sent once.
     """
-    home = flow.homes[chunk.name]
+    placement = flow.placements[chunk.name]
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
-    by_set: dict[Lanes, tuple[Home, list[SlotId]]] = {}
+    by_set: dict[Lanes, tuple[ChunkPlacement, list[SlotId]]] = {}
     for reader, gradient in given:
         by_set.setdefault(reader.lanes, (reader, []))[1].append(gradient)
     spec = chunk.outputs[index]
     arrived: list[SlotId] = []
     for lanes, (reader, gradients) in by_set.items():
         total = summed(flow, chunk, index, reader.devices, gradients)
-        if lanes != home.lanes:
-            here = total.brought_to(home.devices)
+        if lanes != placement.lanes:
+            here = total.brought_to(placement.devices)
             send(flow, total, here, chunk, reader, flow.specs[total], spec)
             flow.specs[here] = spec
             total = here
         arrived.append(total)
-    return summed(flow, chunk, index, home.devices, arrived)
+    return summed(flow, chunk, index, placement.devices, arrived)
 
 
 def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, given: list[SlotId]) -> SlotId:
@@ -92,7 +94,7 @@ def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, given: list[S
             devices=devices,
             reads=(total, gradient),
             writes=(result,),
-            origin=flow.homes[chunk.name].origin,
+            origin=flow.placements[chunk.name].origin,
         )
         flow.templates.append(Template(node=node, chunk=chunk.name))
         total = result
@@ -104,7 +106,7 @@ def send(
     value: SlotId,
     arrived: SlotId,
     chunk: Chunk,
-    there: Home,
+    there: ChunkPlacement,
     left: TensorSpec,
     spec: TensorSpec,
     *,
@@ -115,19 +117,19 @@ def send(
 
     fixed: the value is the same for all samples, such as a mask.
     """
-    home = flow.homes[chunk.name]
+    placement = flow.placements[chunk.name]
     sliced = True
-    if there.slices != home.slices:
-        sliced = is_sliced(left, spec, there.slices, home.slices)
+    if there.slices != placement.slices:
+        sliced = is_sliced(left, spec, there.slices, placement.slices)
         # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
             raise ScheduleError(
                 f"{value} cannot be resliced by samples",
-                by=home.by,
+                by=placement.by,
                 facts={
                     f"on {show(there.devices)}": f"{left.shape}"
                     + (", rows in the order of their experts" if routed else ""),
-                    f"on {show(home.devices)}": f"{spec.shape}, for {chunk.name}",
+                    f"on {show(placement.devices)}": f"{spec.shape}, for {chunk.name}",
                 },
                 hint="place both regions on sets of devices of the same size",
             )
@@ -135,13 +137,13 @@ def send(
     node = Transfer(
         value=value,
         source=there.devices,
-        target=home.devices,
-        degrees=(there.policy.degree, home.policy.degree),
+        target=placement.devices,
+        degrees=(there.policy.degree, placement.policy.degree),
         reads=(value,),
         writes=(arrived,),
         sliced=sliced,
         stream=flow.graph.transfer_streams.get(chunk.name, ""),
-        origin=home.origin,
+        origin=placement.origin,
     )
     flow.templates.append(Template(node=node, chunk=chunk.name))
 

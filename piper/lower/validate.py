@@ -26,7 +26,7 @@ def settle(work: LoweringState) -> LoweringState:
     if not any(node.devices for node in graph.nodes.values()):
         graph = graph.update(replace(node, devices=(0,)) for node in graph.nodes.values())
     check_placed(graph)
-    check_one_home(graph)
+    check_one_placement(graph)
     check_groups(graph)
     check_axes(graph)
     check_expert_regions(graph)
@@ -36,14 +36,14 @@ def settle(work: LoweringState) -> LoweringState:
     return replace(work, graph=graph)
 
 
-def every_chunk_has_one_home(work: LoweringState) -> Iterator[str]:
+def every_chunk_has_one_placement(work: LoweringState) -> Iterator[str]:
     """Yield each node that is not placed, or placed on other devices than the rest of its chunk."""
-    homes: dict[str, tuple[int, ...]] = {}
+    placements: dict[str, tuple[int, ...]] = {}
     for node in work.graph.nodes.values():
         if not node.devices:
             yield f"{node.name} is not placed"
-        elif homes.setdefault(node.chunk, node.devices) != node.devices:
-            yield f"{node.name} is on {show(node.devices)}, its chunk on {show(homes[node.chunk])}"
+        elif placements.setdefault(node.chunk, node.devices) != node.devices:
+            yield f"{node.name} is on {show(node.devices)}, its chunk on {show(placements[node.chunk])}"
 
 
 def capture(work: LoweringState) -> LoweringState:
@@ -141,11 +141,11 @@ def check_axes(graph: Graph) -> None:
             )
 
 
-def check_one_home(graph: Graph) -> None:
+def check_one_placement(graph: Graph) -> None:
     """Refuse a chunk on two sets of devices: its parameters and saved values live where it runs."""
-    homes: dict[str, Compute] = {}
+    placements: dict[str, Compute] = {}
     for node in graph.nodes.values():
-        first = homes.setdefault(node.chunk, node)
+        first = placements.setdefault(node.chunk, node)
         if first.devices != node.devices:
             raise ScheduleError(
                 f"{node.chunk} would live in two places",
@@ -157,32 +157,32 @@ def check_one_home(graph: Graph) -> None:
 
 def check_expert_regions(graph: Graph) -> None:
     """Refuse an expert region on two sets of devices: rows after a route belong to no sample."""
-    homes = {node.chunk: node for node in graph.nodes.values()}
+    placements = {node.chunk: node for node in graph.nodes.values()}
     chunks = graph.chunks
     for chunk in graph.outline.chunks:
         ways = graph.policy(chunk.name).ways
-        home = homes[chunk.name]
-        if chunk.kind in ROUTED and len(home.devices) % ways:
+        placement = placements[chunk.name]
+        if chunk.kind in ROUTED and len(placement.devices) % ways:
             raise ScheduleError(
-                f"{len(home.devices)} devices cannot form groups of {ways}",
-                by=graph.placed_by(home),
-                facts={"region": chunk.name, "devices": show(home.devices)},
+                f"{len(placement.devices)} devices cannot form groups of {ways}",
+                by=graph.placed_by(placement),
+                facts={"region": chunk.name, "devices": show(placement.devices)},
                 hint="place the region on a multiple of `ways` devices",
             )
         if chunk.kind not in ("expert", "unroute"):
             continue
         for _, source in inputs_from_chunks(chunk):
-            producer = homes[source.chunk]
+            producer = placements[source.chunk]
             if chunks[source.chunk].kind not in ("route", "expert"):
                 continue
             there = graph.policy(producer.chunk).ways
-            if producer.devices != home.devices or there != ways:
+            if producer.devices != placement.devices or there != ways:
                 raise ScheduleError(
                     "an expert region would be cut apart",
-                    by=graph.placed_by(home),
+                    by=graph.placed_by(placement),
                     facts={
                         producer.chunk: f"on {show(producer.devices)}, ways {there}",
-                        chunk.name: f"on {show(home.devices)}, ways {ways}",
+                        chunk.name: f"on {show(placement.devices)}, ways {ways}",
                     },
                     hint="select the whole region from its route to its unroute",
                 )
@@ -190,18 +190,18 @@ def check_expert_regions(graph: Graph) -> None:
 
 def check_buffers(graph: Graph) -> None:
     """Refuse a written buffer whose readers are on other devices: all readers must see the same values."""
-    homes = {node.chunk: node for node in graph.nodes.values()}
-    writers = {name: homes[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated}
+    placements = {node.chunk: node for node in graph.nodes.values()}
+    writers = {name: placements[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated}
     for chunk in graph.outline.chunks:
-        home = homes[chunk.name]
+        placement = placements[chunk.name]
         for name in chunk.buffers:
-            if name in writers and writers[name].devices != home.devices:
+            if name in writers and writers[name].devices != placement.devices:
                 raise ScheduleError(
                     f"the buffer {name} would change on some of its devices only",
-                    by=graph.placed_by(home),
+                    by=graph.placed_by(placement),
                     facts={
                         writers[name].chunk: f"writes it on {show(writers[name].devices)}",
-                        chunk.name: f"uses it on {show(home.devices)}",
+                        chunk.name: f"uses it on {show(placement.devices)}",
                     },
                     hint="place the regions that share the buffer on the same devices",
                 )
@@ -209,13 +209,13 @@ def check_buffers(graph: Graph) -> None:
 
 def check_reruns(graph: Graph) -> None:
     """Refuse to recompute chunks that use written buffers: the second run would read other values."""
-    homes = {node.chunk: node for node in graph.nodes.values()}
+    placements = {node.chunk: node for node in graph.nodes.values()}
     written = {name for chunk in graph.outline.chunks for name in chunk.mutated}
     for chunk in graph.outline.chunks:
         used = dict.fromkeys((*chunk.buffers, *chunk.mutated))
         changing = [name for name in used if name in written]
         if chunk.name in graph.reruns and changing:
-            asked = [graph.directives[number] for number in homes[chunk.name].origin]
+            asked = [graph.directives[number] for number in placements[chunk.name].origin]
             raise ScheduleError(
                 f"{chunk.name} uses buffers that change, so its forward cannot run again",
                 by=next(each.title for each in reversed(asked) if each.verb == "remat"),

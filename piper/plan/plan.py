@@ -155,7 +155,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedChunk:
     """A chunk of the model: its annotations, and its devices in the order that they share the samples."""
 
     tags: Tags
@@ -174,7 +174,7 @@ class Plans:
     cells: int = 1  # slices of the samples before microbatches; every set of devices divides it
     copies: int = 1  # how many devices hold the loss of each slice
     axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
-    chunks: Mapping[str, Placed] = field(default_factory=dict)
+    chunks: Mapping[str, PlacedChunk] = field(default_factory=dict)
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
 
     def __repr__(self) -> str:

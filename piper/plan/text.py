@@ -8,7 +8,7 @@ from piper.errors import ConfigError
 from piper.ids import Pass, SlotId, read_pass, read_slot
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import OPS, Op
-from piper.plan.plan import Bucket, Comm, Piece, Placed, Plan, Plans, Slot
+from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
 from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
 from piper.text_fields import (
     AND,
@@ -310,7 +310,7 @@ class Reading:
         self.slot_ids: dict[str, SlotId] = {}
         self.shared: dict[str, object] = {}
         self.why: list[str] = []
-        self.chunks: dict[str, Placed] = {}
+        self.chunks: dict[str, PlacedChunk] = {}
         self.comms: dict[str, Comm] = {}
         self.buckets: dict[str, Bucket] = {}
         self.plans: list[tuple[Devices, list[Instr], dict[SlotId, Slot], dict[SlotId, Slot]]] = []
@@ -327,7 +327,7 @@ class Reading:
             case "why":
                 self.why.append(GAP.join([name(first), *words]))
             case "chunk":
-                self.chunks[name(first)] = build(Placed, **read_fields(words, CHUNK))
+                self.chunks[name(first)] = build(PlacedChunk, **read_fields(words, CHUNK))
             case "comm":
                 self.comms[name(first)] = build(Comm, name=name(first), **read_fields(words, COMM))
             case "bucket":

@@ -7,15 +7,15 @@ from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Comm
 from piper.proof.decode import collected, described, shown_collective
 from piper.proof.grids import groups_along
-from piper.proof.local import Local
-from piper.proof.state import State
+from piper.proof.local_instrs import Local
+from piper.proof.symbolic_state import SymbolicState
 from piper.sharding import Collective
 
 
 class Collectives:
     """Runs the collectives of divided regions on symbolic values."""
 
-    def __init__(self, state: State, local: Local) -> None:
+    def __init__(self, state: SymbolicState, local: Local) -> None:
         self.state, self.local, self.spec = state, local, state.spec
 
     def collect(self, program: int, place: int, ins: Instr, comm: Comm | None) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from piper.ids import show_part
-from piper.ir.chunk import Batch, Chunk, Constant, HostPlace, Output, Phase, Place, Tags, bundles
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Phase, Tags, bundles
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
@@ -16,7 +16,7 @@ Entry = tuple[int, str | None, int]  # a thing, its state or None for the microb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class BucketGradients:
     """The gradients that a backward computes for one bucket."""
 
     thing: int
@@ -33,7 +33,7 @@ class Expected:
     writes: tuple[Entry, ...]
     alike: frozenset[int] = frozenset()  # reads that are the same for all samples: any slice will do
     buffers: frozenset[int] = frozenset()  # reads of buffers that change during the step
-    weights: tuple[Weights, ...] = ()
+    weights: tuple[BucketGradients, ...] = ()
     mutated: tuple[str, ...] = ()
 
 
@@ -108,12 +108,12 @@ class Expectations:
         if phase == "BI" and chunk.carried:
             yield self._of_chunk("carried", chunk.name, 0, cover)
 
-    def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Weights]:
+    def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[BucketGradients]:
         """Yield the gradients of parameters that a backward computes, bucket by bucket."""
         for bucket in self._buckets[chunk.name]:
             names = given_names(bucket, chunk.phases[phase].grad_params)
             if names:
-                yield Weights(thing=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
+                yield BucketGradients(thing=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
 
     def of_exchange(self, program: int, chunk: str, outward: bool) -> Expected | None:
         """Return what an exchange of rows must read and write. None: there must be no exchange."""
@@ -268,9 +268,9 @@ class Expectations:
         match source:
             case Constant(name=name):
                 return self._number(Thing("constant", name)), "", NOTHING
-            case Place(axis=axis) | HostPlace(axis=axis):
+            case AxisPosition(axis=axis) | HostPlace(axis=axis):
                 places = places_along(grid.devices, grid.strides[axis], dict(grid.axes)[axis], devices)
-                held: Kind = "place" if isinstance(source, Place) else "host_place"
+                held: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
                 return self._number(Thing(held, names=places)), "", NOTHING
             case Batch(field=field):
                 cover = self.covers.of_set(program, grid.devices, 1, grid.degree)

@@ -14,7 +14,7 @@ Lanes = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class RegionGrid:
     """The devices of a region, and the axes along which groups of neighbours divide its work."""
 
     devices: Devices
@@ -45,12 +45,12 @@ class Grid:
         strides = self.strides
         return tuple((strides[axis], degree, strides[axis]) for axis, degree in self.axes)
 
-    def lanes_of(self, producer: "Grid", axes: frozenset[str]) -> Lanes:
+    def lanes_of(self, producer: "RegionGrid", axes: frozenset[str]) -> Lanes:
         """Return the lanes that these devices have in the numbering of a producer, along some of its axes."""
         here, there = self.strides, producer.strides
         return tuple((here[axis], degree, there[axis]) for axis, degree in producer.axes if axis in axes)
 
-    def passes(self, other: "Grid", axis: tuple[str, int]) -> bool:
+    def passes(self, other: "RegionGrid", axis: tuple[str, int]) -> bool:
         """Return whether a value may pass to another region divided along an axis, place by place.
 
         Capture makes a value whole where it leaves the regions that divide it, or their number of devices.
@@ -72,7 +72,7 @@ def groups_by(devices: Devices, apart: Sequence[tuple[int, int]]) -> tuple[Devic
     return tuple(map(tuple, found.values()))
 
 
-def groups_along(grid: Grid, stride: int, degree: int) -> tuple[Devices, ...]:
+def groups_along(grid: RegionGrid, stride: int, degree: int) -> tuple[Devices, ...]:
     """Return the groups of devices that differ only in their position along one axis, in order."""
     found: dict[int, list[int]] = {}
     for position, device in enumerate(grid.devices):
@@ -80,7 +80,7 @@ def groups_along(grid: Grid, stride: int, degree: int) -> tuple[Devices, ...]:
     return tuple(map(tuple, found.values()))
 
 
-def cuts_of(grid: Grid, slices: Sequence[ParameterSlice]) -> tuple[Sharding, ...]:
+def cuts_of(grid: RegionGrid, slices: Sequence[ParameterSlice]) -> tuple[Sharding, ...]:
     """Return how the devices of a region divide a parameter or a field, the first division first."""
     strides, degrees = grid.strides, dict(grid.axes)
     return tuple(
@@ -123,7 +123,7 @@ class Holding:
         return math.prod(held.ways for held in self.shardings)
 
 
-def holding(grid: Grid, param: Parameter, experts: Sharding) -> Holding:
+def holding(grid: RegionGrid, param: Parameter, experts: Sharding) -> Holding:
     """Return how a region holds a parameter. experts: how the directives divide it by expert."""
     summed = {held.axis for held in param.slices if held.summed and held.dim is None}
     lanes = dict(zip((axis for axis, _ in grid.axes), grid.lanes, strict=True))

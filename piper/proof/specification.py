@@ -10,7 +10,7 @@ from itertools import product
 from piper.devices import Devices
 from piper.ir.chunk import Chunk, Output, Parameter, Source, Tags
 from piper.ir.graph import Graph
-from piper.proof.grids import Grid, Holding, Lanes, cuts_of, holding, in_any_order
+from piper.proof.grids import Holding, Lanes, RegionGrid, cuts_of, holding, in_any_order
 from piper.sharding import Sharding
 
 ROUTED = ("route", "expert", "unroute")
@@ -157,9 +157,9 @@ class Specification:
                     found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return found
 
-    def _grid(self, chunk: str) -> Grid:
+    def _grid(self, chunk: str) -> RegionGrid:
         axes = tuple((held.axis, held.degree) for held in self.graph.policy(chunk).axes)
-        return Grid(devices=self.placement[chunk], axes=axes)
+        return RegionGrid(devices=self.placement[chunk], axes=axes)
 
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
         """Find the axes along which each output, or its gradient, is the same at all places.

@@ -22,8 +22,8 @@ from piper.proof.decode import (
     subject,
 )
 from piper.proof.grids import groups_along
-from piper.proof.local import Local
-from piper.proof.state import State
+from piper.proof.local_instrs import Local
+from piper.proof.symbolic_state import SymbolicState
 from piper.proof.things import NO_COVER, Terms, Thing, Value
 
 GATHERED = {"old shard": "old", "new shard": "new", "partly new": "new", "old": "old", "new": "new"}
@@ -41,7 +41,7 @@ class Member:
 class Together:
     """Runs communication: the values that one side sends are those that the other receives."""
 
-    def __init__(self, state: State, local: Local) -> None:
+    def __init__(self, state: SymbolicState, local: Local) -> None:
         self.state, self.local = state, local
         self.collectives = Collectives(state, local)
         self.things, self.covers, self.spec = state.things, state.covers, state.spec

@@ -1,6 +1,6 @@
 """The proof of values: a symbolic run of all programs together against the specification.
 
-The proof of order (`piper.plan.check`) shows that every read follows the last write of its slot in issue
+The proof of order (`piper.plan.prove`) shows that every read follows the last write of its slot in issue
 order, whatever the streams do. So the value that a read sees is the one last written in issue order, and one
 symbolic run in issue order speaks for all real ones. It shows, for every program and so for every device:
 
@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from piper.gc_pause import no_collection
 from piper.ids import SlotId, show_part
 from piper.ir.graph import Graph
-from piper.plan.check import MOST_PROBLEMS, ProofError
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
+from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.proof.decode import TOTAL, buffer_slot, param_slot
-from piper.proof.local import Local
+from piper.proof.local_instrs import Local
 from piper.proof.specification import Specification
-from piper.proof.state import State
+from piper.proof.symbolic_state import SymbolicState
 from piper.proof.tables import shard_problems, table_problems
 from piper.proof.things import Thing, Value
 from piper.proof.together import Member, Together
@@ -63,7 +63,7 @@ class SymbolicRun:
 
     def __init__(self, plans: Plans, spec: Specification) -> None:
         self.plans, self.spec = plans, spec
-        self.state = State(plans, spec)
+        self.state = SymbolicState(plans, spec)
         self.local = Local(self.state)
         self.together = Together(self.state, self.local)
         self.kernels = {

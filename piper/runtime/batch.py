@@ -15,14 +15,14 @@ FLOATING = "a floating type"  # each is cast to the one that computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class BatchSpec:
     """The global batch that a program was compiled for."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of every field that some chunk reads
     types: Mapping[str, str]  # of every field, with FLOATING for all floating types
 
 
-def wanted_batch(setup: Setup) -> Wanted:
+def wanted_batch(setup: Setup) -> BatchSpec:
     """Return the fields, shapes and types that every batch of a program has."""
     found: dict[str, tuple[int, ...]] = {}
     plans = setup.plans
@@ -41,7 +41,7 @@ def wanted_batch(setup: Setup) -> Wanted:
                 whole = whole_sizes(spec.shape, load.slices)
                 found[source.field] = (whole[0] * pieces, *whole[1:])
     types = {name: type_of(spec.dtype) for name, spec in setup.outline.batch.items()}
-    return Wanted(shapes=found, types=types)
+    return BatchSpec(shapes=found, types=types)
 
 
 def type_of(dtype: str) -> str:
@@ -49,7 +49,7 @@ def type_of(dtype: str) -> str:
     return FLOATING if "float" in dtype else dtype
 
 
-def check_batch(batch: Mapping[str, Tensor], wanted: Wanted, by: str = "step") -> None:
+def check_batch(batch: Mapping[str, Tensor], wanted: BatchSpec, by: str = "step") -> None:
     """Refuse a batch that has other fields, shapes or types than the program was compiled for.
 
     by: who gave the batch.

@@ -15,13 +15,13 @@ from piper.plan.divided import buffer_shares
 from piper.plan.plan import Plan
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Comms
+from piper.runtime.device_state import DeviceState
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.state import State
 
 Bound = Callable[[], None]  # an instruction with everything it needs resolved
 
 
-class Rows(Protocol):
+class BatchField(Protocol):
     """A field of the global batch: a tensor, or the part of one that a device needs."""
 
     @property
@@ -68,12 +68,12 @@ class Env:
         comms: Comms,
         initial: Initial,
         dice: Dice | None = None,
-        state: State | None = None,
+        state: DeviceState | None = None,
     ) -> None:
         """Fill the slots that outlive a step. state: of the program that trains what this one only reads."""
         self.setup, self.device, self.comms = setup, device, comms
         self.plan: Plan = setup.plans.of(device)
-        self.state = State(setup, device, initial) if state is None else state
+        self.state = DeviceState(setup, device, initial) if state is None else state
         self.shares = buffer_shares(setup.plans, device)
         self.dice = dice or Dice(setup.device)
         self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
@@ -90,7 +90,7 @@ class Env:
         for ins in self.plan.instrs:
             for slot in ins.writes:
                 self.makers.setdefault(slot, ins.stream)
-        self.batch: Mapping[str, Rows] = {}
+        self.batch: Mapping[str, BatchField] = {}
         self.step = 0
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:

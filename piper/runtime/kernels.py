@@ -8,7 +8,7 @@ from torch import Tensor
 
 from piper.plan.instr import Instr, Routing, Rows
 from piper.plan.ops import Op
-from piper.runtime import experts
+from piper.runtime import expert_exchange
 from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
@@ -103,7 +103,7 @@ def counts(env: Env, ins: Instr) -> Bound:
     source, (splits, local) = env.at(ins.reads[0]), map(env.at, ins.writes)
 
     def run() -> None:
-        slots[splits], slots[local] = experts.count(group, cast(Tensor, slots[source]))
+        slots[splits], slots[local] = expert_exchange.count(group, cast(Tensor, slots[source]))
 
     return run
 
@@ -114,10 +114,10 @@ def exchange(env: Env, ins: Instr) -> Bound:
     group, slots = env.comms.group(ins.comm), env.slots
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
     assert isinstance(ins.payload, Routing)
-    travel = experts.outward if ins.payload.outward else experts.back
+    travel = expert_exchange.outward if ins.payload.outward else expert_exchange.back
 
     def run() -> None:
-        slots[target] = travel(group, cast(Tensor, slots[rows]), cast(experts.Splits, slots[splits]))
+        slots[target] = travel(group, cast(Tensor, slots[rows]), cast(expert_exchange.Splits, slots[splits]))
 
     return run
 

@@ -16,7 +16,7 @@ LARGEST = 8  # along one axis of a miniature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ParameterPart:
     """A device's part of one parameter: all, some of its experts, or a flat run of those."""
 
     name: str
@@ -41,7 +41,7 @@ class View:
     """The parameters of one device's optimizer, in order."""
 
     device: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
 
 
 def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[Bucket, ...]]]:
@@ -59,7 +59,7 @@ def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[B
 
 def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
     """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
-    parts: list[Part] = []
+    parts: list[ParameterPart] = []
     for bucket in buckets:
         position = bucket.devices.index(device)
         rank = next(group for group in bucket.groups if device in group).index(device)
@@ -77,7 +77,7 @@ def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterato
         return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, min(bucket.ways, MOST_WAYS)
 
     for number in range(max(math.prod(cuts(bucket)) for bucket in buckets)):
-        parts: list[Part] = []
+        parts: list[ParameterPart] = []
         for bucket in buckets:
             shards, ways = cuts(bucket)
             for piece in bucket.pieces:
@@ -86,7 +86,9 @@ def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterato
         yield View(device=device, parts=tuple(parts))
 
 
-def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], expert: tuple[int, int]) -> Iterator[Part]:
+def cut(
+    bucket: Bucket, sizes: Sizes, shard: tuple[int, int], expert: tuple[int, int]
+) -> Iterator[ParameterPart]:
     """Yield what a device holds of a bucket whose parameters have these sizes.
 
     shard, expert: the device's place and of how many, among the shards and among the divided experts.
@@ -101,25 +103,25 @@ def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], expert: tuple[int,
         lengths[piece.name] = math.prod(shape) // expert[1]
     if not bucket.zero:
         for piece in bucket.pieces:
-            yield Part(name=piece.name, rows=rows.get(piece.name))
+            yield ParameterPart(name=piece.name, rows=rows.get(piece.name))
         return
     if bucket.bounds:
         for piece in bucket.pieces:
             if bucket.owner(piece) % shard[1] == shard[0]:
-                yield Part(name=piece.name, rows=rows.get(piece.name))
+                yield ParameterPart(name=piece.name, rows=rows.get(piece.name))
         return
     own = -(-sum(lengths.values()) // shard[1])
     start, offset = shard[0] * own, 0
     for name, length in lengths.items():
         low, high = max(offset, start), min(offset + length, start + own)
         if low < high:
-            yield Part(name=name, rows=rows.get(name), run=(low - offset, high - offset))
+            yield ParameterPart(name=name, rows=rows.get(name), run=(low - offset, high - offset))
         offset += length
 
 
 def whole_view(names: Iterable[str]) -> View:
     """Return what an optimizer is given in plain PyTorch: every parameter, whole, in the model's order."""
-    return View(device=-1, parts=tuple(Part(name=name) for name in names))
+    return View(device=-1, parts=tuple(ParameterPart(name=name) for name in names))
 
 
 def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:

@@ -12,19 +12,19 @@ from piper.plan.divided import Share
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.comm.base import Comms
-from piper.runtime.context import Bound, Dice, Env, Rows
-from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.context import BatchField, Bound, Dice, Env
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.cuda.graph_inputs import Intake
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.debug.memory_meter import Meter
-from piper.runtime.debug.output_recorder import Trail
+from piper.runtime.cuda.stream_executor import StreamExecutor
+from piper.runtime.debug.memory_meter import MemoryMeter
+from piper.runtime.debug.output_recorder import OutputRecorder
 from piper.runtime.debug.profiler import Recorder
+from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
 from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.state import State
 
 TOTAL = SlotId("total")
 
@@ -73,7 +73,7 @@ class Worker:
         on_failure: Callable[[], None] = lambda: None,
         watch: Watch | None = None,
         kernels: Kernels = KERNELS,
-        state: State | None = None,
+        state: DeviceState | None = None,
     ) -> None:
         """Build a device's state and bind its plan.
 
@@ -93,10 +93,10 @@ class Worker:
         bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
         if self.intake is not None:
             bound = [self.intake.guarded(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
-        self.trail = Trail(self.env) if options.keep_outputs else None
+        self.trail = OutputRecorder(self.env) if options.keep_outputs else None
         if self.trail is not None:
             bound = [self.trail.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
-        self.meter = Meter(self.env) if options.measure else None
+        self.meter = MemoryMeter(self.env) if options.measure else None
         if self.meter is not None:
             bound = [self.meter.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
         self.recorder = Recorder(device, options.profile, setup.device) if options.profile else None
@@ -148,7 +148,7 @@ class Worker:
         """Bring the step's sums to the host; on an accelerator, when it gets there."""
         self.on_host.copy_(cast(Tensor, self.env.slots[self.env.at(TOTAL)]), non_blocking=True)
 
-    def step(self, batch: Mapping[str, Rows]) -> Sums:
+    def step(self, batch: Mapping[str, BatchField]) -> Sums:
         """Train on one global batch, of which this device takes its rows."""
         sums = self.run(batch)
         self.env.step += 1
@@ -156,7 +156,7 @@ class Worker:
             self.env.state.scheduler.step()
         return sums
 
-    def run(self, batch: Mapping[str, Rows]) -> Sums:
+    def run(self, batch: Mapping[str, BatchField]) -> Sums:
         """Run the plan once on this device's rows of a global batch, and return the sums over all devices."""
         env = self.env
         env.batch = batch
@@ -193,7 +193,7 @@ class Worker:
             state=self.env.state,
         )
 
-    def evaluate(self, number: int, batch: Mapping[str, Rows]) -> Sums:
+    def evaluate(self, number: int, batch: Mapping[str, BatchField]) -> Sums:
         """Run an evaluation program on one global batch, with this worker's parameters and buffers."""
         evaluator = self.evaluators[number]
         for slot, place in evaluator.env.index.items():

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from piper.schedules.action import Group
 from piper.schedules.grid import Grid
-from piper.schedules.simulate import UNIT, Costs, cost_of, timeline
+from piper.schedules.timing import UNIT, Costs, cost_of, timeline
 
 IDLE = "."
 STILL = "--"  # the second half of a whole backward

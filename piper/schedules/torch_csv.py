@@ -8,8 +8,8 @@ from pathlib import Path
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.action import group_text, parse_group
-from piper.schedules.check import validate
 from piper.schedules.grid import Grid, Stage, orders
+from piper.schedules.grid_check import validate
 
 # What torch adds when it writes a schedule with its communication. Skipped: the compiler derives our own.
 COMMUNICATION = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")

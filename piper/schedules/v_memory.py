@@ -10,8 +10,8 @@ from piper.directives.order import Order
 from piper.schedules.grid import Grid, need_whole, orders
 from piper.schedules.names import SYNTHESISED, fixed
 from piper.schedules.stages import Memory, Placement, StageCosts
-from piper.schedules.synthesis.blocks import Block, times_of
-from piper.schedules.synthesis.engine import in_sequence
+from piper.schedules.synthesis.blocks import BuildingBlock, times_of
+from piper.schedules.synthesis.list_schedulers import in_sequence
 from piper.schedules.synthesis.problem import problem_of
 from piper.schedules.synthesis.squeeze import squeezed
 
@@ -48,7 +48,7 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
     # Where ranks are even, the two ways down would meet in one slot: a pause at the loss keeps them apart.
     pause = 0 if ranks % 2 else 3
-    block = Block(forward=(2, 1), inputs=(2, 1), at_loss=pause, at_returns=1)
+    block = BuildingBlock(forward=(2, 1), inputs=(2, 1), at_loss=pause, at_returns=1)
     return repeated(block, ranks, microbatches, ranks + 2)
 
 
@@ -59,10 +59,10 @@ def v_min_grid(ranks: int, microbatches: int) -> Grid:
     # Where ranks are a multiple of three, the ways down of F and BI would meet in one slot.
     pause = 0 if ranks % 3 else 2
     limit = (2 * ranks + {0: 6, 1: 4, 2: 8}[ranks % 3]) // 3
-    return repeated(Block(at_loss=pause), ranks, microbatches, limit)
+    return repeated(BuildingBlock(at_loss=pause), ranks, microbatches, limit)
 
 
-def repeated(block: Block, ranks: int, microbatches: int, limit: int) -> Grid:
+def repeated(block: BuildingBlock, ranks: int, microbatches: int, limit: int) -> Grid:
     """Return the grid in which each microbatch follows a block and a rank holds at most `limit` forwards."""
     stages = 2 * ranks
     memory = Memory(saved=[1] * stages, carried=[1] * stages, limit=limit)

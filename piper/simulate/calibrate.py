@@ -9,7 +9,7 @@ from piper.plan.plan import Plan
 from piper.simulate.cluster import Cluster
 from piper.simulate.dependencies import touched
 from piper.simulate.measured import Measured
-from piper.simulate.profile import Profile, Work
+from piper.simulate.profile import ChunkWork, Profile
 from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Timeline
 
@@ -18,7 +18,7 @@ Points = list[tuple[float, float]]  # size, seconds
 
 
 @dataclass(slots=True)
-class Samples:
+class MeasuredTimes:
     """The times that a profile holds, before they are made into costs."""
 
     chunks: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by chunk and phase
@@ -65,12 +65,12 @@ def calibrate(
     )
 
 
-def samples_of(profile: Profile, *, by_thread: bool) -> Samples:
+def samples_of(profile: Profile, *, by_thread: bool) -> MeasuredTimes:
     """Collect the times of all recorded steps of all devices.
 
     by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
     """
-    samples = Samples()
+    samples = MeasuredTimes()
     for step in range(profile.count):
         timelines = profile.timelines(step)
         for track in profile.tracks:
@@ -81,7 +81,7 @@ def samples_of(profile: Profile, *, by_thread: bool) -> Samples:
     return samples
 
 
-def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
+def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
     """Add the times of the instructions of one device in one step."""
     for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
         took = max(span.end - span.start, LEAST)
@@ -97,7 +97,7 @@ def add_spans(samples: Samples, plan: Plan, timeline: Timeline, host: list[float
             samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
 
 
-def add_gaps(samples: Samples, plan: Plan, timeline: Timeline) -> None:
+def add_gaps(samples: MeasuredTimes, plan: Plan, timeline: Timeline) -> None:
     """Add the delay of each instruction after the one that let it start, on its own stream or on another."""
     last: dict[str, int] = {}
     signalled: dict[int, int] = {}
@@ -115,7 +115,7 @@ def add_gaps(samples: Samples, plan: Plan, timeline: Timeline) -> None:
 
 
 def chunk_points(
-    works: Mapping[str, Work], chunks: Mapping[str, Mapping[str, float]]
+    works: Mapping[str, ChunkWork], chunks: Mapping[str, Mapping[str, float]]
 ) -> Iterator[tuple[float, float, float]]:
     """Yield the arithmetic, the memory traffic and the seconds of every phase that was measured."""
     seen: set[str] = set()

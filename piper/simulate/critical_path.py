@@ -11,7 +11,7 @@ Reason = Literal["first", "stream", "event", "peer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class PathNode:
     """One plan node on the critical path, and why it did not start earlier."""
 
     program: int
@@ -24,11 +24,11 @@ class Link:
     reason: Reason  # it began the step; its stream was busy; it needs a value; a peer was ready last
 
 
-def critical_path(engine: Engine) -> tuple[Link, ...]:
+def critical_path(engine: Engine) -> tuple[PathNode, ...]:
     """Return the critical path from the first instruction to the last, in order of time."""
     if not engine.end:
         return ()
-    path: list[Link] = []
+    path: list[PathNode] = []
     at = max(range(len(engine.end)), key=lambda number: (engine.end[number], -number))
     while at != NO_INSTRUCTION:
         late = last_ready(engine, at)
@@ -44,7 +44,7 @@ def last_ready(engine: Engine, number: int) -> int:
     return number if meeting < 0 else engine.late[meeting]
 
 
-def link_of(engine: Engine, number: int, late: int, before: int) -> Link:
+def link_of(engine: Engine, number: int, late: int, before: int) -> PathNode:
     """Return one link of the path, with the reason why its instruction did not start earlier."""
     web = engine.web
     reason: Reason = "first"
@@ -54,7 +54,7 @@ def link_of(engine: Engine, number: int, late: int, before: int) -> Link:
         if web.program[late] != web.program[number]:
             reason = "peer"
     ins = web.instrs[number]
-    return Link(
+    return PathNode(
         program=web.program[number],
         place=web.place(number),
         node=ins.node,

@@ -100,7 +100,7 @@ def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
     return team
 
 
-class Prices:
+class InstructionCosts:
     """The cost of each instruction, computed once for equal instructions."""
 
     def __init__(self, web: DependencyGraph, chunks: Mapping[str, Chunk], costs: Costs) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from piper.plan.ops import OPS
 from piper.simulate.costs import Costs
-from piper.simulate.dependencies import DependencyGraph, Prices
+from piper.simulate.dependencies import DependencyGraph, InstructionCosts
 
 NO_INSTRUCTION = -1
 ROUNDING = 1e-9  # fractional loads do not add up exactly
@@ -53,7 +53,7 @@ class Task:
 class Engine:
     """Runs the instructions of a dependency graph once, on a simulated clock."""
 
-    def __init__(self, web: DependencyGraph, prices: Prices, costs: Costs) -> None:
+    def __init__(self, web: DependencyGraph, prices: InstructionCosts, costs: Costs) -> None:
         self.web, self.prices = web, prices
         count = len(web.instrs)
         self.ready, self.start, self.end = [0.0] * count, [0.0] * count, [0.0] * count

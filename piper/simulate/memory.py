@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from piper.ids import SlotId
-from piper.plan.memory import Ledger
+from piper.plan.memory_timeline import Ledger
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
 
@@ -11,7 +11,7 @@ START, END = 1, 0  # at the same time, ends come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """The bytes a device holds over a step, and what it holds at the peak."""
 
     resident: int  # held between steps
@@ -22,7 +22,7 @@ class Memory:
     at_peak: tuple[tuple[str, int], ...]  # largest first
 
 
-def memory_of(plan: Plan, timeline: Timeline) -> Memory:
+def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
     """Count the live bytes over the times of a step.
 
     At the same time, instructions that end count before instructions that start, but an instruction that
@@ -56,7 +56,7 @@ def memory_of(plan: Plan, timeline: Timeline) -> Memory:
         else:
             times.append(time)
             live.append(now)
-    return Memory(
+    return MemoryUse(
         resident=resident,
         times=tuple(times),
         live=tuple(live),

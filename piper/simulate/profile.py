@@ -25,7 +25,7 @@ Times = tuple[float, float, float]  # from, to, and seconds of computing on the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ChunkWork:
     """The arithmetic and memory traffic of a chunk's phases, as capture estimates them."""
 
     key: str
@@ -52,7 +52,7 @@ class Profile:
     on: str = ""  # the launcher
     accelerator: str = "cpu"
     first: int = 0  # the number of the first step recorded, counted from 1
-    works: Mapping[str, Work] = field(default_factory=dict)  # by chunk
+    works: Mapping[str, ChunkWork] = field(default_factory=dict)  # by chunk
 
     @property
     def count(self) -> int:
@@ -125,10 +125,10 @@ def fingerprint(outline: CapturedModel) -> str:
     return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
 
 
-def works_of(chunks: Sequence[Chunk]) -> dict[str, Work]:
+def works_of(chunks: Sequence[Chunk]) -> dict[str, ChunkWork]:
     """Return the arithmetic and memory traffic of every chunk."""
     return {
-        chunk.name: Work(
+        chunk.name: ChunkWork(
             key=chunk.key,
             phases={
                 phase: (chunk.phases[phase].flops, chunk.phases[phase].bytes_moved)
@@ -211,7 +211,7 @@ def read_profile(path: Path) -> Profile:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         tracks = tuple(read_track(folder / DEVICE.format(device)) for device in about["devices"])
         works = {
-            name: Work(
+            name: ChunkWork(
                 key=chunk["key"], phases={p: (int(f), int(b)) for p, (f, b) in chunk["phases"].items()}
             )
             for name, chunk in about["chunks"].items()

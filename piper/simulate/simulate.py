@@ -8,10 +8,10 @@ from piper.ir.chunk import CapturedModel, Chunk
 from piper.plan.plan import Plan, Plans
 from piper.simulate.account import Account, account_of
 from piper.simulate.costs import Costs
-from piper.simulate.critical_path import Link, critical_path
-from piper.simulate.dependencies import Prices, weave
+from piper.simulate.critical_path import PathNode, critical_path
+from piper.simulate.dependencies import InstructionCosts, weave
 from piper.simulate.engine import Engine
-from piper.simulate.memory import Memory, memory_of
+from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Span, Timeline
 
 
@@ -22,8 +22,8 @@ class Simulation:
     step: float  # seconds, or units
     timelines: tuple[Timeline, ...]
     accounts: tuple[Account, ...]
-    memories: tuple[Memory, ...]
-    path: tuple[Link, ...]  # the critical path
+    memories: tuple[MemoryUse, ...]
+    path: tuple[PathNode, ...]  # the critical path
 
     def __repr__(self) -> str:
         peak = max((memory.peak for memory in self.memories), default=0)
@@ -50,7 +50,7 @@ def simulate(
     chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in outline.chunks} if outline else {}
     with no_collection():
         web = weave(plans, together)
-        engine = Engine(web, Prices(web, chunks, costs), costs)
+        engine = Engine(web, InstructionCosts(web, chunks, costs), costs)
         engine.run()
         step = max(engine.end, default=0.0)
         timelines = tuple(timeline_of(engine, number, plan) for number, plan in enumerate(plans))

@@ -1,6 +1,6 @@
 """The closing message of a run: its result, and where its files are."""
 
-from piper.train.folder import METRICS
+from piper.train.run_folder import METRICS
 from piper.train.session import Outcome
 
 

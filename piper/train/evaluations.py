@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from piper.launchers.base import EvaluationResult
-from piper.train.folder import Lines
+from piper.train.run_folder import MetricsFile
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -14,12 +14,12 @@ class Evaluations:
 
     def __init__(self, folder: Path, done: int) -> None:
         self.folder, self.done = folder, done
-        self.lines = Lines(folder, EVALUATIONS, done) if (folder / EVALUATIONS).exists() else None
+        self.lines = MetricsFile(folder, EVALUATIONS, done) if (folder / EVALUATIONS).exists() else None
 
     def write(self, step: int, result: EvaluationResult) -> None:
         """Write the result of an evaluation after a step."""
         if self.lines is None:
-            self.lines = Lines(self.folder, EVALUATIONS, self.done)
+            self.lines = MetricsFile(self.folder, EVALUATIONS, self.done)
         self.lines.write({"step": step, **asdict(result)})
 
     def __enter__(self) -> "Evaluations":

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import assert_never
 
 from piper.launchers.events import Event
-from piper.train.folder import unwritable
+from piper.train.run_folder import unwritable
 
 EVENTS = "events.jsonl"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Batch
-from piper.runtime.batch import Wanted, check_batch
+from piper.runtime.batch import BatchSpec, check_batch
 from piper.train.measure import Measure, Rate, counted
 from piper.usercode import named
 
@@ -34,7 +34,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saves:
+class SavePolicy:
     """When to save: every so many steps, at the end, and when asked to stop."""
 
     every: int
@@ -48,7 +48,7 @@ class Course:
     done: int
     steps: int
     tell: Reporter
-    saves: Saves | None = None
+    saves: SavePolicy | None = None
     stopping: Callable[[], bool] = lambda: False
     culprit: Callable[[], str | None] | None = None  # the first result of the last step that is not finite
     after: Callable[[int, Result], None] = lambda step, result: None  # evaluates and runs callbacks
@@ -87,7 +87,7 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
     return course.done
 
 
-def checked(feed: Feed, wanted: Wanted) -> Iterator[Batch]:
+def checked(feed: Feed, wanted: BatchSpec) -> Iterator[Batch]:
     """Yield the batches of a job's data; one unlike the compiled batch is refused with the data's line."""
     for batch in feed:
         check_batch(batch, wanted, by=f"{named('data', feed.make)}, step {feed.step}")

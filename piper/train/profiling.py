@@ -7,10 +7,10 @@ from typing import Protocol
 
 from piper.compiler import Program
 from piper.errors import ConfigError
-from piper.runtime.debug.profiler import WARM, Clock, Recording
+from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
-from piper.simulate.trace import chrome_trace
-from piper.view.background import FILE
+from piper.simulate.profile_trace import chrome_trace
+from piper.view.provenance import FILE
 
 TRACE = "trace.json"
 
@@ -18,7 +18,7 @@ TRACE = "trace.json"
 class Recorded(Protocol):
     """A running job whose workers record."""
 
-    def recordings(self) -> Mapping[int, tuple[Recording, Clock]]: ...
+    def recordings(self) -> Mapping[int, tuple[DeviceProfile, ClockOffset]]: ...
 
 
 def check_profile(profile: int, steps: int) -> None:
@@ -54,7 +54,7 @@ def profile_of(run: Recorded, program: Program, recipe: str, on: str, done: int 
     )
 
 
-def track_of(recording: Recording, clock: Clock) -> Track:
+def track_of(recording: DeviceProfile, clock: ClockOffset) -> Track:
     """Return one device's recording on the driver's clock."""
 
     def moved(times: Times) -> Times:

@@ -11,10 +11,10 @@ from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.retrying import Disk
-from piper.train.loop import Saves
+from piper.train.loop import SavePolicy
 
 
-class Resumed(Protocol):
+class ResumePoint(Protocol):
     """The step and the data state of a checkpoint."""
 
     @property
@@ -29,7 +29,7 @@ class Saved(Protocol):
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None: ...
-    def load(self, path: Path | str) -> Resumed: ...
+    def load(self, path: Path | str) -> ResumePoint: ...
     def settle(self) -> None: ...
 
 
@@ -64,7 +64,7 @@ def saves_of(
     feed: Feed,
     warn: Callable[[str], None],
     saved: Callable[[int, Path], None] = lambda step, path: None,
-) -> Saves | None:
+) -> SavePolicy | None:
     """Return how to save. None: the job asks for no saves.
 
     saved: is called with the step and the folder of each checkpoint.
@@ -89,7 +89,7 @@ def saves_of(
                 raise
             warn(f"warning: {error}")
 
-    return Saves(every=wanted.every, save=save)
+    return SavePolicy(every=wanted.every, save=save)
 
 
 def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
@@ -116,7 +116,7 @@ def disk_of(folder: Path, job: Job) -> Disk | None:
     def newest() -> Path | None:
         return next((path for path in candidates(where) if isinstance(path, Path)), None)
 
-    def batches(found: Resumed) -> Feed:
+    def batches(found: ResumePoint) -> Feed:
         feed = Feed(job.data, job.seed)
         feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
         return feed

@@ -20,7 +20,7 @@ from piper.launchers.base import Run, StepResult
 from piper.launchers.events import Event
 from piper.launchers.launch import check_launcher, launcher, recovers
 from piper.launchers.recovery import RecoveringRun, recovering
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
 from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
@@ -29,13 +29,13 @@ from piper.train.board import board
 from piper.train.display import display
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.events import Events
-from piper.train.folder import Metrics, choose, claim, prepare, record
 from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.profiling import check_profile, profile_of, save_profile
+from piper.train.run_folder import Metrics, choose, claim, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
@@ -43,7 +43,7 @@ KEPT = 3  # steps after which the position of the data is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrainOptions:
     """The arguments of `piper train`."""
 
     recipe: str
@@ -82,7 +82,7 @@ class Outcome:
         return self.done < self.steps
 
 
-class Memory:
+class RunSummary:
     """Remembers the first and the last step, and how long all took."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Memory:
         self.seconds += measure.step_s
 
 
-def train_recipe(asked: Asked, console: Console) -> Outcome:
+def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     check_launcher(asked.on, "piper train")
     check_seconds(asked)
@@ -104,7 +104,7 @@ def train_recipe(asked: Asked, console: Console) -> Outcome:
         return train_locked(asked, console)
 
 
-def train_locked(asked: Asked, console: Console) -> Outcome:
+def train_locked(asked: TrainOptions, console: Console) -> Outcome:
     """Train a recipe in its folder, which no other run uses meanwhile."""
     job = asked_job(asked)
     check_profile(asked.profile, job.steps)
@@ -120,7 +120,7 @@ def train_locked(asked: Asked, console: Console) -> Outcome:
         return train_in(folder, job, asked, console)
 
 
-def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
+def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> Outcome:
     """Train a job in a folder that no other run uses."""
     past = past_of(folder, job) if asked.resume else []
     if asked.resume and not past:
@@ -147,7 +147,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
             trainer = read_record(begin).trainer
             console.print(f"Going on from {begin}, after step {done}")
             check_profile(asked.profile, job.steps - done)
-        memory, positions = Memory(), dict[int, object]()
+        memory, positions = RunSummary(), dict[int, object]()
         preempting = partial(stopping_now, console, events, memory, asked.grace)
 
         def culprit() -> str | None:
@@ -199,7 +199,7 @@ def train_in(folder: Path, job: Job, asked: Asked, console: Console) -> Outcome:
 
 
 def started(
-    program: Program, folder: Path, asked: Asked, options: Options, notify: Events
+    program: Program, folder: Path, asked: TrainOptions, options: Options, notify: Events
 ) -> AbstractContextManager[Run]:
     """Return the launcher of a run: one that recovers, where it can and is to."""
     if asked.retries and not asked.profile and recovers(asked.on):
@@ -223,7 +223,7 @@ def stopping(run: Run, interrupted: Interrupts) -> bool:
     return interrupted()
 
 
-def reserve(asked: Asked, run: Run) -> float:
+def reserve(asked: TrainOptions, run: Run) -> float:
     """Return the seconds of the grace that are for writing a version, if a step does not end."""
     return min(asked.grace / 2, RESERVE) if isinstance(run, RecoveringRun) else 0.0
 
@@ -244,7 +244,7 @@ def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -
     return step
 
 
-def stopping_now(console: Console, events: Events, memory: Memory, grace: float, number: int) -> None:
+def stopping_now(console: Console, events: Events, memory: RunSummary, grace: float, number: int) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
@@ -256,7 +256,7 @@ def stopping_now(console: Console, events: Events, memory: Memory, grace: float,
         console.print("Stopping after this step; once more to stop now")
 
 
-def check_seconds(asked: Asked) -> None:
+def check_seconds(asked: TrainOptions) -> None:
     """Refuse times that cannot be kept."""
     if not asked.grace > 0:
         raise ConfigError(
@@ -278,7 +278,7 @@ def check_seconds(asked: Asked) -> None:
         )
 
 
-def asked_job(asked: Asked) -> Job:
+def asked_job(asked: TrainOptions) -> Job:
     """Return the recipe's job, for as many steps as asked for."""
     if asked.steps is not None and asked.steps < 1:
         raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
@@ -288,7 +288,7 @@ def asked_job(asked: Asked) -> Job:
 
 @contextmanager
 def watching(
-    console: Console, folder: Path, program: Program, done: int, memory: Memory
+    console: Console, folder: Path, program: Program, done: int, memory: RunSummary
 ) -> Iterator[Reporter]:
     """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
     with ExitStack() as held:

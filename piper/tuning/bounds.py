@@ -17,12 +17,12 @@ from piper.ir.chunk import Phase
 from piper.plan.ops import Op
 from piper.schedules.action import Action
 from piper.schedules.grid import Grid
-from piper.schedules.simulate import makespan
 from piper.schedules.stages import Memory, StageCosts
 from piper.schedules.synthesis.bound import bound as least_makespan
+from piper.schedules.timing import makespan
 from piper.simulate.costs import Costs
-from piper.tuning.choice import Choice, Divide
-from piper.tuning.layers import Layers, Parameters, Stage, union
+from piper.tuning.choice import Divide, StrategyChoice
+from piper.tuning.model_layers import LayerParameters, ModelLayers, Stage, union
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,12 @@ class Held:
         return max(sizes, key=lambda name: sizes[name])
 
 
-def stages_of(choice: Choice, layers: Layers) -> list[Stage]:
+def stages_of(choice: StrategyChoice, layers: ModelLayers) -> list[Stage]:
     """Return the stages of a candidate."""
     return [layers.stage(stage) for stage in choice.stages]
 
 
-def work_bound(choice: Choice, layers: Layers, costs: Costs, *, sums: bool = False) -> float:
+def work_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, sums: bool = False) -> float:
     """Return the time of the busiest rank: the way of the first microbatch to it, and its own passes.
 
     sums: also count how long gradients of microbatches are added up, which the ZeRO level decides.
@@ -95,7 +95,7 @@ def least_backward(stage: Stage) -> float:
 
 
 def stage_costs(
-    choice: Choice, layers: Layers, costs: Costs, *, whole: bool, sums: bool = False
+    choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, whole: bool, sums: bool = False
 ) -> StageCosts | None:
     """Return the least that each pass takes from what it receives to what it passes on, and each transfer.
 
@@ -125,7 +125,7 @@ def stage_costs(
     return StageCosts(forward=forward, inputs=inputs, weights=weights, hop=hop)
 
 
-def hop_seconds(choice: Choice, layers: Layers, costs: Costs, stage: int) -> float:
+def hop_seconds(choice: StrategyChoice, layers: ModelLayers, costs: Costs, stage: int) -> float:
     """Return the time of the transfer from a stage to the next; 0 within a rank."""
     ranks = choice.placement.ranks
     source, target = ranks[stage], ranks[stage + 1]
@@ -139,7 +139,7 @@ def hop_seconds(choice: Choice, layers: Layers, costs: Costs, stage: int) -> flo
     return talk.latency + talk.seconds
 
 
-def order_bound(choice: Choice, layers: Layers, costs: Costs, grid: Grid) -> float:
+def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid: Grid) -> float:
     """Return the time of a schedule whose order is known, without all but its passes and transfers."""
     whole = all(action.phase in ("F", "B") for action in grid.actions())
     found = stage_costs(choice, layers, costs, whole=whole)
@@ -150,13 +150,13 @@ def order_bound(choice: Choice, layers: Layers, costs: Costs, grid: Grid) -> flo
     return makespan(grid, found)
 
 
-def any_order_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
+def any_order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> float:
     """Return a time that no order of the passes can beat."""
     found = stage_costs(choice, layers, costs, whole=False)
     return 0.0 if found is None else least_makespan(found, choice.placement, choice.microbatches)
 
 
-def link_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
+def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> float:
     """Return the time for which a device's links are busy with parameters and gradients."""
     if choice.width == 1:
         return 0.0
@@ -173,7 +173,7 @@ def link_bound(choice: Choice, layers: Layers, costs: Costs) -> float:
     return worst
 
 
-def collective_time(choice: Choice, layers: Layers, costs: Costs, divide: Divide) -> float:
+def collective_time(choice: StrategyChoice, layers: ModelLayers, costs: Costs, divide: Divide) -> float:
     """Return the time of the all-reduces that tensor parallelism puts behind weights divided by their inputs.
 
     Each of their products is a sum over the group, in the forward as in the backward. Other microbatches
@@ -190,12 +190,12 @@ def collective_time(choice: Choice, layers: Layers, costs: Costs, divide: Divide
     return spent * choice.microbatches / choice.ranks
 
 
-def replicas_of(choice: Choice, rank: int) -> tuple[int, ...]:
+def replicas_of(choice: StrategyChoice, rank: int) -> tuple[int, ...]:
     """Return the devices of a rank that hold the same slice of its parameters."""
     return choice.devices_of(rank)[:: choice.tensor * choice.context]
 
 
-def messages(choice: Choice, stages: Sequence[Stage], zero: int, rank: int) -> list[tuple[Op, int]]:
+def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int, rank: int) -> list[tuple[Op, int]]:
     """Return the least that a device of a rank sends for parameters and gradients: the operation and bytes.
 
     Experts that are divided are reduced in smaller groups, so they are left out.
@@ -225,8 +225,8 @@ def messages(choice: Choice, stages: Sequence[Stage], zero: int, rank: int) -> l
 
 
 def memory_bound(
-    choice: Choice,
-    layers: Layers,
+    choice: StrategyChoice,
+    layers: ModelLayers,
     state: State,
     grid: Grid | None,
     ranks: Sequence[int] | None = None,
@@ -257,9 +257,9 @@ def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:
     return row
 
 
-def resident(choice: Choice, stages: Sequence[Stage], zero: int, state: State, rank: int) -> Held:
+def resident(choice: StrategyChoice, stages: Sequence[Stage], zero: int, state: State, rank: int) -> Held:
     """Return what a rank holds between steps, and the gradients it sums during one."""
-    parameters: Mapping[str, Parameters] = union(stage.parameters for stage in stages)
+    parameters: Mapping[str, LayerParameters] = union(stage.parameters for stage in stages)
     whole = sum(one.nbytes for one in parameters.values())
     trained = sum(one.trained for one in parameters.values())
     gradients = sum(one.trained_bytes for one in parameters.values())
@@ -272,7 +272,7 @@ def resident(choice: Choice, stages: Sequence[Stage], zero: int, state: State, r
     )
 
 
-def peak_of(row: Sequence[Action], stages: Sequence[Stage], kept: Held, choice: Choice) -> Held:
+def peak_of(row: Sequence[Action], stages: Sequence[Stage], kept: Held, choice: StrategyChoice) -> Held:
     """Walk the passes of a rank and return what it holds at the fullest moment."""
     live = most = 0
     gradients = 0  # of stages that a backward has run of
@@ -310,7 +310,7 @@ def peak_of(row: Sequence[Action], stages: Sequence[Stage], kept: Held, choice: 
     )
 
 
-def synthesis_memory(choice: Choice, layers: Layers, state: State, limit: int) -> Memory | None:
+def synthesis_memory(choice: StrategyChoice, layers: ModelLayers, state: State, limit: int) -> Memory | None:
     """Return what the stages of a candidate hold, and what each rank has left. None: one has too little."""
     stages = stages_of(choice, layers)
     limits = []

@@ -38,7 +38,7 @@ class Divide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StrategyChoice:
     """A candidate: everything that a strategy is made of, but for the order of a synthesised schedule."""
 
     ranks: int  # of the pipeline
@@ -144,7 +144,7 @@ class Choice:
 
 
 def directives_of(
-    choice: Choice, grid: Grid | None, tag: str, divide: Divide, routed: bool
+    choice: StrategyChoice, grid: Grid | None, tag: str, divide: Divide, routed: bool
 ) -> list[Directive]:
     """Return the strategy of a candidate. grid: the order of its pipeline. routed: the model has experts."""
     made: list[Directive] = []
@@ -172,7 +172,7 @@ def layers_at(tag: str, layers: range) -> At:
     return at(None, **asked)
 
 
-def placed(choice: Choice, here: At, rank: int, divide: Divide) -> list[Directive]:
+def placed(choice: StrategyChoice, here: At, rank: int, divide: Divide) -> list[Directive]:
     """Return the directives that put one stage on the devices of its rank."""
     devices, group = choice.devices_of(rank), choice.tensor * choice.context
     if len(devices) == 1:

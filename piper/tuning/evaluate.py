@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from piper.directives import Directive
 from piper.gc_pause import no_collection
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
-from piper.tuning.choice import Choice, directives_of
+from piper.tuning.choice import StrategyChoice, directives_of
 from piper.tuning.model import Model
 
 
@@ -16,7 +16,7 @@ from piper.tuning.model import Model
 class Evaluation:
     """A candidate that was compiled, proven and simulated."""
 
-    choice: Choice
+    choice: StrategyChoice
     strategy: tuple[Directive, ...]
     step: float  # seconds
     peak: int  # bytes of the fullest device
@@ -36,7 +36,7 @@ class Evaluation:
         return max(0.0, self.step - self.busy - self.exposed)
 
 
-def evaluate(model: Model, choice: Choice, grid: Grid | None, bound: float) -> Evaluation:
+def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float) -> Evaluation:
     """Compile, prove and simulate a candidate."""
     strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
     with no_collection():

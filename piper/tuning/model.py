@@ -13,7 +13,7 @@ from piper.job import Job
 from piper.simulate.costs import Costs
 from piper.tuning.bounds import State
 from piper.tuning.choice import Divide, Recompute
-from piper.tuning.layers import Layers
+from piper.tuning.model_layers import ModelLayers
 from piper.tuning.scaling import scaled
 
 BY = "tune"
@@ -34,7 +34,7 @@ class Model:
     state: State
     samples: int  # in a global batch
     communicator: float = 0.0  # bytes that each communicator of a device takes
-    tables: dict[Key, Layers] = field(default_factory=dict, repr=False)
+    tables: dict[Key, ModelLayers] = field(default_factory=dict, repr=False)
 
     @property
     def recorded(self) -> list[int]:
@@ -48,7 +48,7 @@ class Model:
             for key in [key for key in self.tables if key[0] == rows]:
                 del self.tables[key]  # was estimated from other sizes
 
-    def layers(self, rows: int, recompute: Recompute, experts: int = 1, group: int = 1) -> Layers:
+    def layers(self, rows: int, recompute: Recompute, experts: int = 1, group: int = 1) -> ModelLayers:
         """Return the costs of the layers for one microbatch size.
 
         experts: devices that divide the experts. group: devices that divide every layer.
@@ -59,7 +59,9 @@ class Model:
         elif key not in self.tables:
             outline = self.outline(rows, recompute, experts)
             shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
-            self.tables[key] = Layers(outline, self.costs, self.tag, across=recompute.across, shares=shares)
+            self.tables[key] = ModelLayers(
+                outline, self.costs, self.tag, across=recompute.across, shares=shares
+            )
         return self.tables[key]
 
     def outline(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:

@@ -9,7 +9,7 @@ from piper.errors import ConfigError
 from piper.format import percent, seconds, size
 from piper.tuning.bounds import Held
 from piper.tuning.evaluate import Evaluation
-from piper.tuning.search import Discard, Search
+from piper.tuning.strategy_search import Discard, StrategySearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def tally(discarded: Sequence[Discard]) -> list[tuple[str, int]]:
     return kinds.most_common()
 
 
-def none_fits(search: Search, limit: int, machine: str) -> ConfigError:
+def none_fits(search: StrategySearch, limit: int, machine: str) -> ConfigError:
     """Return the error of a search in which nothing fits: the least memory found, and what would do."""
     held: list[tuple[int, str, Held | None]] = [
         (one.held.total, one.choice.label, one.held) for one in search.discarded if one.held is not None

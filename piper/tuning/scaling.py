@@ -14,7 +14,7 @@ T = TypeVar("T")
 SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
 
 
-class UnlikeError(Exception):
+class UnlikeLayersError(Exception):
     """Two recordings that differ in more than amounts."""
 
 
@@ -26,7 +26,7 @@ def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel
             replace(between(first, second, share), key="")
             for first, second in zip(one.chunks, other.chunks, strict=True)
         )
-    except (UnlikeError, ValueError):
+    except (UnlikeLayersError, ValueError):
         return None
     return replace(one, chunks=chunks, rows=rows)
 
@@ -36,7 +36,7 @@ def between(one: T, other: T, share: float) -> T:
     if one == other:
         return one
     if type(one) is not type(other) or isinstance(one, bool):
-        raise UnlikeError
+        raise UnlikeLayersError
     made: object
     match one, other:
         case int(), int():
@@ -52,7 +52,7 @@ def between(one: T, other: T, share: float) -> T:
         case _ if is_dataclass(one):
             made = between_records(one, other, share)
         case _:
-            raise UnlikeError
+            raise UnlikeLayersError
     return made  # type: ignore[return-value]
 
 
@@ -64,6 +64,6 @@ def between_records(one: object, other: object, share: float) -> object:
         if first == second:
             continue
         if field.name in SAME:
-            raise UnlikeError
+            raise UnlikeLayersError
         changed[field.name] = between(first, second, share)
     return replace(one, **changed)  # type: ignore[type-var]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, Fixed, grid_for
-from piper.tuning.choice import SYNTHESISED, Choice, Neighbours, Recompute, Shape
+from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, StrategyChoice
 
 MOST_ROWS = 16  # samples of a microbatch
 LEAST_ROWS = 1
@@ -55,7 +55,7 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def meshes(space: Space, shapes: Shapes) -> Iterator[Choice]:
+def meshes(space: Space, shapes: Shapes) -> Iterator[StrategyChoice]:
     """Yield a candidate for each way to arrange the devices and to cut the batch, with stages left open."""
     ranks = [rank for rank in divisors(shapes.devices) if rank <= shapes.layers]
     for rank in ranks if space.ranks is None else [rank for rank in ranks if rank in space.ranks]:
@@ -65,7 +65,7 @@ def meshes(space: Space, shapes: Shapes) -> Iterator[Choice]:
                 replicas = width // tensor // context
                 for rows in rows_of(space, shapes.samples, replicas):
                     for experts in expert_degrees(space, shapes, replicas, tensor * context):
-                        yield Choice(
+                        yield StrategyChoice(
                             ranks=rank,
                             replicas=replicas,
                             tensor=tensor,
@@ -154,7 +154,7 @@ def balanced(
     return sizes
 
 
-def grid_of(choice: Choice) -> Grid | None:
+def grid_of(choice: StrategyChoice) -> Grid | None:
     """Return the order of a candidate with a named schedule. None: it has no order of its own."""
     if choice.schedule in ("", SYNTHESISED):
         return None

@@ -26,8 +26,8 @@ from piper.tuning.choice import Divide
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.model import BY, Model, layers_of
 from piper.tuning.result import Tuned, none_fits
-from piper.tuning.search import Search
 from piper.tuning.space import Shapes, Space, rows_of
+from piper.tuning.strategy_search import StrategySearch
 
 TRIALS = 100
 GAP = 0.005
@@ -37,7 +37,7 @@ FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the f
 FRONT_TRIALS = 4
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
 DIVIDED_TRIALS = 6
-Progress = Callable[[Search, Evaluation], None]
+Progress = Callable[[StrategySearch, Evaluation], None]
 
 
 def tune(
@@ -75,7 +75,7 @@ def tune(
         if memory is None:
             reserve = machine.communicator * (1 - machine.fragmentation)
             model = replace(model, communicator=reserve)
-        search = Search(
+        search = StrategySearch(
             model=model,
             space=wanted,
             shapes=shapes_of(model, devices),
@@ -111,7 +111,7 @@ def tune(
     )
 
 
-def run_all(search: Search, limit: int, trials: int) -> None:
+def run_all(search: StrategySearch, limit: int, trials: int) -> None:
     """Search without tensor and context parallelism, then with them where that may be worth it.
 
     To divide a model takes seconds for each degree, so that is done where the space asks for it, where
@@ -226,7 +226,7 @@ def shapes_of(model: Model, devices: int) -> Shapes:
     )
 
 
-def verified(search: Search, limit: int) -> Evaluation:
+def verified(search: StrategySearch, limit: int) -> Evaluation:
     """Return the best strategy that the job's optimizer can train, and whose plans are proven once more."""
     fitting = [found for found in search.evaluated.values() if found.needs <= limit]
     fitting.sort(key=lambda found: found.step)  # of equal ones the first that was evaluated
@@ -242,7 +242,7 @@ def verified(search: Search, limit: int) -> Evaluation:
     raise refused
 
 
-def widen_front(search: Search, best: Evaluation) -> bool:
+def widen_front(search: StrategySearch, best: Evaluation) -> bool:
     """Look for strategies that need less memory than the best. Return whether the user interrupted that."""
     try:
         for share in FRONT:

@@ -10,8 +10,8 @@ from piper.ir.chunk import Phase, Tags
 from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
 from piper.schedules.grid import Grid
-from piper.schedules.simulate import UNIT, Costs, cost_of, timeline
-from piper.view.text_grid import Block, block_of, placed
+from piper.schedules.timing import UNIT, Costs, cost_of, timeline
+from piper.view.text_grid import StagePhase, block_of, placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def of_plans(
     )
 
 
-def cell_of(block: Block, pair: int) -> Cell:
+def cell_of(block: StagePhase, pair: int) -> Cell:
     """Make a cell of a block of the text grid."""
     return Cell(
         start=block.start,

@@ -7,7 +7,7 @@ from piper.devices import show
 from piper.ids import AGAIN, SlotId
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
-from piper.simulate.memory import Memory, memory_of
+from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
@@ -34,7 +34,7 @@ class Table:
         return list(self.numbers)
 
 
-class Clock:
+class TickScale:
     """Converts times to whole numbers of ticks, of which the longest time has `DIGITS` digits."""
 
     def __init__(self, subject: Subject) -> None:
@@ -56,7 +56,7 @@ class Clock:
 
 def facts_of(subject: Subject) -> Columns:
     """Return all data of the page."""
-    clock, nodes, origins = Clock(subject), Table(), Table()
+    clock, nodes, origins = TickScale(subject), Table(), Table()
     programs = [
         {
             **instruction_facts(subject, plan, nodes, origins),
@@ -190,7 +190,7 @@ def temporal_edges(subject: Subject, plan: Plan) -> Iterator[tuple[int, int, int
             yield places[first], places[then], by
 
 
-def memory_facts(memory: Memory, clock: Clock) -> Columns:
+def memory_facts(memory: MemoryUse, clock: TickScale) -> Columns:
     """Return a device's memory over time, with only the times at which it changes."""
     times: list[int] = []
     live: list[int] = []
@@ -224,7 +224,7 @@ def comm_facts(subject: Subject) -> Iterator[Columns]:
         yield {"name": name, "op": op, "groups": shown + more, "nbytes": nbytes, "times": times}
 
 
-def measured_facts(subject: Subject, device: int, clock: Clock) -> Columns:
+def measured_facts(subject: Subject, device: int, clock: TickScale) -> Columns:
     """Return one measured step of a device, and its memory over the measured times."""
     timeline = subject.measured[device]
     memory = memory_of(subject.plans.of(device), timeline)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
-from piper.simulate.memory import Memory
+from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
 from piper.view.css import hatched, hatching, hue, sheet
 from piper.view.legend import LETTER, Legend
@@ -17,13 +17,13 @@ WIDTH, LETTER_WIDTH = 840.0, 7.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MemoryRow:
     """One device in one step."""
 
     name: str
     plan: Plan
     timeline: Timeline
-    memory: Memory
+    memory: MemoryUse
 
     @property
     def highest(self) -> int:
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class MemoryFrame:
     """The scales of time and bytes, which all rows share."""
 
     left: float
@@ -43,10 +43,10 @@ class Frame:
         return self.left + time * self.scale
 
 
-def heights(rows: Sequence[Row], *, title: str) -> str:
+def heights(rows: Sequence[MemoryRow], *, title: str) -> str:
     """Draw the rows below each other. Peaks and times are percentages of the first row's."""
     left = MARGIN + max(len(text) for row in rows for text in (row.name, "peak 100 %")) * LETTER_WIDTH + 12
-    frame = Frame(
+    frame = MemoryFrame(
         left=left,
         scale=(WIDTH - left - MARGIN) / max(row.timeline.end for row in rows),
         tall=HEIGHT / max(1, *(row.highest for row in rows)),
@@ -75,26 +75,26 @@ def heights(rows: Sequence[Row], *, title: str) -> str:
     )
 
 
-def relative(row: Row, first: Row) -> tuple[str, str]:
+def relative(row: MemoryRow, first: MemoryRow) -> tuple[str, str]:
     """Return a row's peak and time as percentages of the first row's."""
     return f"peak {row.highest / first.highest:.0%}", f"time {row.timeline.end / first.timeline.end:.0%}"
 
 
-def names(row: Row, first: Row, frame: Frame, y: float) -> Iterator[str]:
+def names(row: MemoryRow, first: MemoryRow, frame: MemoryFrame, y: float) -> Iterator[str]:
     """Draw the name, the peak and the time of a row at its left."""
     yield words(row.name, frame.left - 10, y + BAR / 2 + 4, "right")
     for line, text in enumerate(relative(row, first)):
         yield words(text, frame.left - 10, y + BAR + 24 + 16 * line, "right small faint num")
 
 
-def busy(row: Row) -> Iterator[tuple[Instr, Span]]:
+def busy(row: MemoryRow) -> Iterator[tuple[Instr, Span]]:
     """Yield the compute instructions that take time, with their spans."""
     for ins, span in zip(row.plan.instrs, row.timeline.spans, strict=True):
         if ins.op == "compute" and span.end > span.start:
             yield ins, span
 
 
-def work(row: Row, frame: Frame, y: float) -> Iterator[str]:
+def work(row: MemoryRow, frame: MemoryFrame, y: float) -> Iterator[str]:
     """Draw a bar for each compute instruction."""
     for ins, span in busy(row):
         shade = shade_of(ins)
@@ -115,7 +115,7 @@ def work(row: Row, frame: Frame, y: float) -> Iterator[str]:
         yield element("g", "".join(inner))
 
 
-def curve(row: Row, frame: Frame, y: float) -> str:
+def curve(row: MemoryRow, frame: MemoryFrame, y: float) -> str:
     """Draw the live bytes over time, as a step function."""
     memory, base = row.memory, y + HEIGHT
     path = [f"M{number(frame.left)} {number(base)}"]
@@ -126,7 +126,7 @@ def curve(row: Row, frame: Frame, y: float) -> str:
     return element("path", d="".join(path), class_="quiet") + floor
 
 
-def legend(rows: Sequence[Row], y: float) -> Iterator[str]:
+def legend(rows: Sequence[MemoryRow], y: float) -> Iterator[str]:
     """Draw the legend of the shades."""
     line = Legend(MARGIN, y)
     draw_phases(line, [shade_of(ins) for row in rows for ins, _ in busy(row)])

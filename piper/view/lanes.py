@@ -29,7 +29,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class LaneFrame:
     """The positions of times and streams in the picture."""
 
     streams: tuple[str, ...]
@@ -80,7 +80,7 @@ def lanes(plan: Plan, timeline: Timeline, *, title: str, only: Sequence[int] = (
     )
 
 
-def frame_of(bars: Sequence[Bar], gap: float) -> Frame:
+def frame_of(bars: Sequence[Bar], gap: float) -> LaneFrame:
     """Fit the bars into the picture, the compute stream first, the others as they come."""
     found = dict.fromkeys(bar.ins.stream for bar in bars)
     streams = sorted(found, key=lambda stream: stream != "compute")
@@ -88,15 +88,15 @@ def frame_of(bars: Sequence[Bar], gap: float) -> Frame:
     low = min(bar.span.start for bar in bars)
     high = max(bar.span.end for bar in bars)
     scale = (WIDTH - left - MARGIN) / max(high - low, 1e-12)
-    return Frame(streams=tuple(streams), left=left, low=low, scale=scale, gap=gap)
+    return LaneFrame(streams=tuple(streams), left=left, low=low, scale=scale, gap=gap)
 
 
-def summary(bars: Sequence[Bar], frame: Frame) -> str:
+def summary(bars: Sequence[Bar], frame: LaneFrame) -> str:
     """Return how many instructions and streams are drawn, in words."""
     return f"{len(bars)} instructions on {len(frame.streams)} streams"
 
 
-def draw_bar(bar: Bar, frame: Frame) -> Iterator[str]:
+def draw_bar(bar: Bar, frame: LaneFrame) -> Iterator[str]:
     """Draw the bar of an instruction, with its caption where it fits."""
     x, y = frame.x(bar.span.start), frame.y(bar.ins.stream)
     width = max((bar.span.end - bar.span.start) * frame.scale, SHORTEST)
@@ -129,7 +129,7 @@ def texts(ins: Instr) -> Iterator[str]:
     yield whole.split()[0]
 
 
-def arrows(bars: Sequence[Bar], frame: Frame) -> Iterator[str]:
+def arrows(bars: Sequence[Bar], frame: LaneFrame) -> Iterator[str]:
     """Draw an arrow from each instruction that signals to those of other streams that wait for it."""
     signallers = {bar.ins.signals: bar for bar in bars if bar.ins.signals is not None}
     for bar in bars:

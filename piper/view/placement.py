@@ -18,7 +18,7 @@ KINDS = (("parameters", 3), ("gradients", 2), ("optimizer", 1))  # and the ZeRO 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldPiece:
     """The piece a device holds: the `index`-th of `of` equal ones."""
 
     index: int
@@ -72,20 +72,20 @@ def region(bucket: Bucket) -> str:
     return ", ".join(bucket.chunks) + (f" ({', '.join(how)})" if how else "")
 
 
-def held(bucket: Bucket, device: int, level: int) -> Held:
+def held(bucket: Bucket, device: int, level: int) -> HeldPiece:
     """Return the piece of a bucket's state that a device holds. level: the ZeRO level that shards it."""
     expert = bucket.devices.index(device) % bucket.ways
     if bucket.zero < level:
-        return Held(index=expert, of=bucket.ways)
+        return HeldPiece(index=expert, of=bucket.ways)
     group = next(group for group in bucket.groups if device in group)
-    return Held(index=expert * len(group) + group.index(device), of=bucket.ways * len(group))
+    return HeldPiece(index=expert * len(group) + group.index(device), of=bucket.ways * len(group))
 
 
-def slice_of(plans: Plans, device: int) -> Held | None:
+def slice_of(plans: Plans, device: int) -> HeldPiece | None:
     """Return the slice of the samples that a device trains on. None: it has no samples and no parameters."""
     loads = (ins.loads.devices for ins in plans.of(device).instrs if ins.op == "load")
     sets = [*loads, *(bucket.devices for bucket in plans.buckets.values() if device in bucket.devices)]
-    return Held(index=sets[0].index(device), of=len(sets[0])) if sets else None
+    return HeldPiece(index=sets[0].index(device), of=len(sets[0])) if sets else None
 
 
 def draw_state(bucket: Bucket, device: int, row: int, x: float, y: float) -> Iterator[str]:

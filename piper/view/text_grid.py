@@ -6,9 +6,9 @@ from itertools import pairwise
 
 from piper.devices import show
 from piper.ids import AGAIN, Pass, Phase, SlotId, Tags
-from piper.plan.check import in_order
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
+from piper.plan.prove import in_order
 
 UNIT: Mapping[Phase, int] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
 LETTER: Mapping[Phase, str] = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
@@ -16,7 +16,7 @@ IDLE, STILL = ".", "--"
 
 
 @dataclass(slots=True)
-class Block:
+class StagePhase:
     """All chunks of one stage in one phase on one microbatch: one or two cells of the grid."""
 
     label: str
@@ -52,9 +52,9 @@ def grid(plans: Plans, tags: Mapping[str, Tags]) -> str:
     return "\n".join(lines)
 
 
-def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
+def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[StagePhase]]:
     """Return each program's blocks, with the time each starts when transfers are free."""
-    blocks: list[Block] = []
+    blocks: list[StagePhase] = []
     rows: list[list[int]] = []
     written: dict[tuple[int, SlotId], int] = {}  # by program and slot: the block that its value comes from
     sent: dict[str, int] = {}
@@ -66,21 +66,23 @@ def placed(plans: Plans, tags: Mapping[str, Tags]) -> list[list[Block]]:
     return [[blocks[i] for i in row] for row in rows]
 
 
-def block_of(run: Pass, tags: Mapping[str, Tags]) -> Block:
+def block_of(run: Pass, tags: Mapping[str, Tags]) -> StagePhase:
     """Return the block that a pass belongs to, without its start."""
     outer = tags.get(run.chunk, ())
     stage = outer[0][1] if outer else None
     part = tuple(index for _, index in run.part)
     letter = AGAIN if run.again else LETTER[run.phase]
     label = f"{'' if stage is None else stage}{letter}{'.'.join(map(str, part))}"
-    return Block(label=label, cost=UNIT[run.phase], phase=run.phase, stage=stage, part=part, again=run.again)
+    return StagePhase(
+        label=label, cost=UNIT[run.phase], phase=run.phase, stage=stage, part=part, again=run.again
+    )
 
 
 def collect(
     plan: Plan,
     number: int,
     tags: Mapping[str, Tags],
-    blocks: list[Block],
+    blocks: list[StagePhase],
     written: dict[tuple[int, SlotId], int],
     sent: dict[str, int],
 ) -> list[int]:
@@ -107,7 +109,7 @@ def collect(
     return order
 
 
-def turn_of(block: Block, row: Sequence[int], blocks: Sequence[Block]) -> int:
+def turn_of(block: StagePhase, row: Sequence[int], blocks: Sequence[StagePhase]) -> int:
     """Return where to insert a block in a row: at the end, but a recompute before its backwards.
 
     Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
@@ -123,7 +125,7 @@ def link(
     plan: Plan,
     number: int,
     tags: Mapping[str, Tags],
-    blocks: list[Block],
+    blocks: list[StagePhase],
     row: list[int],
     written: dict[tuple[int, SlotId], int],
     sent: dict[str, int],
@@ -144,7 +146,7 @@ def link(
                     blocks[block].needs.add(source)
 
 
-def run(blocks: list[Block], rows: list[list[int]]) -> None:
+def run(blocks: list[StagePhase], rows: list[list[int]]) -> None:
     """Set each block's start: after its predecessor on the device and after the blocks it needs."""
     needs = [set(block.needs) for block in blocks]
     for row in rows:

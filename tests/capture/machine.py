@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.ir.chunk import (
+    AxisPosition,
     Batch,
     Chunk,
     Constant,
@@ -20,7 +21,6 @@ from piper.ir.chunk import (
     Output,
     Phase,
     PhaseSpec,
-    Place,
     Source,
     TensorSpec,
 )
@@ -192,7 +192,7 @@ class Machine:
                 return self.captured.constants[name]
             case Output(chunk=name, index=index):
                 return device.values[name, index]
-            case Place() | HostPlace():
+            case AxisPosition() | HostPlace():
                 raise AssertionError("this machine runs undivided models")
 
     def _keep(self, device: Device, chunk: Chunk, results: list[Tensor]) -> None:

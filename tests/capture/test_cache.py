@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from piper.capture.compile.cache import Cache, Entry
+from piper.capture.compile.cache import Cache, CacheEntry
 from piper.errors import ConfigError
 
-ENTRY = Entry(artifact=b"artifact", files={"ab/kernel.so": b"library", "cd/code.py": b"source"})
+ENTRY = CacheEntry(artifact=b"artifact", files={"ab/kernel.so": b"library", "cd/code.py": b"source"})
 NAME, OTHER = "a1" * 32, "a2" * 32
 
 
@@ -31,8 +31,8 @@ def test_an_entry_comes_back(cache: Cache) -> None:
     assert cache.find(NAME) is None
     cache.keep(NAME, ENTRY)
     assert cache.find(NAME) == ENTRY
-    cache.keep(NAME, Entry(artifact=b"newer", files={}))
-    assert cache.find(NAME) == Entry(artifact=b"newer", files={})
+    cache.keep(NAME, CacheEntry(artifact=b"newer", files={}))
+    assert cache.find(NAME) == CacheEntry(artifact=b"newer", files={})
     assert mode(cache.folder) == 0o700
     assert mode(cache.key.parent) == 0o700
     assert mode(cache.key) == 0o600

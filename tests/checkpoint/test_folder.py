@@ -13,7 +13,7 @@ from piper.checkpoint import folder as folders
 from piper.checkpoint import storage
 from piper.checkpoint.folder import begin, commit, latest, retain, settled, step_path
 from piper.checkpoint.metadata import Record, Spec, read_record
-from piper.checkpoint.storage import CheckpointReader, Part, index_of, write_parts
+from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
 from piper.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def save(path: Path, step: int) -> None:
     value = torch.full((6,), float(step))
     written = [
         write_parts(
-            partial, f"device-{i}", [Part(key="model.w", size=6, start=start, tensor=value[start:end])]
+            partial, f"device-{i}", [TensorRange(key="model.w", size=6, start=start, tensor=value[start:end])]
         )
         for i, (start, end) in enumerate([(0, 2), (2, 6)])
     ]
@@ -38,7 +38,7 @@ def value_of(path: Path) -> list[float]:
     found = torch.zeros(6)
     cuts = [(0, 1), (1, 5), (5, 6)]
     CheckpointReader(path, read_record(path)).read(
-        Part(key="model.w", size=6, start=low, tensor=found[low:high]) for low, high in cuts
+        TensorRange(key="model.w", size=6, start=low, tensor=found[low:high]) for low, high in cuts
     )
     return found.tolist()
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from piper.checkpoint.layout import (
-    Span,
+from piper.checkpoint.bucket_spans import (
+    BucketSpan,
     buffers_of,
     held_buckets,
     owned_range,
@@ -97,7 +97,7 @@ def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> No
     piece = Piece(name="w", shape=(2, 2), offset=5, shardings=(Sharding(dim=1, ways=3),))
     made = replace(bucket("c", {"v": 5}, (0, 1, 2)), groups=((0,), (1,), (2,)))
     made = replace(made, pieces=(piece,))
-    assert spans(made, 1, 0, 9) == [Span(name="w", start=2, at=5, length=2, count=2, stride=6, step=2)]
+    assert spans(made, 1, 0, 9) == [BucketSpan(name="w", start=2, at=5, length=2, count=2, stride=6, step=2)]
     assert [(s.start, s.at, s.length) for s in spans(made, 2, 6, 8)] == [(5, 6, 1), (10, 7, 1)]
 
 
@@ -160,13 +160,13 @@ def test_combs_are_the_runs(shardings: tuple[Sharding, ...]) -> None:
 def test_a_range_cuts_the_runs_at_its_ends() -> None:
     comb = Comb(here=0, there=100, length=4, count=5, here_step=4, there_step=10)
     assert list(within("w", 20, comb, 22, 35)) == [
-        Span(name="w", start=110, at=24, length=4, count=2, stride=10, step=4),
-        Span(name="w", start=102, at=22, length=2),
-        Span(name="w", start=130, at=32, length=3),
+        BucketSpan(name="w", start=110, at=24, length=4, count=2, stride=10, step=4),
+        BucketSpan(name="w", start=102, at=22, length=2),
+        BucketSpan(name="w", start=130, at=32, length=3),
     ]
-    assert list(within("w", 20, comb, 25, 27)) == [Span(name="w", start=111, at=25, length=2)]
+    assert list(within("w", 20, comb, 25, 27)) == [BucketSpan(name="w", start=111, at=25, length=2)]
     assert list(within("w", 20, comb, 0, 20)) == list(within("w", 20, comb, 40, 99)) == []
-    assert list(within("w", 20, comb, 0, 24)) == [Span(name="w", start=100, at=20, length=4)]
+    assert list(within("w", 20, comb, 0, 24)) == [BucketSpan(name="w", start=100, at=20, length=4)]
     assert list(within("w", 5, Comb(here=0, there=7, length=6), 8, 99)) == [
-        Span(name="w", start=10, at=8, length=3)
+        BucketSpan(name="w", start=10, at=8, length=3)
     ]

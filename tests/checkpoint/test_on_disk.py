@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from piper.checkpoint.compatibility import check_model
-from piper.checkpoint.metadata import Piece, Record, Spec, Stored, covered, plain_name
+from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, covered, plain_name
 from piper.errors import ConfigError
 from tests.checkpoint.test_folder import save
 
@@ -51,7 +51,7 @@ def test_all_is_on_the_disk_before_a_checkpoint_gets_its_name(
     ],
 )
 def test_pieces_make_the_whole_tensor(pieces: list[tuple[int, int]], fits: bool) -> None:
-    made = tuple(Piece(offset=first, length=length, file="f") for first, length in pieces)
+    made = tuple(SavedPiece(offset=first, length=length, file="f") for first, length in pieces)
     stored = Stored(dtype="float32", size=4, pieces=made)
     if fits:
         covered(stored)

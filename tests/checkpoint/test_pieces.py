@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.checkpoint.metadata import Piece, Record, Spec, Stored, check_sections, covered, record_of
+from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, check_sections, covered, record_of
 from piper.checkpoint.overlaps import Overlap, overlaps
 from piper.checkpoint.save import buffer_parts
-from piper.checkpoint.storage import CheckpointReader, Part, index_of, write_parts
+from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
 from piper.plan.divided import Share
 from piper.sharding import Sharding, combs, local_sizes
 
@@ -28,7 +28,7 @@ def devices(division: tuple[Sharding, ...]) -> int:
     return max((held.ways * held.stride for held in division), default=1)
 
 
-def parts(flat: torch.Tensor, division: tuple[Sharding, ...], position: int) -> list[Part]:
+def parts(flat: torch.Tensor, division: tuple[Sharding, ...], position: int) -> list[TensorRange]:
     """Return a device's slice as runs of the whole."""
     found = []
     for comb in combs(local_sizes(WHOLE, division), division, position):
@@ -36,7 +36,9 @@ def parts(flat: torch.Tensor, division: tuple[Sharding, ...], position: int) -> 
         if comb.count > 1:
             span = flat[comb.here :][: (comb.count - 1) * comb.here_step + comb.length]
             runs = span.unfold(0, comb.length, comb.here_step)
-        found.append(Part(key="model.w", size=48, start=comb.there, tensor=runs, stride=comb.there_step))
+        found.append(
+            TensorRange(key="model.w", size=48, start=comb.there, tensor=runs, stride=comb.there_step)
+        )
     return found
 
 
@@ -98,29 +100,33 @@ def test_a_buffer_is_divided_along_its_own_dimension(tmp_path: Path) -> None:
 def test_a_divided_matrix_is_one_piece_on_each_device() -> None:
     flat = torch.zeros(4096 * 8)
     big = [
-        Part(key="w", size=4096 * 16, start=comb.there, tensor=flat.view(4096, 8), stride=comb.there_step)
+        TensorRange(
+            key="w", size=4096 * 16, start=comb.there, tensor=flat.view(4096, 8), stride=comb.there_step
+        )
         for comb in combs((4096, 8), (Sharding(dim=1, ways=2),), 1)
     ]
-    assert [part.lies("f") for part in big] == [Piece(offset=8, length=8, file="f", count=4096, stride=16)]
+    assert [part.lies("f") for part in big] == [
+        SavedPiece(offset=8, length=8, file="f", count=4096, stride=16)
+    ]
     assert big[0].lies("f").as_list() == [8, 8, "f", 4096, 16]
 
 
 def test_what_two_pieces_have_in_common() -> None:
-    rows = Piece(offset=0, length=4, file="f", count=3, stride=8)  # 0-3, 8-11, 16-19
-    assert list(overlaps(rows, Piece(offset=0, length=24, file=""))) == [
+    rows = SavedPiece(offset=0, length=4, file="f", count=3, stride=8)  # 0-3, 8-11, 16-19
+    assert list(overlaps(rows, SavedPiece(offset=0, length=24, file=""))) == [
         Overlap(stored=0, wanted=0, length=4, count=3, stored_step=4, wanted_step=8)
     ]
-    assert list(overlaps(rows, Piece(offset=2, length=8, file=""))) == [
+    assert list(overlaps(rows, SavedPiece(offset=2, length=8, file=""))) == [
         Overlap(stored=2, wanted=0, length=2, count=2, stored_step=2, wanted_step=6)
     ]
-    assert list(overlaps(rows, Piece(offset=4, length=4, file="", count=2, stride=8))) == []
-    assert list(overlaps(rows, Piece(offset=3, length=15, file=""))) == [
+    assert list(overlaps(rows, SavedPiece(offset=4, length=4, file="", count=2, stride=8))) == []
+    assert list(overlaps(rows, SavedPiece(offset=3, length=15, file=""))) == [
         Overlap(stored=3, wanted=0, length=1),
         Overlap(stored=4, wanted=5, length=4),
         Overlap(stored=8, wanted=13, length=2),
     ]
-    narrow = Piece(offset=0, length=2, file="f", count=4, stride=4)  # 0-1, 4-5, 8-9, 12-13
-    assert list(overlaps(narrow, Piece(offset=0, length=6, file="", count=2, stride=8))) == [
+    narrow = SavedPiece(offset=0, length=2, file="f", count=4, stride=4)  # 0-1, 4-5, 8-9, 12-13
+    assert list(overlaps(narrow, SavedPiece(offset=0, length=6, file="", count=2, stride=8))) == [
         Overlap(stored=0, wanted=0, length=2, count=2, stored_step=2, wanted_step=4),
         Overlap(stored=4, wanted=6, length=2, count=2, stored_step=2, wanted_step=4),
     ]
@@ -129,14 +135,14 @@ def test_what_two_pieces_have_in_common() -> None:
 @pytest.mark.parametrize(
     ("second", "why"),
     [
-        (Piece(offset=2, length=2, file="f", count=2, stride=4), None),
-        (Piece(offset=1, length=2, file="f", count=2, stride=4), "a gap or an overlap at element 2"),
-        (Piece(offset=2, length=2, file="f", count=2, stride=5), "a gap or an overlap at element 6"),
-        (Piece(offset=2, length=2, file="f"), "a tensor of 8 elements has 6 in its pieces"),
+        (SavedPiece(offset=2, length=2, file="f", count=2, stride=4), None),
+        (SavedPiece(offset=1, length=2, file="f", count=2, stride=4), "a gap or an overlap at element 2"),
+        (SavedPiece(offset=2, length=2, file="f", count=2, stride=5), "a gap or an overlap at element 6"),
+        (SavedPiece(offset=2, length=2, file="f"), "a tensor of 8 elements has 6 in its pieces"),
     ],
 )
-def test_runs_of_pieces_make_the_whole_tensor(second: Piece, why: str | None) -> None:
-    first = Piece(offset=0, length=2, file="f", count=2, stride=4)
+def test_runs_of_pieces_make_the_whole_tensor(second: SavedPiece, why: str | None) -> None:
+    first = SavedPiece(offset=0, length=2, file="f", count=2, stride=4)
     stored = Stored(dtype="float32", size=8, pieces=(first, second))
     if why is None:
         covered(stored)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint import storage
-from piper.checkpoint.blocks import FileRecord
 from piper.checkpoint.compatibility import check_model, check_trainer
 from piper.checkpoint.folder import latest, step_path
 from piper.checkpoint.metadata import Record, Spec, Trainer, read_record, seal
 from piper.checkpoint.storage import write_file
+from piper.checkpoint.verified_files import FileRecord
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.launchers.inline import InlineRun, launch_inline

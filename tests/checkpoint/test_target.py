@@ -11,7 +11,7 @@ import torch
 
 from piper.checkpoint.folder import begin, commit, step_path
 from piper.checkpoint.metadata import Record, Spec, read_record
-from piper.checkpoint.storage import Part, index_of, write_parts
+from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError
 from piper.launchers.initial_weights import write_start
@@ -25,7 +25,7 @@ def save(path: Path, step: int = 1) -> None:
     """Write a checkpoint of one tensor."""
     partial = begin(path)
     value = torch.full((4,), float(step))
-    written = write_parts(partial, "device-0", [Part(key="model.w", size=4, start=0, tensor=value)])
+    written = write_parts(partial, "device-0", [TensorRange(key="model.w", size=4, start=0, tensor=value)])
     record = Record(
         step=step,
         seed=0,

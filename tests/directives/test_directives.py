@@ -6,7 +6,7 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chain import chain
-from piper.ir.graph import Graph, Policy, Step, start
+from piper.ir.graph import Graph, GroupMember, Policy, start
 from piper.ir.select import at
 from piper.sharding import Sharding
 
@@ -85,8 +85,8 @@ def test_order_splits_a_backward_that_it_names_by_halves() -> None:
     ]  # fmt: skip
     part = (("MB", 0),)
     assert graph.orderings[0].groups == (
-        (Step(chunk="PP=0", phase="F", part=part),),
-        (Step(chunk="PP=0", phase="BI", part=part),),
+        (GroupMember(chunk="PP=0", phase="F", part=part),),
+        (GroupMember(chunk="PP=0", phase="BI", part=part),),
     )
 
 

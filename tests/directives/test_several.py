@@ -7,7 +7,7 @@ import pytest
 from piper import ScheduleError, at, order, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive, apply
 from piper.ir.chain import chain
-from piper.ir.graph import Graph, Step, start
+from piper.ir.graph import Graph, GroupMember, start
 from piper.schedules.grid import Stage
 
 
@@ -51,8 +51,8 @@ def test_an_order_has_all_of_them_in_one_group() -> None:
     graph = after(order([[at(PP=range(0, 2), PASS="F")], [at(PP=[2, 3], PASS="F")]]))
     (ordering,) = graph.orderings
     assert ordering.groups == (
-        (Step(chunk="PP=0", phase="F", part=()), Step(chunk="PP=1", phase="F", part=())),
-        (Step(chunk="PP=2", phase="F", part=()), Step(chunk="PP=3", phase="F", part=())),
+        (GroupMember(chunk="PP=0", phase="F", part=()), GroupMember(chunk="PP=1", phase="F", part=())),
+        (GroupMember(chunk="PP=2", phase="F", part=()), GroupMember(chunk="PP=3", phase="F", part=())),
     )
 
 

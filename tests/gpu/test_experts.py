@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from piper.runtime.comm.alone import AloneGroup
-from piper.runtime.experts import back, count, outward
+from piper.runtime.comm.synthetic import AloneGroup
+from piper.runtime.expert_exchange import back, count, outward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 CYCLES = 400_000_000  # some 0.2 s

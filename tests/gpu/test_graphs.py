@@ -22,8 +22,8 @@ from piper.launchers.local import launch_local
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.nccl import NcclComms
-from piper.runtime.cuda.executor import StreamExecutor
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
+from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from tests.runtime.grid import Cell, batches, job
 
@@ -95,7 +95,7 @@ def assert_equal_bits(one: Trained, other: Trained) -> None:
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("cell", LOCAL, ids=str)
 def test_one_device(cell: Cell, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.runtime.state.PORTION", 1000)  # in bf16, an update of several steps
+    monkeypatch.setattr("piper.runtime.device_state.PORTION", 1000)  # in bf16, an update of several steps
     program, given = program_of(cell, precision=precision), batches(cell, STEPS)
     assert_equal_bits(trained(program, given, GRAPHS), trained(program, given, PLAIN))
 

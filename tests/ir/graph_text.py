@@ -11,7 +11,7 @@ from typing import cast
 from piper.devices import parse, show
 from piper.errors import ConfigError
 from piper.ir.chunk import PHASES, CapturedModel, Phase, Tags
-from piper.ir.graph import Asked, AxisPolicy, Cell, Graph, Index, Ordering, Policy, Step
+from piper.ir.graph import AppliedDirective, AxisPolicy, ChunkRun, Graph, GroupMember, Index, Ordering, Policy
 from piper.ir.node import Compute
 from piper.sharding import Sharding
 from piper.text_fields import (
@@ -123,13 +123,13 @@ def show_step(chunk: str, phase: Phase, part: Tags) -> str:
     return f"{phase}[{chunk}]" + (f"[{show_pairs(part)}]" if part else "")
 
 
-def read_step(text: str) -> Step:
+def read_step(text: str) -> GroupMember:
     """Read what `show_step` wrote."""
     match = STEP.fullmatch(text)
     if match is None:
         raise BadLineError(f"{text!r} is not a node such as F[PP=0][MB=1]")
     assert match[1] in PHASES
-    return Step(phase=cast(Phase, match[1]), chunk=match[2], part=pairs(match[3] or ""))
+    return GroupMember(phase=cast(Phase, match[1]), chunk=match[2], part=pairs(match[3] or ""))
 
 
 class Reading:
@@ -138,7 +138,7 @@ class Reading:
     def __init__(self, outline: CapturedModel) -> None:
         self.outline = outline
         self.known = {chunk.name for chunk in outline.chunks}
-        self.directives: list[Asked] = []
+        self.directives: list[AppliedDirective] = []
         self.parts: dict[str, Tags] = {}
         self.transfers: dict[str, str] = {}
         self.budgets: dict[str, float] = {}
@@ -151,7 +151,9 @@ class Reading:
         """Take one line."""
         match kind:
             case "directive":
-                self.directives.append(build(Asked, title=name(first), **read_fields(words, ASKED)))
+                self.directives.append(
+                    build(AppliedDirective, title=name(first), **read_fields(words, ASKED))
+                )
             case "chunk":
                 self.take_chunk(self.chunk(name(first)), read_fields(words, CHUNK))
             case "node":
@@ -202,7 +204,7 @@ def read_graph(text: str, outline: CapturedModel, source: str = "graph") -> Grap
         )
     tags = {chunk.name: dict(chunk.tags) for chunk in outline.chunks}
     cells = {
-        (node.chunk, node.part): Cell(
+        (node.chunk, node.part): ChunkRun(
             chunk=node.chunk, part=node.part, tags={**tags[node.chunk], **dict(node.part)}
         )
         for node in reading.nodes.values()

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import (
+    AxisPosition,
     Batch,
     Buffer,
     CapturedModel,
@@ -14,7 +15,6 @@ from piper.ir.chunk import (
     Parameter,
     Phase,
     PhaseSpec,
-    Place,
     Source,
     Tags,
     TensorSpec,
@@ -103,7 +103,7 @@ class Drawing:
                 return TABLE
             case Output():
                 return next(c for c in self.chunks if c.name == source.chunk).outputs[source.index]
-            case Place() | HostPlace():
+            case AxisPosition() | HostPlace():
                 raise AssertionError("these outlines are not divided")
 
     def region(self, owner: Output, tags: Tags, params: Iterable[str], buffers: Iterable[str] = ()) -> Output:

@@ -16,8 +16,8 @@ from piper.ir.select import at
 from piper.lower.buckets import itemsize
 from piper.lower.lower import lower
 from piper.lower.state import Settings
-from piper.plan.check import prove
 from piper.plan.plan import Plan, Plans
+from piper.plan.prove import prove
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble
 from tests.lower.outlines import SCALAR, Drawing, X, Y, pp
 

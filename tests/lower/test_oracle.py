@@ -10,9 +10,9 @@ from piper.ids import Pass, SlotId
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.plan.check import prove
 from piper.plan.instr import Field, Instr, Routing, Rows
 from piper.plan.plan import Plans
+from piper.plan.prove import prove
 from piper.proof.values import value_problems
 from tests.lower.oracle import examine
 from tests.lower.outlines import fitted, layered, mixture, normed, skips

@@ -16,8 +16,8 @@ from piper.ir.select import at
 from piper.lower.explain import explain
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState, Settings
-from piper.plan.check import prove
 from piper.plan.plan import Bucket, Plans
+from piper.plan.prove import prove
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, pp
 
 WHOLE = 8 * 8 * 4  # bytes of a stage's one matrix

@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper.lower.programs import Channel, channels, classes_of
+from piper.lower.programs import TransferPairs, channels, classes_of
 from tests.slots import slot
 
 
@@ -13,7 +13,7 @@ def test_devices_that_are_always_together_share_a_program() -> None:
 
 
 def shown(source: tuple[int, ...], target: tuple[int, ...], sliced: bool = True) -> list[str]:
-    def show(channel: Channel) -> str:
+    def show(channel: TransferPairs) -> str:
         pairs = " ".join(f"{a}>{b}" for a, b in zip(channel.senders, channel.receivers, strict=True))
         start, stop, of = channel.rows
         number, pieces = channel.piece

@@ -63,7 +63,7 @@ def dangling(work: LoweringState) -> LoweringState:
 
 
 def reversed_line(work: LoweringState) -> LoweringState:
-    return replace(work, line=work.line[::-1])
+    return replace(work, sequence=work.sequence[::-1])
 
 
 def out_of_order(work: LoweringState) -> LoweringState:
@@ -71,7 +71,7 @@ def out_of_order(work: LoweringState) -> LoweringState:
 
 
 def shortened(work: LoweringState) -> LoweringState:
-    return replace(work, line=work.line[:-1])
+    return replace(work, sequence=work.sequence[:-1])
 
 
 def reading_first(name: str) -> Break:
@@ -85,12 +85,14 @@ def reading_first(name: str) -> Break:
         }
         return replace(node, reads=tuple(first[v] if v.again else v for v in node.reads))
 
-    return lambda work: replace(work, line=tuple(map(stale, work.line)))
+    return lambda work: replace(work, sequence=tuple(map(stale, work.sequence)))
 
 
 def without(kind: type[Node]) -> Break:
     """Leave out every node of a kind."""
-    return lambda work: replace(work, line=tuple(node for node in work.line if not isinstance(node, kind)))
+    return lambda work: replace(
+        work, sequence=tuple(node for node in work.sequence if not isinstance(node, kind))
+    )
 
 
 def reading(node: Compute, bucket: Bucket) -> Compute:
@@ -99,8 +101,8 @@ def reading(node: Compute, bucket: Bucket) -> Compute:
 
 def ungathered(work: LoweringState) -> LoweringState:
     bucket = next(bucket for bucket in work.buckets.values() if bucket.zero == 3)
-    line = tuple(reading(node, bucket) if isinstance(node, Compute) else node for node in work.line)
-    return replace(work, line=line)
+    sequence = tuple(reading(node, bucket) if isinstance(node, Compute) else node for node in work.sequence)
+    return replace(work, sequence=sequence)
 
 
 @pytest.mark.parametrize(

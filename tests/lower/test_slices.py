@@ -9,8 +9,8 @@ from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.plan.check import prove
 from piper.plan.plan import Plans
+from piper.plan.prove import prove
 from tests.lower.oracle import examine
 from tests.lower.outlines import (
     EXPERTS,

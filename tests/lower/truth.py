@@ -7,6 +7,7 @@ from functools import cached_property, wraps
 from typing import TypeVar, cast
 
 from piper.ir.chunk import (
+    AxisPosition,
     Batch,
     CapturedModel,
     Chunk,
@@ -14,7 +15,6 @@ from piper.ir.chunk import (
     HostPlace,
     Output,
     Phase,
-    Place,
     Source,
     Tags,
 )
@@ -84,7 +84,7 @@ class Truth:
                 if self.chunks[owner].kind in ("route", "unroute"):
                     return self.name(self.chunks[owner].inputs[index])
                 return f"{owner}.out{index}"
-            case Place(axis=axis) | HostPlace(axis=axis):
+            case AxisPosition(axis=axis) | HostPlace(axis=axis):
                 return f"place.{axis}"
 
     def ways(self, chunk: str) -> int:

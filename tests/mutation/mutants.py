@@ -18,7 +18,7 @@ class Mutant:
     """One edit of one file, and the tests that should fail with it."""
 
     id: str
-    file: str  # from the root: "piper/plan/check.py"; one that has moved is found by `old`
+    file: str  # from the root: "piper/plan/prove.py"; one that has moved is found by `old`
     old: str  # what is replaced; it stands in the file once, unless `nth` says which one is meant
     new: str
     tests: tuple[str, ...]  # tried first: files, or single tests of a file, as pytest takes them

@@ -11,9 +11,9 @@ from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
-from piper.plan.check import ProofError, prove
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
+from piper.plan.prove import ProofError, prove
 from piper.schedules import one_f_one_b
 from tests.slots import slot, slots
 

@@ -8,7 +8,7 @@ from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.instr import Instr
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Bucket, Piece, Plan, Slot
 from piper.schedules import gpipe, one_f_one_b
 from tests.slots import slot, slots

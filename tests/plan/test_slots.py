@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from piper.plan.check import problems_of
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
+from piper.plan.prove import problems_of
 from piper.plan.slots import SlotProof
 from tests.slots import slot, slots
 

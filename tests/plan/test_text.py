@@ -16,7 +16,7 @@ from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import Op
-from piper.plan.plan import Bucket, Comm, Piece, Placed, Plan, Plans, Slot
+from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
 from piper.plan.text import PAYLOADS, read_plans, show_instr, show_plans
 from piper.sharding import Sharding
 from tests.slots import slots
@@ -127,7 +127,7 @@ def test_any_name_survives(name: str) -> None:
     plans = Plans(
         plans=(plan,), comms={name: Comm(name=name, kind="groups", groups=((0, 2),))}, buckets={name: bucket},
         seed=0.1, weighted=True, axes={"MB": 2, "K": 2}, why=("because  of it", name),
-        chunks={name: Placed(tags=(("PP", 0), ("EP", 1)), devices=(3, 1)), "all": Placed(tags=(), devices=(0,))},
+        chunks={name: PlacedChunk(tags=(("PP", 0), ("EP", 1)), devices=(3, 1)), "all": PlacedChunk(tags=(), devices=(0,))},
     )  # fmt: skip
     read = read_plans(show_plans(plans))
     assert read == plans

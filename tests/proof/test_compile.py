@@ -9,8 +9,8 @@ from piper.ids import SlotId
 from piper.lower.emit import plan_of
 from piper.lower.events import PendingInstr
 from piper.lower.state import LoweringState
-from piper.plan.check import ProofError
 from piper.plan.plan import Plan
+from piper.plan.prove import ProofError
 from tests.proof import models
 from tests.proof.programs import program, stages
 

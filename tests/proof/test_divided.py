@@ -14,12 +14,12 @@ from piper.ir.chunk import Output, Parameter, ParameterSlice
 from piper.ir.graph import Graph
 from piper.ir.select import at
 from piper.lower import validate
-from piper.plan.check import ProofError, prove
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
+from piper.plan.prove import ProofError, prove
 from piper.proof.covers import Covers
-from piper.proof.grids import Grid, groups_along, groups_by, holding
-from piper.proof.state import placed_by
+from piper.proof.grids import RegionGrid, groups_along, groups_by, holding
+from piper.proof.symbolic_state import placed_by
 from piper.proof.values import prove_values, value_problems
 from piper.sharding import WHOLE, Sharding, Slicing
 from tests.proof import divided, divided_mutations, mutations
@@ -469,7 +469,7 @@ def test_many_edited_plans_are_refused_or_give_the_same_numbers(name: str) -> No
     assert found["values"] >= 40, found
 
 
-GRID = Grid(devices=(8, 9, 10, 11, 12, 13, 14, 15), axes=(("TP", 2), ("CP", 2)))
+GRID = RegionGrid(devices=(8, 9, 10, 11, 12, 13, 14, 15), axes=(("TP", 2), ("CP", 2)))
 
 
 def test_a_grid_of_devices() -> None:
@@ -483,11 +483,11 @@ def test_a_grid_of_devices() -> None:
 
 
 def test_lanes_between_regions_with_the_axes_in_another_order() -> None:
-    other = Grid(devices=GRID.devices, axes=(("CP", 2), ("TP", 2)))
+    other = RegionGrid(devices=GRID.devices, axes=(("CP", 2), ("TP", 2)))
     assert GRID.passes(other, ("TP", 2))
     assert other.lanes_of(GRID, frozenset(("TP",))) == ((2, 2, 1),)
-    assert not GRID.passes(Grid(devices=(0, 1, 2, 3), axes=GRID.axes), ("TP", 2))  # fewer devices
-    assert not GRID.passes(Grid(devices=GRID.devices, axes=(("TP", 4),)), ("TP", 2))
+    assert not GRID.passes(RegionGrid(devices=(0, 1, 2, 3), axes=GRID.axes), ("TP", 2))  # fewer devices
+    assert not GRID.passes(RegionGrid(devices=GRID.devices, axes=(("TP", 4),)), ("TP", 2))
 
 
 def test_how_a_region_holds_a_parameter() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from piper.plan.check import ProofError, prove
 from piper.plan.plan import Plans
+from piper.plan.prove import ProofError, prove
 from piper.proof.values import prove_values
 from tests.proof.mutations import KINDS, mutant
 from tests.proof.programs import PROGRAMS, numbers, program_of, right_numbers

@@ -21,7 +21,7 @@ from piper.capture.trace.trace import Traced, divided, trace
 from piper.compiler import Program
 from piper.gc_pause import no_collection
 from piper.launchers.inline import launch_inline
-from piper.runtime.debug.check import Numbers, Report, check, numbers
+from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
 from piper.runtime.debug.localise import Launch
 from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
@@ -37,7 +37,7 @@ class Shared:
     captures: dict[Hashable, Traced] = field(default_factory=dict)
     divisions: list[tuple[Traced, list[Request], Traced]] = field(default_factory=list)
     codes: dict[Hashable, Captured] = field(default_factory=dict)  # with what has been built of them
-    references: dict[Hashable, list[Numbers]] = field(default_factory=dict)
+    references: dict[Hashable, list[ComparedNumbers]] = field(default_factory=dict)
 
     def compile(self, cell: Cell, **changes: object) -> Program:
         """A cell's program."""
@@ -81,7 +81,7 @@ class Shared:
         ):
             yield
 
-    def wanted(self, cell: Cell, program: Program) -> list[Numbers]:
+    def wanted(self, cell: Cell, program: Program) -> list[ComparedNumbers]:
         """What one device gives for a cell's batches."""
         case = case_of(cell)
         cut = (cell.dp, cell.parts, cell.rows, program.job.clip_norm, program.job.precision)

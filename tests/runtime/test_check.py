@@ -21,7 +21,7 @@ from piper.runtime.debug.check import Report, check
 from piper.runtime.debug.distance import differences, distance, relative
 from piper.runtime.debug.reference import Reference
 from piper.runtime.debug.replay import Replay
-from piper.runtime.debug.slicing import Placed, Slicing, slicing_of
+from piper.runtime.debug.slicing import BatchSlicing, ForwardPlacement, slicing_of
 from tests import zoo
 
 Batch = Mapping[str, Tensor]
@@ -72,16 +72,17 @@ def checked(made: Job, tol: float = 1e-9) -> Report:
 
 
 def test_slices_follow_the_documented_rule() -> None:
-    def slicing(sizes: Mapping[str, int], counts: Mapping[str, int]) -> Slicing:
+    def slicing(sizes: Mapping[str, int], counts: Mapping[str, int]) -> BatchSlicing:
         parts: list[tuple[tuple[str, int], ...]] = [()]
         for axis, count in counts.items():
             parts = [(*part, (axis, i)) for part in parts for i in range(count)]
         placed = {
-            name: Placed(devices=tuple(range(size)), parts=tuple(parts)) for name, size in sizes.items()
+            name: ForwardPlacement(devices=tuple(range(size)), parts=tuple(parts))
+            for name, size in sizes.items()
         }
-        return Slicing(placed=placed, cells=math.lcm(*sizes.values()), counts=counts)
+        return BatchSlicing(placed=placed, cells=math.lcm(*sizes.values()), counts=counts)
 
-    def rows(slicing: Slicing, chunk: str, samples: int) -> list[tuple[int, ...]]:
+    def rows(slicing: BatchSlicing, chunk: str, samples: int) -> list[tuple[int, ...]]:
         return [part.samples for part in slicing.slices(chunk, samples)]
 
     assert rows(slicing({"a": 2}, {"MB": 2}), "a", 8) == [(0, 1), (2, 3), (4, 5), (6, 7)]

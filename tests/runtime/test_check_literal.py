@@ -13,8 +13,8 @@ from piper.compiler import Program
 from piper.launchers.inline import launch_inline
 from piper.runtime.debug.check import check
 from piper.runtime.debug.distance import differences, distance, relative
-from piper.runtime.debug.localise import Checked, Result
-from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.localise import Checked, CheckedResult
+from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
@@ -75,7 +75,7 @@ class Wrong:
     scale: float = 1.0  # of the gradients
     without: str = ""  # a gradient that is left out
 
-    def step(self, batch: Mapping[str, Tensor]) -> Result:
+    def step(self, batch: Mapping[str, Tensor]) -> CheckedResult:
         return self.run.step(batch)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Wrong:
     def state_dict(self) -> dict[str, Tensor]:
         return self.run.state_dict()
 
-    def trails(self) -> dict[int, dict[Mark, Tensor]]:
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         return self.run.trails()
 
 

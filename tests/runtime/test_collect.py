@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from piper.runtime.collect import apart, joined, part
-from piper.runtime.comm.alone import AloneGroup
+from piper.runtime.comm.synthetic import AloneGroup
 from piper.sharding import Slicing
 
 VALUE = torch.arange(16).view(2, 8)

@@ -10,7 +10,7 @@ from piper.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.context import Env
-from piper.runtime.debug.output_recorder import Trail
+from piper.runtime.debug.output_recorder import OutputRecorder
 from tests.slots import slots as named
 
 
@@ -20,7 +20,7 @@ def test_results_of_chunks_are_kept_and_those_of_a_second_run_are_not() -> None:
     places = {first: 0, second: 1, gradient: 2}
     forward = Pass(phase="F", chunk="PP=0", part=(("MB", 1),))
     backward = Pass(phase="B", chunk="PP=0")
-    trail = Trail(cast(Env, SimpleNamespace(slots=slots, at=places.__getitem__)))
+    trail = OutputRecorder(cast(Env, SimpleNamespace(slots=slots, at=places.__getitem__)))
     ran: list[str] = []
     steps: list[tuple[Op, str, Pass | None, SlotId]] = [
         ("compute", "F[PP=0 MB=1]", forward, first),

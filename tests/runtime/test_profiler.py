@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from piper.plan.instr import Instr
-from piper.runtime.debug.profiler import WARM, Clock, Recorder, compare
+from piper.runtime.debug.profiler import WARM, ClockOffset, Recorder, compare
 
 LOAD = Instr(op="load", node="load", stream="load")
 
@@ -60,7 +60,7 @@ def test_the_offset_of_a_clock_is_known_to_within_half_a_round_trip() -> None:
     found = compare(lambda: monotonic() + 100)
     assert found.error < 0.1
     assert abs(found.offset - 100) <= found.error + 1e-6
-    assert Clock(offset=1.0, error=0.5) == Clock(offset=1.0, error=0.5)
+    assert ClockOffset(offset=1.0, error=0.5) == ClockOffset(offset=1.0, error=0.5)
 
 
 @pytest.mark.gpu

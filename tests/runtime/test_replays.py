@@ -21,10 +21,10 @@ from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
-from piper.runtime.comm.alone import AloneComms, arriving
-from piper.runtime.cuda.executor import StreamExecutor
+from piper.runtime.comm.synthetic import AloneComms, arriving
 from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
+from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options, Worker
@@ -107,7 +107,7 @@ def assert_alike(one: Worker, other: Worker) -> None:
 @pytest.mark.parametrize("cell", ONE, ids=str)
 def test_one_device(cell: Cell, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    monkeypatch.setattr("piper.runtime.state.PORTION", 100)  # in bf16, an update of several steps
+    monkeypatch.setattr("piper.runtime.device_state.PORTION", 100)  # in bf16, an update of several steps
     program = on_one_device(cell, precision=precision)
     one, (other, executor) = plain(program), replaying(program)
     for batch in batches(cell, 6):

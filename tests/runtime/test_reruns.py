@@ -25,8 +25,8 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.models import decoder, moe
-from piper.plan.memory import timeline
-from piper.runtime.debug.check import Numbers, Report, check, numbers
+from piper.plan.memory_timeline import timeline
+from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
 from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
@@ -145,7 +145,7 @@ class Bench:
     """Keeps what runs of one model have in common: its capture, and the numbers of one device."""
 
     shared: dict[object, Shared] = field(default_factory=dict)
-    known: dict[object, list[Numbers]] = field(default_factory=dict)
+    known: dict[object, list[ComparedNumbers]] = field(default_factory=dict)
 
     def compile(self, run: Run) -> Program:
         with self.shared.setdefault(run.model, Shared()).capturing():

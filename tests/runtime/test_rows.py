@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from piper.runtime.comm.base import Group
-from piper.runtime.experts import Splits, back, count, outward, whole
+from piper.runtime.expert_exchange import Splits, back, count, outward, whole
 
 
 class Peer(Group):

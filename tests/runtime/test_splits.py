@@ -2,8 +2,8 @@
 
 import torch
 
-from piper.runtime.comm.alone import AloneGroup
-from piper.runtime.experts import Lengths, Splits, back, count, outward, whole
+from piper.runtime.comm.synthetic import AloneGroup
+from piper.runtime.expert_exchange import Lengths, Splits, back, count, outward, whole
 
 COUNTS = torch.tensor([2, 0, 1, 3])  # two members with two experts each
 

@@ -11,8 +11,8 @@ import piper
 from piper.compiler import compile
 from piper.job import Job, Precision
 from piper.launchers.inline import launch_inline
-from piper.runtime import state
-from piper.runtime.state import fuse
+from piper.runtime import device_state
+from piper.runtime.device_state import fuse
 from piper.runtime.worker import Options
 
 Batch = Mapping[str, Tensor]
@@ -131,7 +131,7 @@ def of_three(
 
 @pytest.mark.parametrize("portion", [1, 2, 3, 4, 2**26])
 def test_a_portion_is_stepped_once(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
-    monkeypatch.setattr(state, "PORTION", portion)
+    monkeypatch.setattr(device_state, "PORTION", portion)
     found = of_three("bf16", fused)
     assert {name: value.tolist() for name, value in found.items()} == {
         "a": [6.0, 6.0],

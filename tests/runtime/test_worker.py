@@ -18,7 +18,7 @@ from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
-from piper.plan.memory import timeline
+from piper.plan.memory_timeline import timeline
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.debug.check import check
 from piper.runtime.executor import Executor

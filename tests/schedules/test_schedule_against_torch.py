@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as peer
 
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, grid_for
-from piper.schedules.simulate import makespan, peak_activations
+from piper.schedules.timing import makespan, peak_activations
 from piper.schedules.torch_csv import read_csv, to_csv
 
 

@@ -13,11 +13,11 @@ from piper.directives.order import Order, order
 from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules.action import is_overlap
-from piper.schedules.check import validate
 from piper.schedules.grid import orders
+from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
-from piper.schedules.simulate import makespan, peak_activations, timeline
+from piper.schedules.timing import makespan, peak_activations, timeline
 
 BUILDERS: dict[str, Callable[..., list[Order]]] = {
     "gpipe": schedules.gpipe,

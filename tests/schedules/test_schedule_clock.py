@@ -8,7 +8,7 @@ import pytest
 from piper.schedules.action import parse_group
 from piper.schedules.grid import Grid
 from piper.schedules.picture import picture
-from piper.schedules.simulate import makespan, peak_activations, timeline
+from piper.schedules.timing import makespan, peak_activations, timeline
 
 
 def grid(*rows: str) -> Grid:

@@ -14,12 +14,12 @@ from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
 from piper.schedules.action import Action
-from piper.schedules.check import validate
 from piper.schedules.grid import Grid, orders
+from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, Interleaved
 from piper.schedules.picture import picture
-from piper.schedules.simulate import makespan, peak_bytes, timeline
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
+from piper.schedules.timing import makespan, peak_bytes, timeline
 from tests.schedules.synthesis_cases import Case, cases, compiled_step, replay, transfers_meet
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from piper.cli import main
-from piper.schedules.simulate import makespan, peak_activations
+from piper.schedules.timing import makespan, peak_activations
 from piper.schedules.torch_csv import parse_csv
 
 Piper = Callable[..., tuple[int, str, str]]

@@ -8,8 +8,8 @@ from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.simulate.costs import Unit
-from piper.simulate.pairs import overlapped
 from piper.simulate.simulate import simulate
+from tests.simulate.overlapped_groups import overlapped
 from tests.simulate.pipelines import pipeline
 
 SIZES = [(1, 3), (2, 4), (3, 7), (4, 8), (4, 12), (6, 12), (8, 16)]

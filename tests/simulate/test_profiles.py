@@ -17,8 +17,8 @@ from piper.simulate.profile import (
     works_of,
     write_profile,
 )
+from piper.simulate.profile_trace import chrome_trace
 from piper.simulate.simulate import Simulation
-from piper.simulate.trace import chrome_trace
 from tests.simulate.pipelines import pipeline
 from tests.simulate.test_simulate import Timed, job, run, step
 

@@ -13,7 +13,7 @@ from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.plan.instr import Instr
-from piper.plan.memory import timeline as issue_order
+from piper.plan.memory_timeline import timeline as issue_order
 from piper.plan.ops import COMMUNICATION, Op
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.simulate.cluster import load_cluster

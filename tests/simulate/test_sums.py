@@ -20,7 +20,7 @@ from piper.simulate.costs import Roofline
 from piper.simulate.dependencies import touched
 from piper.simulate.difference import longest_run
 from piper.simulate.measured import Measured, share_of
-from piper.simulate.profile import Profile, Times, Track, Work
+from piper.simulate.profile import ChunkWork, Profile, Times, Track
 from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Span, Timeline
 from tests.slots import slot, slots
@@ -137,7 +137,7 @@ def profile_of(*devices: tuple[Times, ...]) -> Profile:
         plans=Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False),
         tracks=tuple(Track(device=number, steps=(rows,)) for number, rows in enumerate(devices)),
         model="m",
-        works={"PP=0": Work(key="k", phases={"F": (1, 1), "B": (2, 2)})},
+        works={"PP=0": ChunkWork(key="k", phases={"F": (1, 1), "B": (2, 2)})},
     )
 
 

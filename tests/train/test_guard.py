@@ -21,7 +21,7 @@ from piper.errors import ConfigError
 from piper.job import Checkpoint, Job
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
-from piper.train.saving import Resumed, saves_of
+from piper.train.saving import ResumePoint, saves_of
 from tests.train.conftest import Piper
 
 HOLD = """
@@ -197,7 +197,7 @@ class Failing:
             raise self.begun
         self.saved.append(f"{Path(path).name} {wait} {keep}")
 
-    def load(self, path: Path | str) -> Resumed:
+    def load(self, path: Path | str) -> ResumePoint:
         raise AssertionError(path)
 
     def settle(self) -> None:

@@ -13,7 +13,7 @@ from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.plan.plan import Bucket, Piece
-from piper.train.loop import Course, Saves, train
+from piper.train.loop import Course, SavePolicy, train
 from piper.train.measure import Measure, Rate, counted, unit_of
 
 WEIGHT = Piece(name="w", shape=(2, 2), offset=0)
@@ -60,7 +60,7 @@ def course(
         done=done,
         steps=steps,
         tell=lambda measure: events.append(f"told {measure.step}"),
-        saves=Saves(every=every, save=lambda step, last: events.append(f"saved {step}{' last' * last}")),
+        saves=SavePolicy(every=every, save=lambda step, last: events.append(f"saved {step}{' last' * last}")),
         stopping=lambda: stop_at is not None and f"told {stop_at}" in events,
     )
 

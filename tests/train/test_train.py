@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from piper.plan.text import read_plans
-from piper.train.folder import choose
+from piper.train.run_folder import choose
 from tests.train.conftest import Piper
 
 

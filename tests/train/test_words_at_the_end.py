@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.runtime.debug.profiler import Clock, Recording, compare
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
 from piper.train.ending import ending
 from piper.train.measure import Measure
 from piper.train.profiling import track_of
@@ -37,8 +37,8 @@ def test_a_loss_that_fell_or_rose(first: float, last: float, said: str) -> None:
 
 
 def test_times_of_a_worker_whose_clock_is_ahead_are_set_back() -> None:
-    recording = Recording(device=1, first=2, steps=(((10.0, 11.0, 0.5),), ((12.0, 12.5, 0.25),)))
-    track = track_of(recording, Clock(offset=4.0, error=0.125))
+    recording = DeviceProfile(device=1, first=2, steps=(((10.0, 11.0, 0.5),), ((12.0, 12.5, 0.25),)))
+    track = track_of(recording, ClockOffset(offset=4.0, error=0.125))
     assert track.steps == (((6.0, 7.0, 0.5),), ((8.0, 8.5, 0.25),))
     assert (track.device, track.error) == (1, 0.125)
 
@@ -48,4 +48,4 @@ def test_a_clock_is_read_half_way_through_the_shortest_round_trip(monkeypatch: p
     times = iter([0.0, 4.0, 10.0, 12.0])
     said = iter([44.0, 51.0])
     monkeypatch.setattr("piper.runtime.debug.profiler.monotonic", lambda: next(times))
-    assert compare(lambda: next(said), tries=2) == Clock(offset=40.0, error=1.0)
+    assert compare(lambda: next(said), tries=2) == ClockOffset(offset=40.0, error=1.0)

@@ -12,8 +12,8 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation, evaluate
-from piper.tuning.search import Leaf, Search
 from piper.tuning.space import Space
+from piper.tuning.strategy_search import Leaf, StrategySearch
 from piper.tuning.tune import captured_model, shapes_of
 
 DIM = 64
@@ -75,15 +75,15 @@ SMALL = Space(
 class Everything:
     """Every candidate of a space with its bounds, evaluated one by one."""
 
-    search: Search
+    search: StrategySearch
     leaves: list[Leaf] = field(default_factory=list)
     found: list[Evaluation] = field(default_factory=list)
 
 
-def search_of(space: Space, devices: int, cluster: str, captured: Recordings | None = None) -> Search:
+def search_of(space: Space, devices: int, cluster: str, captured: Recordings | None = None) -> StrategySearch:
     """A search that has not begun."""
     model = captured_model(JOB, Roofline(load_cluster(cluster)), space, devices, captured)
-    return Search(
+    return StrategySearch(
         model=model,
         space=space,
         shapes=shapes_of(model, devices),
@@ -93,7 +93,7 @@ def search_of(space: Space, devices: int, cluster: str, captured: Recordings | N
     )
 
 
-def everything(search: Search, limit: int) -> Everything:
+def everything(search: StrategySearch, limit: int) -> Everything:
     """Try all of a space: no bound discards anything."""
     made = Everything(search)
     for group in search.groups():

@@ -9,9 +9,9 @@ from piper.compiler import compile
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
-from piper.tuning.choice import Choice, Recompute
-from piper.tuning.search import Search
+from piper.tuning.choice import Recompute, StrategyChoice
 from piper.tuning.space import even
+from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.tune import tune
 from tests.tuning.models import JOB, SMALL, Everything, everything, search_of
 
@@ -25,7 +25,7 @@ def whole(request: pytest.FixtureRequest) -> Everything:
 
 
 @pytest.fixture(scope="module")
-def search() -> Search:
+def search() -> StrategySearch:
     return search_of(SMALL, 4, "h100")
 
 
@@ -64,13 +64,13 @@ def test_the_search_finds_the_best_that_fits(whole: Everything, share: float) ->
     assert best.step <= min(found.step for found in named)
 
 
-def test_bounds_discard_candidates_without_compiling_them(search: Search) -> None:
+def test_bounds_discard_candidates_without_compiling_them(search: StrategySearch) -> None:
     search.run(ALL, 1000)
     assert 0 < len(search.evaluated) < 112
     assert search.discarded
 
 
-def test_an_evaluation_is_what_a_compilation_of_its_own_gives(search: Search) -> None:
+def test_an_evaluation_is_what_a_compilation_of_its_own_gives(search: StrategySearch) -> None:
     best = search.run(ALL, 1000)
     assert best is not None
     program = compile(replace(JOB, strategy=best.strategy))
@@ -79,15 +79,15 @@ def test_an_evaluation_is_what_a_compilation_of_its_own_gives(search: Search) ->
     assert max(memory.peak for memory in found.memories) <= best.peak
 
 
-def test_the_same_inputs_give_the_same_file(search: Search) -> None:
+def test_the_same_inputs_give_the_same_file(search: StrategySearch) -> None:
     captured = search.model.capturing.recordings
     one, two = (tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured) for _ in range(2))
     assert one.json == two.json
     assert [found.choice for found in one.evaluated] == [found.choice for found in two.evaluated]
 
 
-def test_ctrl_c_gives_the_best_so_far(search: Search) -> None:
-    def stop(running: Search, found: object) -> None:
+def test_ctrl_c_gives_the_best_so_far(search: StrategySearch) -> None:
+    def stop(running: StrategySearch, found: object) -> None:
         if len(running.evaluated) == 3:
             raise KeyboardInterrupt
 
@@ -98,7 +98,7 @@ def test_ctrl_c_gives_the_best_so_far(search: Search) -> None:
     assert len(found.evaluated) == 3
 
 
-def test_trials_limit_what_is_compiled(search: Search) -> None:
+def test_trials_limit_what_is_compiled(search: StrategySearch) -> None:
     captured = search.model.capturing.recordings
     found = tune(JOB, "h100", 4, space=SMALL, trials=2, gap=0.0, captured=captured, front=False)
     assert len(found.evaluated) == 2
@@ -106,7 +106,7 @@ def test_trials_limit_what_is_compiled(search: Search) -> None:
     assert 0 < found.lowest < found.best.step
 
 
-def test_two_recordings_give_the_costs_of_every_size(search: Search) -> None:
+def test_two_recordings_give_the_costs_of_every_size(search: StrategySearch) -> None:
     model = search.model
     assert model.recorded[:2] == [2, 4]
     fresh = search_of(replace(SMALL, rows=(2, 4, 8)), 4, "h100").model
@@ -119,7 +119,7 @@ def test_two_recordings_give_the_costs_of_every_size(search: Search) -> None:
         assert (one.held, one.parameters, one.sends) == (other.held, other.parameters, other.sends)
 
 
-def test_nothing_fits(search: Search) -> None:
+def test_nothing_fits(search: StrategySearch) -> None:
     captured = search.model.capturing.recordings
     with pytest.raises(piper.ConfigError) as error:
         tune(JOB, "h100", 4, space=SMALL, memory=300_000, captured=captured)
@@ -160,7 +160,7 @@ def test_even_stages() -> None:
 
 
 def test_devices_of_a_mesh() -> None:
-    wide = Choice(ranks=2, replicas=2, tensor=2, rows=1, microbatches=4, sizes=(1, 1), zeros=(0, 0))
+    wide = StrategyChoice(ranks=2, replicas=2, tensor=2, rows=1, microbatches=4, sizes=(1, 1), zeros=(0, 0))
     assert [wide.devices_of(rank) for rank in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     near = replace(wide, neighbours="ranks")
     assert [near.devices_of(rank) for rank in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]

@@ -1,7 +1,7 @@
 """The space of candidates: what the model, the batch and the devices allow."""
 
 from piper.ir.chain import chain
-from piper.tuning.choice import Choice, Divide, Recompute, directives_of
+from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
 from piper.tuning.scaling import scaled
 from piper.tuning.space import Shapes, Space, balanced, divisors, grid_of, meshes, schedules_of
 
@@ -69,7 +69,7 @@ def test_stages_are_balanced_by_what_layers_cost() -> None:
 
 
 def test_the_directives_of_a_candidate() -> None:
-    choice = Choice(
+    choice = StrategyChoice(
         ranks=2,
         replicas=2,
         rows=1,

@@ -57,7 +57,7 @@ def subject_of(
             )
             for number, said in enumerate(strategy)
         ),
-        origins={node.name: node.origin for node in work.line},
+        origins={node.name: node.origin for node in work.sequence},
         temporal=work.temporal,
         source=SOURCE,
         source_name="moe.py",

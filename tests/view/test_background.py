@@ -13,15 +13,15 @@ from piper.errors import ConfigError
 from piper.ir.chain import chain
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.profile import fingerprint
-from piper.view.background import FILE, Background, read_background, show_background
+from piper.view.provenance import FILE, Provenance, read_background, show_background
 from piper.view.report import page
 from piper.view.subject import Subject
 from tests.view.scenes import again, deep, demo
 
 
-def background(subject: Subject, stages: int, experts: int) -> Background:
+def background(subject: Subject, stages: int, experts: int) -> Provenance:
     """What stands behind a subject that was made of a chain."""
-    return Background(
+    return Provenance(
         title=subject.title,
         outline=chain(stages, experts=experts),
         orderings=subject.orderings,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from piper.view.files import browser
 from piper.view.report import page
 from piper.view.subject import Subject
+from piper.view.write import browser
 from tests.view.scenes import again, deep, demo, long, measured
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from piper.ir.select import At
 from piper.lower.lower import lower
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
-from piper.view.stages import stage_tags
+from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid
 
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")

@@ -5,13 +5,13 @@ from typing import cast
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
-from piper.simulate.memory import Memory
+from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
 from piper.view.cells import Cell, Pipeline, lone_unpaired
-from piper.view.facts import Clock, data_edges, memory_facts
+from piper.view.facts import TickScale, data_edges, memory_facts
+from piper.view.plan_trace import process
 from piper.view.subject import Subject
 from piper.view.svg_grid import pair_spans
-from piper.view.trace import process
 from tests.slots import slots
 
 
@@ -48,10 +48,10 @@ def test_an_edge_begins_where_a_slot_was_written_last() -> None:
 
 
 def test_memory_is_told_only_where_it_changes() -> None:
-    memory = Memory(
+    memory = MemoryUse(
         resident=1, times=(0.0, 1.0, 2.0, 3.0), live=(1, 5, 5, 2), peak=5, peak_at=0, at_peak=(("a", 4),)
     )
-    found = memory_facts(memory, cast(Clock, int))
+    found = memory_facts(memory, cast(TickScale, int))
     assert (found["times"], found["live"]) == ([0, 1, 3], [1, 5, 2])
 
 

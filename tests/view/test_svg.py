@@ -10,9 +10,9 @@ from piper.schedules.action import Action
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, grid_for
 from piper.view.cells import of_plans, of_schedule
-from piper.view.heights import Row, heights
+from piper.view.heights import MemoryRow, heights
 from piper.view.lanes import lanes
-from piper.view.placement import Held, held, placement, slice_of
+from piper.view.placement import HeldPiece, held, placement, slice_of
 from piper.view.svg_grid import grid
 from tests.view.scenes import again, demo
 
@@ -114,7 +114,7 @@ def test_lanes_and_heights_hatch_what_runs_again_and_what_is_gathered_for_it() -
     assert svg.count("url(#again)") == len(wanted) + 1
     one = next(place for place, ins in enumerate(plan.instrs) if ins.again)
     assert ">R PP=0 MB=0<" in lanes(plan, timeline, title="one", only=[one])
-    svg = heights([Row(name="a", plan=plan, timeline=timeline, memory=memory)], title="bytes")
+    svg = heights([MemoryRow(name="a", plan=plan, timeline=timeline, memory=memory)], title="bytes")
     assert overlaid(svg) == [ins.node for ins in plan.instrs if ins.again]
     assert svg.count(">forward again<") == 1
 
@@ -125,7 +125,9 @@ def test_where_nothing_runs_again_nothing_speaks_of_it() -> None:
     for svg in (
         grid(of_plans(subject.plans, subject.tags, "demo", subject.orderings)),
         lanes(plan, timeline, title="all"),
-        heights([Row(name="a", plan=plan, timeline=timeline, memory=subject.planned.memories[0])], title="b"),
+        heights(
+            [MemoryRow(name="a", plan=plan, timeline=timeline, memory=subject.planned.memories[0])], title="b"
+        ),
     ):
         assert "forward again" not in svg
         assert "url(#again)" not in svg
@@ -178,18 +180,18 @@ def test_placement_shows_shards_experts_and_slices() -> None:
     expert = next(bucket for bucket in plans.buckets.values() if bucket.ways == 2)
     first, second = dense.devices
     assert [held(dense, device, 3) for device in (first, second)] == [
-        Held(index=0, of=2),
-        Held(index=1, of=2),
+        HeldPiece(index=0, of=2),
+        HeldPiece(index=1, of=2),
     ]
     assert [held(expert, device, 3) for device in expert.devices] == [
-        Held(index=0, of=2),
-        Held(index=1, of=2),
+        HeldPiece(index=0, of=2),
+        HeldPiece(index=1, of=2),
     ]
     assert [slice_of(plans, device) for device in range(4)] == [
-        Held(index=0, of=2),
-        Held(index=1, of=2),
-        Held(index=0, of=2),
-        Held(index=1, of=2),
+        HeldPiece(index=0, of=2),
+        HeldPiece(index=1, of=2),
+        HeldPiece(index=0, of=2),
+        HeldPiece(index=1, of=2),
     ]
     described = parsed(placement(plans, title="who")).findtext(f"{SVG}desc") or ""
     assert described.startswith("device 0: samples 1/2; parameters of PP=0 1/2, gradients of PP=0 1/2")
@@ -204,7 +206,9 @@ def test_heights_are_on_one_scale_and_tell_what_the_page_shows() -> None:
     )
     fuller = replace(memory, live=tuple(2 * live for live in memory.live), peak=2 * memory.peak)
     fuller = replace(fuller, resident=2 * memory.resident)
-    rows = [Row(name=n, plan=plan, timeline=timeline, memory=m) for n, m in (("b", fuller), ("a", memory))]
+    rows = [
+        MemoryRow(name=n, plan=plan, timeline=timeline, memory=m) for n, m in (("b", fuller), ("a", memory))
+    ]
     svg = heights(rows, title="two")
     described = parsed(svg).find(f"{SVG}desc")
     assert described is not None

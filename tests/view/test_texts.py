@@ -7,9 +7,9 @@ from inspect import cleandoc
 from piper import at, place, remat, schedules, split
 from piper.directives import Directive
 from piper.simulate.simulate import simulate
+from piper.view.plan_trace import chrome_trace
 from piper.view.subject import Subject
 from piper.view.text_timeline import timeline_text
-from piper.view.trace import chrome_trace
 from tests.view.scenes import Talking, again, demo, measured, subject_of
 
 

@@ -13,7 +13,7 @@ from piper.errors import ConfigError
 from piper.plan.text import show_plans
 from piper.schedules.names import grid_for
 from piper.simulate.profile import Profile, Track, write_profile
-from piper.view import files
+from piper.view import write
 from piper.view.cells import of_schedule
 from piper.view.svg_grid import grid
 from tests.view.scenes import demo
@@ -222,9 +222,9 @@ def test_a_page_that_cannot_be_written(piper: Piper, tmp_path: Path) -> None:
 
 def test_a_picture_without_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("playwright", reason="playwright is not installed")
-    monkeypatch.setattr(files, "browser", lambda: None)
+    monkeypatch.setattr(write, "browser", lambda: None)
     with pytest.raises(ConfigError) as error:
-        files.png("<svg/>")
+        write.png("<svg/>")
     assert str(error.value) == cleandoc("""
         --png: a PNG is drawn by a browser
           but:  none of chromium, chromium-browser, google-chrome, google-chrome-stable is installed
@@ -235,7 +235,7 @@ def test_a_picture_without_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_picture_without_playwright(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
     with pytest.raises(ConfigError) as error:
-        files.png("<svg/>")
+        write.png("<svg/>")
     assert str(error.value) == cleandoc("""
         --png: a PNG is drawn by a browser
           but:  playwright is not installed
@@ -243,11 +243,11 @@ def test_a_picture_without_playwright(monkeypatch: pytest.MonkeyPatch) -> None:
     """)
 
 
-@pytest.mark.skipif(files.browser() is None, reason="needs a browser: apt install chromium")
+@pytest.mark.skipif(write.browser() is None, reason="needs a browser: apt install chromium")
 def test_a_picture_becomes_a_png() -> None:
     pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
     svg = grid(of_schedule(grid_for("1f1b", 2, 3), "1f1b"))
-    drawn = files.png(svg, scale=1)
+    drawn = write.png(svg, scale=1)
     assert drawn.startswith(b"\x89PNG")
     width, height = (int.from_bytes(drawn[at : at + 4], "big") for at in (16, 20))
     assert f'viewBox="0 0 {width} {height}"' in svg

@@ -12,7 +12,7 @@ from piper.capture.autodiff.joint import Joint, UntraceableError
 from piper.capture.autodiff.partition import partition
 from piper.capture.autodiff.remat import Choice, choose
 from piper.capture.compile.hashing import structural_key
-from piper.capture.trace.piece import Piece
+from piper.capture.trace.piece import CapturedChunk
 from piper.ir.chunk import TensorSpec
 
 
@@ -36,7 +36,7 @@ class CodeCache:
 
     def find(
         self,
-        piece: Piece,
+        piece: CapturedChunk,
         *,
         trained: Sequence[bool],
         tangents: Sequence[int],

@@ -15,8 +15,8 @@ from piper.capture.autodiff.aliases import memories, move_to
 from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.autodiff.partition import backward_nodes
 from piper.capture.compile.hashing import structural_key
-from piper.capture.trace.piece import Body, Made, Piece, Segment
-from piper.capture.trace.sizes import Sizes
+from piper.capture.trace.piece import Body, CapturedChunk, Made, Segment
+from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten
 _Key = TypeVar("_Key")
@@ -29,7 +29,9 @@ class Joints:
         self.device, self.decompose = device, decompose
         self.traced: dict[str, Joint] = {}
 
-    def of_piece(self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], ways: int) -> Joint:
+    def of_piece(
+        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int
+    ) -> Joint:
         """Return a piece's joint graph, joined from those of its segments if it has any."""
         assert piece.body is not None
         if not piece.segments:
@@ -57,7 +59,7 @@ class Joints:
 class _Composer:
     """Writes the joint graph of a chunk, segment by segment."""
 
-    def __init__(self, piece: Piece, joints: Sequence[Joint], tangents: Sequence[int]) -> None:
+    def __init__(self, piece: CapturedChunk, joints: Sequence[Joint], tangents: Sequence[int]) -> None:
         self.piece, self.joints = piece, joints
         self.graph = fx.Graph()
         self.root = nn.Module()
@@ -97,7 +99,7 @@ class _Composer:
             mutated=self.mutated,
             grad_inputs=dict(sorted(self.grad_inputs.items())),
             grad_params=dict(sorted(self.grad_params.items())),
-            sizes=Sizes(),
+            sizes=SymbolicSizes(),
         )
 
     def _placeholders(self, kind: str, positions: Iterable[int]) -> dict[int, fx.Node]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.cache import Cache
-from piper.capture.trace.piece import Piece
+from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
 from piper.gc_pause import no_collection
@@ -133,14 +133,14 @@ class _Differentiator:
         )
         return replace(chunk, input_specs=tuple(specs))
 
-    def _marker(self, piece: Piece, chunk: Chunk) -> Chunk:
+    def _marker(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
         """Give a marker its phases: it moves values forward and their gradients back, and has no code."""
         phases: dict[Phase, PhaseSpec] = {"F": PhaseSpec(inputs=tuple(range(len(chunk.inputs))))}
         if 0 in self.wanted[chunk.name] and piece.inputs[0].requires_grad:
             phases["B"] = PhaseSpec(tangents=(0,), grad_inputs=(0,))
         return replace(chunk, phases=phases)
 
-    def _compute(self, piece: Piece, chunk: Chunk) -> Chunk:
+    def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
         ways = self.ways.get(chunk.name, 1)
         volume = self.traced.library.find(
             piece,

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from piper.capture.autodiff.code import PhaseCode, Shape, Signature
 from piper.capture.autodiff.partition import Kind
-from piper.capture.trace.piece import Piece
+from piper.capture.trace.piece import CapturedChunk
 from piper.ir.chunk import Phase, TensorSpec
 
 _OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)
@@ -30,7 +30,11 @@ class EagerCode:
     """Code that runs the captured forward under eager autograd."""
 
     def __init__(
-        self, piece: Piece, trained: Sequence[bool], tangents: Sequence[int], params: Sequence[TensorSpec]
+        self,
+        piece: CapturedChunk,
+        trained: Sequence[bool],
+        tangents: Sequence[int],
+        params: Sequence[TensorSpec],
     ) -> None:
         assert piece.body is not None
         self.piece, self.body = piece, piece.body

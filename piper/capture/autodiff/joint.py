@@ -18,7 +18,7 @@ from piper.capture.compile.operators import KEPT
 from piper.capture.trace.blame import quiet, reason
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
-from piper.capture.trace.sizes import Sizes
+from piper.capture.trace.sizes import SymbolicSizes
 
 _ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 
@@ -41,7 +41,7 @@ class Joint:
     mutated: Mapping[int, fx.Node]  # a buffer's new value
     grad_inputs: Mapping[int, fx.Node]
     grad_params: Mapping[int, fx.Node]
-    sizes: Sizes
+    sizes: SymbolicSizes
 
 
 def trace_joint(
@@ -102,13 +102,13 @@ def _correct_types(graph: fx.Graph) -> None:
                         user.meta["val"] = sums
 
 
-def _sizes(body: Body, rows: torch.SymInt | None) -> Sizes:
+def _sizes(body: Body, rows: torch.SymInt | None) -> SymbolicSizes:
     """Return how to read the sizes of a trace. Refuse one that holds only for the rows it was made with."""
     if rows is None or body.experts is None:
-        return Sizes()
+        return SymbolicSizes()
     if not rows.node.expr.is_symbol:
         raise UntraceableError("it works for one number of rows only")
-    return Sizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
+    return SymbolicSizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
 
 
 def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
@@ -169,7 +169,7 @@ def _fakes(
         )
 
 
-def _described(traced: fx.GraphModule, body: Body, sizes: Sizes) -> Joint:
+def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Joint:
     """Sort the joint graph's inputs and outputs by what torch says they are."""
     plain, tangents = _read_placeholders(traced)
     outputs, mutated, grads = _read_outputs(traced)

@@ -29,7 +29,7 @@ _LABEL = b"piper cache entry 1\0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """Compiled code, and the files that loading it would otherwise have to compile."""
 
     artifact: bytes
@@ -46,7 +46,7 @@ class Cache:
     folder: Path = CACHE
     key: Path = KEY
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> CacheEntry | None:
         """Return an entry. None: there is none, or it is not as this user wrote it."""
         folder = self._root()
         try:
@@ -63,14 +63,14 @@ class Cache:
             self._warn_damaged(name)
             return None
         whole = {path: content for path, content in files.items() if content is not None}
-        return Entry(artifact=whole.pop(""), files=whole)
+        return CacheEntry(artifact=whole.pop(""), files=whole)
 
     def _warn_damaged(self, name: str) -> None:
         """Warn of an entry that is not as it was written. It counts as missing."""
         path = self.folder / "chunks" / name[:2] / name
         warnings.warn(f"{path} is damaged: the code is compiled again", stacklevel=3)
 
-    def keep(self, name: str, entry: Entry) -> None:
+    def keep(self, name: str, entry: CacheEntry) -> None:
         """Write an entry, in place of one of the same name."""
         folder, listed = self._root(), dict[str, str]()
         for path, content in {"": entry.artifact, **entry.files}.items():
@@ -89,7 +89,7 @@ class Cache:
             own.mkdir(mode=0o700, exist_ok=True)
         return own
 
-    def restore(self, entry: Entry) -> Path:
+    def restore(self, entry: CacheEntry) -> Path:
         """Write the files of an entry to the working folder of this process, and return that folder."""
         folder = self.working_folder()
         for path, content in entry.files.items():

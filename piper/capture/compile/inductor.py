@@ -29,7 +29,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from piper.capture.compile.cache import Cache, Entry
+from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
 from piper.capture.trace.blame import quiet, reason
 from piper.errors import CaptureError, PiperError
@@ -111,7 +111,7 @@ def compile_phase(source: Source, cache: Cache, chunk: str, phase: Phase) -> Com
     try:
         artifact = _compile(source, cache)
         made = Compiled(name, artifact, cache, modules, source.module)
-        cache.keep(name, Entry(artifact=artifact, files=_made_files(cache)))
+        cache.keep(name, CacheEntry(artifact=artifact, files=_made_files(cache)))
     except PiperError:
         raise
     except _BROKEN as error:

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import flop_registry
 
 from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
 from piper.capture.autodiff.partition import Section
-from piper.capture.cost.kernels import Traffic, counted, fused, kernel_of, operations
+from piper.capture.cost.fused_kernels import Traffic, counted, fused, kernel_of, operations
 from piper.capture.cost.workspace import workspace_of
-from piper.capture.trace.sizes import Sizes
+from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Kernel
 
 
@@ -27,7 +27,7 @@ class Cost:
 
 
 def cost_of(
-    section: Section, sizes: Sizes, *, joined: bool = False, lasting: Collection[fx.Node] = ()
+    section: Section, sizes: SymbolicSizes, *, joined: bool = False, lasting: Collection[fx.Node] = ()
 ) -> Cost:
     """Add up the operations of a phase.
 
@@ -62,7 +62,7 @@ def _fleeting(section: Section) -> set[int]:
     return found
 
 
-def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> int:
+def traffic_of(node: fx.Node, sizes: SymbolicSizes, fleeting: Collection[int] = ()) -> int:
     """Return the bytes an operation reads and writes, without the storages in `fleeting`."""
     return sum(
         sizes.nbytes(tensor)
@@ -71,7 +71,7 @@ def traffic_of(node: fx.Node, sizes: Sizes, fleeting: Collection[int] = ()) -> i
     )
 
 
-def flops_of(node: fx.Node, sizes: Sizes) -> int:
+def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
     """Return the floating-point operations of a node, by torch's own table."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
@@ -94,7 +94,7 @@ def flops_of(node: fx.Node, sizes: Sizes) -> int:
     return int(formula(*arguments, **named, out_val=result))
 
 
-def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
+def _grouped_flops(node: fx.Node, sizes: SymbolicSizes) -> int:
     """Return the floating-point operations of a grouped matrix product.
 
     Each row meets one expert: rows x d x f, for any number of experts.
@@ -105,7 +105,7 @@ def _grouped_flops(node: fx.Node, sizes: Sizes) -> int:
     return 2 * rows * width * (second[-1] if len(made) == 3 else made[1])
 
 
-def _attention_flops(node: fx.Node, sizes: Sizes, *, backward: bool) -> int:
+def _attention_flops(node: fx.Node, sizes: SymbolicSizes, *, backward: bool) -> int:
     """Return the floating-point operations of attention.
 
     The forward has two products, scores and values. The backward has five, because it recomputes the scores.

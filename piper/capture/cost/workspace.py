@@ -19,7 +19,7 @@ from piper.capture.autodiff.aliases import (
     tensors_in,
 )
 from piper.capture.autodiff.partition import Section
-from piper.capture.trace.sizes import Sizes
+from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten
 _WRITES_INTO = (
@@ -33,7 +33,7 @@ _WRITES_INTO = (
 
 
 def workspace_of(
-    section: Section, sizes: Sizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
+    section: Section, sizes: SymbolicSizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
 ) -> int:
     """Return the peak memory of a phase in bytes, beyond its arguments and its results.
 
@@ -80,7 +80,7 @@ def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
     return found
 
 
-def _together(body: Sequence[fx.Node], sizes: Sizes, fleeting: Set[int]) -> dict[int, int]:
+def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int]) -> dict[int, int]:
     """Return, by storage, the position of the last result of a kernel that makes several.
 
     Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
@@ -99,7 +99,7 @@ def _together(body: Sequence[fx.Node], sizes: Sizes, fleeting: Set[int]) -> dict
     return found
 
 
-def _length(node: fx.Node, sizes: Sizes) -> int:
+def _length(node: fx.Node, sizes: SymbolicSizes) -> int:
     return math.prod(sizes.shape(node.meta["val"]))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from piper.capture.divide.compute import by_family
+from piper.capture.divide.compute_rules import by_family
 from piper.capture.divide.divider import Divider, aten
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
@@ -38,10 +38,10 @@ def divide(
     """
     division = replace(division, weights=_with_biases(recording, division.weights))
     regions = find_regions(recording, simplify(recording))
-    homes: Mapping[fx.Node, Tags] = regions.homes
+    region_of: Mapping[fx.Node, Tags] = regions.region_of
     marked: frozenset[str] = frozenset()
     while True:
-        divider = Divider(recording, division, rules(), by_family, homes.get, inside, peers, marked)
+        divider = Divider(recording, division, rules(), by_family, region_of.get, inside, peers, marked)
         divider.run()
         mixed = (divider.summed & divider.same) - marked
         if not mixed:

@@ -21,7 +21,7 @@ from piper.capture.trace.blame import node_line
 from piper.capture.trace.effects import draws
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
-from piper.ir.chunk import HostPlace, Place, Tags
+from piper.ir.chunk import AxisPosition, HostPlace, Tags
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ class Divider:
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.moved: dict[tuple[object, ...], fx.Node] = {}
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
-        self.ranks: dict[type[Place | HostPlace], fx.Node] = {}
+        self.ranks: dict[type[AxisPosition | HostPlace], fx.Node] = {}
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}
         self.bundled = max(recording.bundles.values(), default=0)
@@ -252,13 +252,13 @@ class Divider:
 
     def place(self) -> fx.Node:
         """Return the placeholder of a device's place in its group: a tensor of one number."""
-        return self._rank(Place, next(iter(self.recording.origins)).meta["example_value"].device)
+        return self._rank(AxisPosition, next(iter(self.recording.origins)).meta["example_value"].device)
 
     def host_place(self) -> fx.Node:
         """Return the placeholder of the same number in memory of the host, for what decides by it."""
         return self._rank(HostPlace, torch.device("cpu"))
 
-    def _rank(self, kind: type[Place | HostPlace], device: torch.device) -> fx.Node:
+    def _rank(self, kind: type[AxisPosition | HostPlace], device: torch.device) -> fx.Node:
         if kind not in self.ranks:
             first = next(iter(self.graph.nodes), None)
             with self.graph.inserting_before(first):

@@ -9,10 +9,10 @@ import math
 from torch import fx
 from torch.fx.node import Argument
 
-from piper.capture.divide.compute import aligned
+from piper.capture.divide.compute_rules import aligned
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.layout import Divided
-from piper.capture.divide.shapes import argument, operand
+from piper.capture.divide.shape_rules import argument, operand
 
 ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 

@@ -6,7 +6,7 @@ from torch.fx.node import Argument, map_arg
 
 from piper.capture.divide.divider import Divider, aten
 from piper.capture.divide.reshapes import RESHAPES, value_of
-from piper.capture.divide.shapes import argument
+from piper.capture.divide.shape_rules import argument
 
 LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
 CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer

@@ -19,7 +19,7 @@ from piper.ir.chunk import Parameter, ParameterSlice, Tags, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class DeviceGrid:
     """How the devices of a region are arranged: slices pass only between regions that are arranged alike."""
 
     devices: int
@@ -38,7 +38,7 @@ class Request:
     between: int | None
     attention: str
     zigzag: bool
-    regions: Mapping[Tags, Grid]  # each with how its devices are arranged
+    regions: Mapping[Tags, DeviceGrid]  # each with how its devices are arranged
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives divide alike, so that slices may pass between their regions."""
@@ -145,13 +145,15 @@ def _divided(
 def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
     """Return the parameters that the operations of some regions read."""
     inside = set(regions)
-    homes = find_regions(recording, simplify(recording)).homes
+    region_of = find_regions(recording, simplify(recording)).region_of
     names = {
         node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
     }
 
     def reads(node: fx.Node) -> bool:
-        return any(homes.get(user) in inside or (user not in homes and reads(user)) for user in node.users)
+        return any(
+            region_of.get(user) in inside or (user not in region_of and reads(user)) for user in node.users
+        )
 
     return {name for node, name in names.items() if reads(node)}
 

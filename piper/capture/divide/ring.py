@@ -14,12 +14,12 @@ from torch.fx.node import Argument
 import piper.capture.attention  # noqa: F401  registers the operators
 from piper.capture.block_attention import SEQUENCE, Turn
 from piper.capture.divide.collective import collective
-from piper.capture.divide.compute import aligned
+from piper.capture.divide.compute_rules import aligned
 from piper.capture.divide.divider import Divider, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.masks import is_causal, unrepeated
-from piper.capture.divide.shapes import argument
+from piper.capture.divide.shape_rules import argument
 from piper.ir.chunk import Collective
 
 OTHERWISE = 'use attention="gather" there'

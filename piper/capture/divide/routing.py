@@ -9,7 +9,7 @@ from torch import fx
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import Divided
-from piper.capture.divide.shapes import argument, number, operand
+from piper.capture.divide.shape_rules import argument, number, operand
 
 
 def topk(d: Divider, node: fx.Node) -> None:

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 import torch
 
-from piper.capture.divide import attention, compute, draws, losses, routing, shapes
+from piper.capture.divide import attention_rules, compute_rules, draws, loss_rules, routing, shape_rules
 from piper.capture.divide.divider import Rule
 from piper.errors import ConfigError
 
 _RULES: dict[object, Rule] = {
-    **shapes.RULES,
-    **compute.RULES,
-    **losses.RULES,
-    **attention.RULES,
+    **shape_rules.RULES,
+    **compute_rules.RULES,
+    **loss_rules.RULES,
+    **attention_rules.RULES,
     **draws.RULES,
     **routing.RULES,
 }

@@ -6,15 +6,15 @@ from torch import Tensor, fx
 
 from piper.capture.divide.collective import how_of
 from piper.capture.trace.blame import node_line
+from piper.capture.trace.copy_nodes import emit
 from piper.capture.trace.cut import Cut
 from piper.capture.trace.effects import draws, marker
-from piper.capture.trace.emit import emit
 from piper.capture.trace.functionalize import memory_of, value, written_memory
-from piper.capture.trace.piece import Body, Experts, Made, Piece, Segment
+from piper.capture.trace.piece import Body, CapturedChunk, Experts, Made, Segment
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
 from piper.capture.trace.regions import Regions
 from piper.capture.trace.segments import split_nodes
-from piper.capture.trace.sizes import Sizes
+from piper.capture.trace.sizes import SymbolicSizes
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 
@@ -28,7 +28,7 @@ class Assembler:
         self.sizes, self.experts = _routed_sizes(regions, cuts)
         self.results = {cut.name: self._results(cut) for cut in cuts}
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[CapturedChunk]:
         """Return the piece of every chunk, in the order of the cuts."""
         markers = ("route", "unroute", "collective")
         pieces = [self._marker(cut) if cut.kind in markers else self._compute(cut) for cut in self.cuts]
@@ -74,7 +74,7 @@ class Assembler:
             )
         return self.sizes.spec(result)
 
-    def _marker(self, cut: Cut) -> Piece:
+    def _marker(self, cut: Cut) -> CapturedChunk:
         """Return a `route`, `unroute` or collective: inputs and outputs, no code."""
         node = next(node for node in cut.nodes if marker(node))
         reads = [source for source in node.args[:2] if isinstance(source, fx.Node)]
@@ -90,9 +90,9 @@ class Assembler:
             experts=self.experts.get(cut.name, 0),
             collective=how_of(node) if cut.kind == "collective" else None,
         )
-        return Piece(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)
+        return CapturedChunk(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)
 
-    def _compute(self, cut: Cut) -> Piece:
+    def _compute(self, cut: Cut) -> CapturedChunk:
         nodes = self._with_copies(cut)
         reads = self._reads(nodes)
         inputs, params, buffers = reads
@@ -116,7 +116,7 @@ class Assembler:
         parts = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
         whole = cut.kind == "expert" or len(parts) == 1
         segments = () if whole else self._segments(parts, reads, results)
-        return Piece(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
+        return CapturedChunk(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
 
     def _body(
         self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
@@ -215,7 +215,7 @@ def _experts(chunk: Chunk) -> Experts | None:
     )
 
 
-def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[Sizes, Mapping[str, int]]:
+def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes, Mapping[str, int]]:
     """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
     balanced: dict[str, int] = {}
     rows: set[str] = set()
@@ -232,7 +232,7 @@ def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[Sizes, Mapping
     for cut in cuts:
         if cut.kind in ("expert", "unroute"):
             experts[cut.name] = experts[names[regions.areas[cut.nodes[0]]]]
-    return Sizes(balanced, frozenset(rows)), experts
+    return SymbolicSizes(balanced, frozenset(rows)), experts
 
 
 def _check_buffers(chunks: Sequence[Chunk]) -> None:

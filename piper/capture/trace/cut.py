@@ -18,7 +18,7 @@ from piper.ir.chunk import ChunkKind, Tags
 
 
 @dataclass(slots=True)
-class Group:
+class GrowingChunk:
     """The nodes of one chunk, while it grows."""
 
     tags: Tags
@@ -42,26 +42,26 @@ class Cut:
 def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) -> list[Cut]:
     """Cut the graph; the chunks come in an order in which they can run."""
     groups = _Groups()
-    placed: dict[fx.Node, Group] = {}
-    bundles: dict[int, Group] = {}
-    route_of: dict[fx.Node, Group] = {}
-    for node in sorted(regions.homes, key=regions.order.__getitem__):
+    placed: dict[fx.Node, GrowingChunk] = {}
+    bundles: dict[int, GrowingChunk] = {}
+    route_of: dict[fx.Node, GrowingChunk] = {}
+    for node in sorted(regions.region_of, key=regions.order.__getitem__):
         sources = {placed[source].number for source in node.all_input_nodes if source in placed}
         holder = node.args[0] if node.target is operator.getitem else None
         if isinstance(holder, fx.Node) and holder in placed and not _indexes_tensor(holder):
             group = placed[holder]  # chunks exchange tensors: the parts of a tuple stay with it
         elif kind := marker(node):
-            group = groups.new(regions.homes[node], kind)
+            group = groups.new(regions.region_of[node], kind)
         elif route := regions.areas.get(node):
             if route not in route_of:
-                route_of[route] = groups.new(regions.homes[route], "expert")
+                route_of[route] = groups.new(regions.region_of[route], "expert")
             group = route_of[route]
         elif bundle := recording.bundles.get(node):
             if bundle not in bundles:
-                bundles[bundle] = groups.new(regions.homes[node], "compute")
+                bundles[bundle] = groups.new(regions.region_of[node], "compute")
             group = bundles[bundle]
         else:
-            group = groups.fitting(regions.homes[node], sources)
+            group = groups.fitting(regions.region_of[node], sources)
         groups.add(group, node, sources)
         placed[node] = group
     _check_entangled(entangled, placed)
@@ -76,17 +76,17 @@ class _Groups:
     """Groups of nodes, and which run after which."""
 
     def __init__(self) -> None:
-        self.all: list[Group] = []
-        self.by_tags: dict[Tags, list[Group]] = {}
+        self.all: list[GrowingChunk] = []
+        self.by_tags: dict[Tags, list[GrowingChunk]] = {}
 
-    def new(self, tags: Tags, kind: ChunkKind) -> Group:
-        group = Group(tags, kind, len(self.all), behind=1 << len(self.all))
+    def new(self, tags: Tags, kind: ChunkKind) -> GrowingChunk:
+        group = GrowingChunk(tags, kind, len(self.all), behind=1 << len(self.all))
         self.all.append(group)
         if kind == "compute":
             self.by_tags.setdefault(tags, []).append(group)
         return group
 
-    def fitting(self, tags: Tags, sources: set[int]) -> Group:
+    def fitting(self, tags: Tags, sources: set[int]) -> GrowingChunk:
         """Return the latest group of a region that a reader of `sources` can join, or a new one.
 
         A group can be joined where that makes no cycle between groups.
@@ -97,7 +97,7 @@ class _Groups:
                 return group
         return self.new(tags, "compute")
 
-    def add(self, group: Group, node: fx.Node, sources: set[int]) -> None:
+    def add(self, group: GrowingChunk, node: fx.Node, sources: set[int]) -> None:
         group.nodes.append(node)
         fresh = sources - {group.number} - group.sources
         group.sources |= fresh
@@ -109,7 +109,7 @@ class _Groups:
                 if other.behind >> group.number & 1:
                     other.behind |= behind
 
-    def sorted(self, order: Mapping[fx.Node, int]) -> list[Group]:
+    def sorted(self, order: Mapping[fx.Node, int]) -> list[GrowingChunk]:
         """Return the groups in topological order. Groups that could run at once keep program order."""
         waits = {group.number: len(group.sources) for group in self.all}
         readers: dict[int, list[int]] = {}
@@ -118,7 +118,7 @@ class _Groups:
                 readers.setdefault(source, []).append(group.number)
         ready = [(order[group.nodes[0]], group.number) for group in self.all if not waits[group.number]]
         heapq.heapify(ready)
-        done: list[Group] = []
+        done: list[GrowingChunk] = []
         while ready:
             _, number = heapq.heappop(ready)
             done.append(self.all[number])
@@ -130,7 +130,7 @@ class _Groups:
         return done
 
 
-def _named(groups: list[Group]) -> list[Cut]:
+def _named(groups: list[GrowingChunk]) -> list[Cut]:
     """Name each chunk by its region: `PP=0`, its second piece `PP=0 #1`, a marker `PP=0 EP=0 route`.
 
     A collective is a region of its own, counted along its axis: `PP=0 TP=3`.
@@ -153,10 +153,10 @@ def _named(groups: list[Group]) -> list[Cut]:
     return cuts
 
 
-def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, Group]) -> None:
+def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, GrowingChunk]) -> None:
     for group in entangled:
-        homes = {placed[node].number for node in group.nodes if node in placed}
-        if len(homes) > 1:
+        region_of = {placed[node].number for node in group.nodes if node in placed}
+        if len(region_of) > 1:
             raise CaptureError(
                 "a tensor is changed in place while another region sees it under another name",
                 by=f"{group.write.name}{node_line(group.write)}",

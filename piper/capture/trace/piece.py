@@ -50,7 +50,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CapturedChunk:
     """A chunk and its code."""
 
     chunk: Chunk

@@ -31,7 +31,7 @@ from piper.ir.chunk import Batch, Constant
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
-class Step(nn.Module):
+class LossModule(nn.Module):
     """The module that is traced: the user's loss of the user's model."""
 
     def __init__(self, model: nn.Module, loss: LossFn) -> None:
@@ -51,7 +51,7 @@ def record(
 
     forward_only: nothing is trained, so the loss need not depend on a trainable parameter.
     """
-    step = Step(model, loss)
+    step = LossModule(model, loss)
     settings = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
         capture_scalar_outputs=True,
@@ -74,7 +74,7 @@ def record(
         returned = _structure(captured)
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
     regions = [*listed_regions(model), *entered]
-    return _Reader(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
+    return _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
@@ -121,7 +121,7 @@ def _not_a_loss(got: str) -> CaptureError:
     return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=FORMS)
 
 
-class _Reader:
+class _GraphCopier:
     """Copies a captured graph without the nodes that compute nothing, and notes what those meant."""
 
     def __init__(

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from piper.capture.trace.annotate import PREFIX, Mark, Region
 from piper.capture.trace.effects import writes
 from piper.errors import CaptureError
-from piper.ir.chunk import Batch, Constant, HostPlace, Place, Tags
+from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class FromBuffer:
     name: str
 
 
-Origin = Batch | Constant | Place | HostPlace | FromParameter | FromBuffer
+Origin = Batch | Constant | AxisPosition | HostPlace | FromParameter | FromBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

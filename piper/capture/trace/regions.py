@@ -11,7 +11,7 @@ from piper.capture.trace.effects import draws, marker
 from piper.capture.trace.functionalize import Entangled, memory_of, value, written_memory
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, live
 from piper.errors import CaptureError
-from piper.ir.chunk import Batch, Constant, HostPlace, Place, Tags
+from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Regions:
     """The region in which every node runs."""
 
     order: Mapping[fx.Node, int]  # position in the program
-    homes: Mapping[fx.Node, Tags]  # of each node that runs in one place
+    region_of: Mapping[fx.Node, Tags]  # of each node that runs in one place
     copied: frozenset[fx.Node]  # made from state alone: every chunk that needs one makes its own
     weights: frozenset[fx.Node]  # made from parameters alone: an expert region makes its own
     areas: Mapping[fx.Node, fx.Node]  # nodes after a `route` up to and with its `unroute`, and that `route`
@@ -38,7 +38,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     ]
     order = {node: position for position, node in enumerate(nodes)}
     tied = frozenset(node for group in entangled for node in group.nodes)
-    fixed = (FromBuffer, Constant, Place, HostPlace)
+    fixed = (FromBuffer, Constant, AxisPosition, HostPlace)
     copied = _made_from(recording, nodes, fixed, tied)
     weights = _made_from(recording, nodes, (*fixed, FromParameter), tied) - copied
     areas = _expert_areas(recording, nodes, copied | weights)
@@ -46,11 +46,11 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
     # A marker has no code, so it cannot run its own copy of what it reads.
     placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
-    homes = _homes(recording, placed)
-    crossing = _crossing(recording, nodes, weights - routed, homes)
+    region_of = _region_of(recording, placed)
+    crossing = _crossing(recording, nodes, weights - routed, region_of)
     return Regions(
         order=order,
-        homes={node: home for node, home in homes.items() if node not in crossing},
+        region_of={node: home for node, home in region_of.items() if node not in crossing},
         copied=copied | crossing,
         weights=weights,
         areas=areas,
@@ -59,7 +59,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
 
 
 def _crossing(
-    recording: Recording, nodes: list[fx.Node], weights: frozenset[fx.Node], homes: Mapping[fx.Node, Tags]
+    recording: Recording, nodes: list[fx.Node], weights: frozenset[fx.Node], region_of: Mapping[fx.Node, Tags]
 ) -> frozenset[fx.Node]:
     """Return the nodes made from parameters alone that another region than their own reads.
 
@@ -72,12 +72,14 @@ def _crossing(
             readers[node] = {
                 home
                 for user in node.users
-                for home in (readers[user] if user in readers else {homes[user]} if user in homes else ())
+                for home in (
+                    readers[user] if user in readers else {region_of[user]} if user in region_of else ()
+                )
             }
     return frozenset(
         node
         for node, regions in readers.items()
-        if node in homes and node not in recording.results and regions - {homes[node]}
+        if node in region_of and node not in recording.results and regions - {region_of[node]}
     )
 
 
@@ -191,22 +193,24 @@ def _only_for_experts(
     return frozenset(sunk)
 
 
-def _homes(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags]:
+def _region_of(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags]:
     """Give nodes outside every annotation the region of their producers, else of their users."""
-    homes = {node: recording.tags[node] for node in nodes if recording.tags[node]}
+    region_of = {node: recording.tags[node] for node in nodes if recording.tags[node]}
     loss = recording.results[0]
     first: dict[Tags, int] = {}
     for position, node in enumerate(nodes):
-        if node in homes:
-            first.setdefault(homes[node], position)
+        if node in region_of:
+            first.setdefault(region_of[node], position)
     for node in nodes:
-        if node not in homes:
-            producers = [homes[source] for source in node.all_input_nodes if source in homes]
+        if node not in region_of:
+            producers = [region_of[source] for source in node.all_input_nodes if source in region_of]
             if producers:
-                homes[node] = max(producers, key=first.__getitem__)
+                region_of[node] = max(producers, key=first.__getitem__)
     for node in reversed(nodes):
-        if node not in homes:
-            users = [homes[user] for user in node.users if user in homes]
+        if node not in region_of:
+            users = [region_of[user] for user in node.users if user in region_of]
             # What nothing reads is a result, and runs where the loss does.
-            homes[node] = min(users, key=lambda tags: first.get(tags, 0)) if users else homes.get(loss, ())
-    return homes
+            region_of[node] = (
+                min(users, key=lambda tags: first.get(tags, 0)) if users else region_of.get(loss, ())
+            )
+    return region_of

@@ -38,8 +38,8 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
             )  # inputs are there from the beginning
             last[source] = position
     written = written_memory(nodes)
-    trained = _Count(len(nodes))  # values that need a gradient and go on past a position
-    blocked = _Count(len(nodes))  # reasons not to end before it
+    trained = _IntervalCount(len(nodes))  # values that need a gradient and go on past a position
+    blocked = _IntervalCount(len(nodes))  # reasons not to end before it
     for node, end in last.items():
         made = value(node)
         if not isinstance(made, Tensor) or not _plain(made) or memory_of(node) in written:
@@ -56,7 +56,7 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
     }
 
 
-class _Count:
+class _IntervalCount:
     """Counts intervals over positions."""
 
     def __init__(self, length: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from piper.ir.chunk import TensorSpec
 
 
-class Sizes:
+class SymbolicSizes:
     """Turns symbolic sizes into numbers: each known symbol has the size it takes when routing is balanced."""
 
     def __init__(self, balanced: Mapping[str, int] | None = None, rows: frozenset[str] = frozenset()) -> None:

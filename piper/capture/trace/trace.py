@@ -17,11 +17,11 @@ from piper.capture.trace.blame import quiet, refused
 from piper.capture.trace.cut import cut
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
-from piper.capture.trace.piece import Piece
+from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
-from piper.capture.trace.sizes import Sizes, dtype_name
+from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.capture.trace.uneven_means import uneven_means
 from piper.errors import CaptureError
 from piper.experts import choose_experts
@@ -38,7 +38,7 @@ class Traced:
 
     outline: CapturedModel
     rows: int
-    pieces: tuple[Piece, ...]  # one for each chunk of the outline
+    pieces: tuple[CapturedChunk, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
     library: CodeCache  # the code of its chunks, traced on demand
     recording: Recording  # the graph that was cut into the pieces
@@ -92,7 +92,7 @@ def trace(
         metric_names=recording.metrics,
         parameters=parameters_of(model),
         buffers=buffers_of(model),
-        batch={name: Sizes().spec(fake) for name, fake in fakes.items()},
+        batch={name: SymbolicSizes().spec(fake) for name, fake in fakes.items()},
         rows=rows,
         empty=_empty(recording, pieces),
     )
@@ -154,7 +154,7 @@ def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:
     return found
 
 
-def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:
+def _cut(recording: Recording) -> tuple[list[CapturedChunk], Assembler]:
     entangled = simplify(recording)
     regions = find_regions(recording, entangled)
     recording, regions = _own_results(recording, regions)
@@ -162,7 +162,7 @@ def _cut(recording: Recording) -> tuple[list[Piece], Assembler]:
     return assembler.pieces(), assembler
 
 
-def _empty(recording: Recording, pieces: Sequence[Piece]) -> dict[tuple[str, int], str]:
+def _empty(recording: Recording, pieces: Sequence[CapturedChunk]) -> dict[tuple[str, int], str]:
     """Return the regions that hold no operation, each with its line or modules."""
     held = {pair for piece in pieces for pair in piece.chunk.tags}
     return {pair: place for pair, place in recording.places.items() if pair not in held}
@@ -171,16 +171,23 @@ def _empty(recording: Recording, pieces: Sequence[Piece]) -> dict[tuple[str, int
 def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Regions]:
     """Let a weight that no chunk computes (a batch field, a constant) be copied in the loss's chunk."""
     loss, *rest = recording.results
-    results, homes, order, modes = [loss], dict(regions.homes), dict(regions.order), dict(recording.modes)
+    results, region_of, order, modes = (
+        [loss],
+        dict(regions.region_of),
+        dict(regions.order),
+        dict(recording.modes),
+    )
     for node in rest:
-        if node in homes:
+        if node in region_of:
             results.append(node)
             continue
         copy = recording.graph.call_function(torch.clone, (node,))
         copy.meta["example_value"] = value(node)
-        homes[copy], modes[copy], order[copy] = homes[loss], modes[loss], len(order)
+        region_of[copy], modes[copy], order[copy] = region_of[loss], modes[loss], len(order)
         results.append(copy)
-    return replace(recording, results=tuple(results), modes=modes), replace(regions, homes=homes, order=order)
+    return replace(recording, results=tuple(results), modes=modes), replace(
+        regions, region_of=region_of, order=order
+    )
 
 
 def check_batch(batch: Mapping[str, Tensor], rows: int) -> None:

@@ -31,7 +31,7 @@ DTYPES = (
 HEADER = 16  # numbers that describe a tensor: its type, how many axes, and their lengths
 
 
-class Wire(Protocol):
+class GlooMethods(Protocol):
     """The methods of a process group that are used; torch does not annotate them."""
 
     def alltoall_base(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> Work: ...
@@ -61,7 +61,7 @@ class GlooComms(Comms):
         """Meet the others. `patience`: how long to wait for them here, where some may start late."""
         self.device, self.timeout = device, timedelta(seconds=timeout)
         self.patience = patience or self.timeout
-        self.made: dict[tuple[str, tuple[int, ...]], Wire] = {}
+        self.made: dict[tuple[str, tuple[int, ...]], GlooMethods] = {}
         self.comms = plans.comms
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
@@ -69,11 +69,11 @@ class GlooComms(Comms):
                     prefix = PrefixStore(f"{comm.name}/{number}", store)
                     self.made[comm.name, members] = self._make(prefix, members, host)
 
-    def _make(self, store: Store, members: tuple[int, ...], host: str) -> Wire:
+    def _make(self, store: Store, members: tuple[int, ...], host: str) -> GlooMethods:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         options._timeout = self.patience
-        return cast(Wire, ProcessGroupGloo(store, members.index(self.device), len(members), options))
+        return cast(GlooMethods, ProcessGroupGloo(store, members.index(self.device), len(members), options))
 
     def group(self, name: str) -> "GlooGroup":
         members = self._members(self.comms[name])
@@ -117,7 +117,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 class GlooGroup(Group):
     """A group of processes."""
 
-    def __init__(self, made: Wire, name: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, made: GlooMethods, name: str, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(name, rank, size)
         self.made, self.timeout = made, timeout
 
@@ -142,7 +142,7 @@ class GlooGroup(Group):
 class GlooPipe:
     """A connection from one process to another. The first step also sends each value's shape and type."""
 
-    def __init__(self, made: Wire, name: str, timeout: timedelta) -> None:
+    def __init__(self, made: GlooMethods, name: str, timeout: timedelta) -> None:
         self.made, self.name, self.timeout = made, name, timeout
 
     def send(self, value: Tensor, form: Form) -> None:

@@ -31,7 +31,7 @@ from piper.runtime.comm.gloo import describe, described_by, room_for
 GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL ends the process
 
 
-class Wire(Protocol):
+class NcclMethods(Protocol):
     """The methods of a process group that are used; torch does not annotate them."""
 
     def allreduce(self, values: list[Tensor], options: AllreduceOptions) -> Work: ...
@@ -62,19 +62,19 @@ class NcclComms(Comms):
     ) -> None:
         self.device, self.accelerator, self.comms = device, accelerator, plans.comms
         self.timeout = timedelta(seconds=timeout)
-        self.made: dict[tuple[str, tuple[int, ...]], Wire] = {}
+        self.made: dict[tuple[str, tuple[int, ...]], NcclMethods] = {}
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
                 if device in members:
                     prefix = PrefixStore(f"nccl/{comm.name}/{number}", store)
                     self.made[comm.name, members] = self._make(prefix, members)
 
-    def _make(self, store: Store, members: tuple[int, ...]) -> Wire:
+    def _make(self, store: Store, members: tuple[int, ...]) -> NcclMethods:
         from torch.distributed import ProcessGroupNCCL  # only where torch is built with it
 
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout + GRACE
-        made = cast(Wire, ProcessGroupNCCL(store, members.index(self.device), len(members), options))
+        made = cast(NcclMethods, ProcessGroupNCCL(store, members.index(self.device), len(members), options))
         made.eager_connect_single_device(self.accelerator)
         return made
 
@@ -108,7 +108,7 @@ def issue(work: Work | None, name: str) -> None:
 class NcclGroup(Group):
     """A group of processes with an accelerator each."""
 
-    def __init__(self, made: Wire, name: str, rank: int, size: int) -> None:
+    def __init__(self, made: NcclMethods, name: str, rank: int, size: int) -> None:
         super().__init__(name, rank, size)
         self.made = made
 
@@ -165,7 +165,7 @@ class NcclGroup(Group):
 class NcclPipe:
     """A connection from one process to another. The first step also sends each value's shape and type."""
 
-    def __init__(self, made: Wire, name: str, accelerator: torch.device) -> None:
+    def __init__(self, made: NcclMethods, name: str, accelerator: torch.device) -> None:
         self.made, self.name, self.accelerator = made, name, accelerator
 
     def send(self, value: Tensor, form: Form) -> None:

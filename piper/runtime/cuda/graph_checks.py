@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
 from piper.plan.plan import Plan
+from piper.runtime.device_state import fuse
 from piper.runtime.setup import Setup
-from piper.runtime.state import fuse
 
 LOOKS = {
     "keep_gradients": "keep_gradients",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from piper.runtime.comm.base import CommError
-from piper.runtime.cuda.executor import GLANCE, StreamExecutor
 from piper.runtime.cuda.graph_inputs import Intake
+from piper.runtime.cuda.stream_executor import GLANCE, StreamExecutor
 
 WARM = 2  # steps issued one by one: an optimizer makes its state, kernels are chosen, peers meet
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from piper.ids import SlotId
 from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr
-from piper.plan.memory import Ledger
+from piper.plan.memory_timeline import Ledger
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 

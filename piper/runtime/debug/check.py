@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from piper.runtime.debug.distance import differences, nan_in, relative
-from piper.runtime.debug.localise import Checked, Launch, Result, first_difference
+from piper.runtime.debug.localise import Checked, CheckedResult, Launch, first_difference
 from piper.runtime.debug.mixing import Reasons, reasons
 from piper.runtime.debug.reference import Reference
 from piper.runtime.debug.replay import ReplayError
@@ -36,7 +36,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
+class ComparedNumbers:
     """The numbers that a step leaves, all of which are compared."""
 
     loss: float
@@ -71,11 +71,11 @@ class Worst:
         return self.bad or next(iter(self.buffers.values()), None)
 
 
-def numbers(reference: Reference, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Numbers]:
+def numbers(reference: Reference, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[ComparedNumbers]:
     """Yield the numbers that each step leaves in plain PyTorch on one device, when they are asked for."""
     for batch in batches:
         loss = reference.step(batch)
-        yield Numbers(
+        yield ComparedNumbers(
             loss=loss,
             grad_norm=reference.grad_norm,
             gradients=reference.gradients,
@@ -89,7 +89,7 @@ def check(
     batches: Sequence[Mapping[str, Tensor]],
     tol: float = 1e-9,
     options: Options | None = None,
-    wanted: Iterable[Numbers] | None = None,
+    wanted: Iterable[ComparedNumbers] | None = None,
 ) -> Report:
     """Run a program and plain PyTorch on one device, step by step, and compare all numbers.
 
@@ -119,7 +119,7 @@ class _Check:
         self.buffers = {buffer.name for buffer in program.outline.buffers}
         self.replays: list[Reference] = []  # whose random numbers are looked at
 
-    def report(self, wanted: Iterable[Numbers] | None) -> Report:
+    def report(self, wanted: Iterable[ComparedNumbers] | None) -> Report:
         """Run the steps and judge them."""
         plain = Reference(self.program)
         if self.batches:
@@ -145,7 +145,7 @@ class _Check:
         )
         return self._answer(judge, "; ".join([named or text, *unmatched[:1]]))
 
-    def _steps(self, run: Checked, wanted: Iterator[Numbers]) -> tuple[int, str] | None:
+    def _steps(self, run: Checked, wanted: Iterator[ComparedNumbers]) -> tuple[int, str] | None:
         """Run every step; return the number of the first that is wrong, with what is wrong with it."""
         slices: Reference | None = None
         whole = True  # the steps so far equal those of the whole batch, but for buffers
@@ -168,7 +168,7 @@ class _Check:
                 return number, self.whole.first or self.sliced.first
         return None
 
-    def _next(self, wanted: Iterator[Numbers]) -> Numbers | None:
+    def _next(self, wanted: Iterator[ComparedNumbers]) -> ComparedNumbers | None:
         """Return the next numbers of the whole batch; None: its random numbers cannot be put together."""
         try:
             return next(wanted)
@@ -236,7 +236,9 @@ class _Check:
         )
 
 
-def compared(run: Checked, result: Result, single: Numbers) -> Iterator[tuple[str, str, float, str]]:
+def compared(
+    run: Checked, result: CheckedResult, single: ComparedNumbers
+) -> Iterator[tuple[str, str, float, str]]:
     """Yield how far each number of a step is from one device: its kind, name, difference, and words."""
     yield "loss", "the loss", relative(result.loss, single.loss), nan_in(result.loss, single.loss)
     norms = result.grad_norm, single.grad_norm

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Batch, Chunk, Constant, HostPlace, Output, Place, Source, Tags
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Source, Tags
 from piper.runtime.compute import draw_place
 from piper.runtime.context import Dice, draw_seed
 from piper.runtime.setup import Setup
@@ -67,7 +67,7 @@ class Chunkwise:
                 return self.constants[name]
             case Output(chunk=chunk, index=index):
                 return walk.outputs[chunk, index]
-            case Place() | HostPlace():
+            case AxisPosition() | HostPlace():
                 raise AssertionError("divided models are not run chunk by chunk")
 
     def _forward(self, walk: Walk, chunk: Chunk) -> None:

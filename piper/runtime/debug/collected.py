@@ -16,10 +16,10 @@ from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.debug.distance import distance
-from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.output_recorder import OutputKey
 from piper.sharding import Collective, Slicing
 
-Trails = Mapping[int, Mapping[Mark, Tensor]]  # the values that each device kept
+Trails = Mapping[int, Mapping[OutputKey, Tensor]]  # the values that each device kept
 
 
 def first_bad_collective(outline: CapturedModel, plans: Plans, trails: Trails, tol: float) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, Op
 from piper.runtime.context import Bound, Env
-from piper.runtime.experts import Splits
+from piper.runtime.expert_exchange import Splits
 
 BLOCK = 2**28  # bytes of one copy at most
 SPIN = 2e-4  # seconds: a sleep is not exact, so the end of a wait is spent looking at the clock

@@ -17,7 +17,7 @@ from piper.runtime.compute import parts_of, slices
 from piper.runtime.debug.chunkwise import Chunkwise, Walk
 from piper.runtime.debug.collected import first_bad_collective
 from piper.runtime.debug.distance import distance
-from piper.runtime.debug.output_recorder import Mark
+from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.reference import Reference
 from piper.runtime.setup import ProgramLike, Setup, setup_of
 from piper.runtime.worker import Options
@@ -25,7 +25,7 @@ from piper.runtime.worker import Options
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
 
 
-class Result(Protocol):
+class CheckedResult(Protocol):
     """The result of a step."""
 
     @property
@@ -37,17 +37,17 @@ class Result(Protocol):
 class Checked(Protocol):
     """A running job whose numbers can be read."""
 
-    def step(self, batch: Mapping[str, Tensor]) -> Result: ...
+    def step(self, batch: Mapping[str, Tensor]) -> CheckedResult: ...
     def gradients(self) -> dict[str, Tensor]: ...
     def state_dict(self) -> dict[str, Tensor]: ...
-    def trails(self) -> dict[int, dict[Mark, Tensor]]: ...
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]: ...
 
 
 Launch = Callable[[ProgramLike, Options], AbstractContextManager[Checked]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SampleSlice:
     """The samples that one device sees at a time."""
 
     replica: int
@@ -61,7 +61,7 @@ class ChunkwiseReference(Reference):
     def __init__(self, program: ProgramLike) -> None:
         super().__init__(program, sliced=True)
         self.setup = setup_of(program)
-        self.walks: list[tuple[Piece, Walk]] = []
+        self.walks: list[tuple[SampleSlice, Walk]] = []
 
     def _sliced(self, batch: Mapping[str, Tensor]) -> float:
         """Compute the losses and gradients of every slice; only the first replica changes the buffers."""
@@ -99,7 +99,7 @@ class ChunkwiseReference(Reference):
         return sum(losses) / sum(weights)
 
 
-def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Piece]:
+def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[SampleSlice]:
     """Yield the slices of a batch as the devices of the loss see them, replica by replica."""
     plans, chunk = setup.plans, setup.outline.loss.chunk
     home = plans.chunks[chunk].devices
@@ -112,7 +112,7 @@ def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[Piece]:
                 fields[name] = piece.to(
                     setup.device, setup.dtype if piece.is_floating_point() else piece.dtype
                 )
-            yield Piece(replica=replica, part=part, batch=fields)
+            yield SampleSlice(replica=replica, part=part, batch=fields)
 
 
 def first_difference(
@@ -167,7 +167,7 @@ def one_slicing(program: ProgramLike) -> bool:
     return len({(len(plans.chunks[name].devices), *sorted(parts_of(plans, name))) for name in names}) == 1
 
 
-def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tuple[int, Mark, Tensor]]:
+def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tuple[int, OutputKey, Tensor]]:
     """Yield what each chunk should return on each device: forwards in order, then backwards in reverse.
 
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.

@@ -5,10 +5,10 @@ from torch import Tensor
 from piper.plan.instr import Instr
 from piper.runtime.bucket_layout import Flat
 from piper.runtime.context import Bound, Env
-from piper.runtime.experts import Splits
+from piper.runtime.expert_exchange import Splits
 
 
-class Meter:
+class MemoryMeter:
     """The live bytes of the slots made within a step, storage by storage, after each instruction.
 
     Instructions must run in the order of issue: that is the order the plan's own count follows.

@@ -8,15 +8,15 @@ from piper.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.runtime.context import Bound, Env
 
-Mark = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
+OutputKey = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
 
 
-class Trail:
+class OutputRecorder:
     """The outputs and input gradients of a device's chunks, in the order they were made."""
 
     def __init__(self, env: Env) -> None:
         self.env = env
-        self.kept: dict[Mark, Tensor] = {}
+        self.kept: dict[OutputKey, Tensor] = {}
 
     def watch(self, ins: Instr, run: Bound) -> Bound:
         """Return an instruction that records its results, if it is a chunk's or a collective."""

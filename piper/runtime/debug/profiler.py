@@ -21,7 +21,7 @@ Times = tuple[float, float, float]  # from, to, and seconds of computing on the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class DeviceProfile:
     """The recorded steps of one device, on its own clock: for each step the times of every instruction."""
 
     device: int
@@ -56,13 +56,13 @@ class Recorder:
 
         return labelled(ins.node, timed)
 
-    def take(self) -> Recording:
+    def take(self) -> DeviceProfile:
         """Return what has been recorded, without the steps that are not complete."""
         if self.cuda is not None:
             self.cuda.resolve()
         done = min((len(row) for row in self.rows), default=0)
         steps = tuple(tuple(row[step] for row in self.rows) for step in range(WARM, done))
-        return Recording(device=self.device, first=WARM, steps=steps)
+        return DeviceProfile(device=self.device, first=WARM, steps=steps)
 
 
 class Events:
@@ -109,21 +109,21 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class ClockOffset:
     """A worker's clock relative to the driver's: the offset of its times, and the error of that offset."""
 
     offset: float
     error: float
 
 
-def compare(ask: Callable[[], float], tries: int = 8) -> Clock:
+def compare(ask: Callable[[], float], tries: int = 8) -> ClockOffset:
     """Estimate a clock's offset by asking for its time: in the shortest round trip it answered half way."""
-    best = Clock(offset=0.0, error=float("inf"))
+    best = ClockOffset(offset=0.0, error=float("inf"))
     for _ in range(tries):
         begin = monotonic()
         there = ask()
         end = monotonic()
         error = (end - begin) / 2
         if error < best.error:
-            best = Clock(offset=there - (begin + end) / 2, error=error)
+            best = ClockOffset(offset=there - (begin + end) / 2, error=error)
     return best

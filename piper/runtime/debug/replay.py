@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.ir.chunk import Chunk, Tags
 from piper.runtime.debug.callers import calling_line
-from piper.runtime.debug.slicing import Slice, Slicing
+from piper.runtime.debug.slicing import BatchSlicing, Slice
 from piper.runtime.setup import ProgramLike
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ class Replay:
     def __init__(
         self,
         program: ProgramLike,
-        slicing: Slicing,
+        slicing: BatchSlicing,
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
     ) -> None:
@@ -132,7 +132,7 @@ class Replay:
         ]
         params = [value.requires_grad_(value.is_floating_point()) for value in params]
         buffers = [share(self.buffers[name]).clone() for name in spec.buffers]
-        count = _Count()
+        count = _DrawShapes()
         with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled
             self.program.code(chunk, "F")(*given, *params, *buffers)
         return count.shapes
@@ -177,7 +177,7 @@ class Replay:
         yield from self.repeated
 
 
-class _Count(TorchDispatchMode):
+class _DrawShapes(TorchDispatchMode):
     """Records the shapes of random draws."""
 
     def __init__(self) -> None:

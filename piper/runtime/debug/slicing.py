@@ -24,7 +24,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class ForwardPlacement:
     """Where the forward of a chunk runs: its devices in order, and the microbatches that each one runs."""
 
     devices: tuple[int, ...]  # of each group that shares its samples, the first
@@ -32,10 +32,10 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
+class BatchSlicing:
     """How the plans cut a global batch."""
 
-    placed: Mapping[str, Placed]  # by chunk
+    placed: Mapping[str, ForwardPlacement]  # by chunk
     cells: int  # the least number of cells that every set of devices divides
     counts: Mapping[str, int]  # how many microbatches there are along each axis
 
@@ -60,7 +60,7 @@ class Slicing:
             yield from range(first, first + piece)
 
 
-def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> Slicing:
+def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlicing:
     """Read from the plans where each chunk's forward runs, and on which microbatches.
 
     outline: the captured model, which says how many neighbouring devices share their samples.
@@ -78,13 +78,13 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> Slicing:
                 for axis, index in part:
                     counts[axis] = max(counts.get(axis, 0), index + 1)
     placed = {
-        chunk: Placed(
+        chunk: ForwardPlacement(
             devices=tuple(sorted(found))[:: degrees.get(chunk, 1)], parts=tuple(sorted(parts[chunk]))
         )
         for chunk, found in devices.items()
     }
     cells = math.lcm(*(len(home.devices) for home in placed.values()))
-    return Slicing(placed=placed, cells=cells, counts=counts)
+    return BatchSlicing(placed=placed, cells=cells, counts=counts)
 
 
 def take(batch: Mapping[str, Tensor], samples: tuple[int, ...]) -> dict[str, Tensor]:

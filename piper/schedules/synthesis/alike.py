@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from piper.errors import ScheduleError
 from piper.schedules.grid import need_whole
-from piper.schedules.simulate import peak_bytes
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.synthesise import Synthesis, synthesis
+from piper.schedules.timing import peak_bytes
 
 BY = "synthesised"
 ROUNDING = 1e-9  # of a share of memory: 0.1 of 30 forwards are 3

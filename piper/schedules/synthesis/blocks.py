@@ -16,7 +16,7 @@ PAUSES = (0.0, 1.0, 2.0, 3.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BuildingBlock:
     """How one microbatch moves, in units of the mean operation.
 
     A slope is the time from one stage to the next: at least the pass itself. The first of a pair holds for
@@ -31,19 +31,19 @@ class Block:
 
 
 KNOWN = (
-    Block(),
-    Block(forward=(2, 1), inputs=(2, 1), at_loss=3, at_returns=1),
-    Block(forward=(2, 1), inputs=(2, 1), at_returns=1),
-    Block(forward=(2, 3), inputs=(2, 3), at_returns=1),
-    Block(forward=(3, 3), inputs=(3, 3), at_loss=1),
-    Block(forward=(3, 1), inputs=(3, 1)),
-    Block(at_loss=2),
-    Block(forward=(2, 1), inputs=(2, 1)),
-    Block(forward=(2, 2), inputs=(2, 2), at_loss=1),
+    BuildingBlock(),
+    BuildingBlock(forward=(2, 1), inputs=(2, 1), at_loss=3, at_returns=1),
+    BuildingBlock(forward=(2, 1), inputs=(2, 1), at_returns=1),
+    BuildingBlock(forward=(2, 3), inputs=(2, 3), at_returns=1),
+    BuildingBlock(forward=(3, 3), inputs=(3, 3), at_loss=1),
+    BuildingBlock(forward=(3, 1), inputs=(3, 1)),
+    BuildingBlock(at_loss=2),
+    BuildingBlock(forward=(2, 1), inputs=(2, 1)),
+    BuildingBlock(forward=(2, 2), inputs=(2, 2), at_loss=1),
 )
 
 
-def times_of(problem: Problem, block: Block) -> list[float]:
+def times_of(problem: Problem, block: BuildingBlock) -> list[float]:
     """Return the times at which a block's repetition would run each F and BI; those of BW are 0."""
     costs, stages, ranks = problem.costs, problem.stages, problem.ranks
     unit = (sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)) / (3 * stages)
@@ -76,20 +76,22 @@ def times_of(problem: Problem, block: Block) -> list[float]:
     return times
 
 
-def random_block(random: Random) -> Block:
+def random_block(random: Random) -> BuildingBlock:
     """Return any block."""
     one, two, three, four = random.choices(SLOPES, k=4)
     turns, loss, returns = random.choices(PAUSES, k=3)
-    return Block(forward=(one, two), inputs=(three, four), at_turns=turns, at_loss=loss, at_returns=returns)
+    return BuildingBlock(
+        forward=(one, two), inputs=(three, four), at_turns=turns, at_loss=loss, at_returns=returns
+    )
 
 
-def neighbour(block: Block, random: Random) -> Block:
+def neighbour(block: BuildingBlock, random: Random) -> BuildingBlock:
     """Return a block that differs in one slope or pause."""
     slope, pause = random.choice(SLOPES), random.choice(PAUSES)
     return random.choice(list(neighbours(block, slope, pause)))
 
 
-def neighbours(block: Block, slope: float, pause: float) -> Iterator[Block]:
+def neighbours(block: BuildingBlock, slope: float, pause: float) -> Iterator[BuildingBlock]:
     """Yield the block with each of its numbers replaced in turn."""
     yield replace(block, forward=(slope, block.forward[1]))
     yield replace(block, forward=(block.forward[0], slope))

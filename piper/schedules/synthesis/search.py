@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from piper.schedules.synthesis.blocks import KNOWN, Block, neighbour, random_block, times_of
-from piper.schedules.synthesis.engine import Schedule, by_priority, in_sequence
+from piper.schedules.synthesis.blocks import KNOWN, BuildingBlock, neighbour, random_block, times_of
+from piper.schedules.synthesis.list_schedulers import Schedule, by_priority, in_sequence
 from piper.schedules.synthesis.priorities import priorities
 from piper.schedules.synthesis.problem import Problem, W
 
@@ -24,7 +24,7 @@ POOL = 8  # the schedules that moves start from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class FoundSchedule:
     """A schedule that was found, and the times whose order gave it."""
 
     schedule: Schedule
@@ -39,7 +39,7 @@ class Search:
     bound: float
     trials: int  # that are left
     random: Random = field(default_factory=lambda: Random(0))
-    found: list[Entry] = field(default_factory=list)
+    found: list[FoundSchedule] = field(default_factory=list)
     best: Schedule | None = None
 
     @property
@@ -51,12 +51,14 @@ class Search:
         """Count one trial, and remember its schedule if there is one."""
         self.trials -= 1
         if schedule is not None:
-            self.found.append(Entry(schedule=schedule, times=schedule.start if times is None else times))
+            self.found.append(
+                FoundSchedule(schedule=schedule, times=schedule.start if times is None else times)
+            )
             if self.best is None or schedule.end < self.best.end * (1 - CLOSE):
                 self.best = schedule
         return schedule
 
-    def shortest(self) -> list[Entry]:
+    def shortest(self) -> list[FoundSchedule]:
         """Return the shortest schedules found, and forget those that are much longer."""
         ordered = sorted(self.found, key=lambda entry: entry.schedule.end)
         self.found = ordered[: 4 * POOL]
@@ -86,11 +88,11 @@ def follow_rules(state: Search) -> None:
 
 def try_blocks(state: Search, trials: int) -> None:
     """Climb from the known building blocks, and then from random ones, for a number of trials."""
-    tried: dict[Block, float] = {}
+    tried: dict[BuildingBlock, float] = {}
     starts = list(reversed(KNOWN))
     until = state.trials - trials
 
-    def value(block: Block) -> float:
+    def value(block: BuildingBlock) -> float:
         if block not in tried:
             times = times_of(state.problem, block)
             ends = [math.inf]
@@ -159,7 +161,7 @@ def make_moves(state: Search) -> None:
         if schedule is None:
             continue
         if accepted(schedule.end, current.schedule.end, random):
-            current = Entry(schedule=schedule, times=times)
+            current = FoundSchedule(schedule=schedule, times=times)
         stale = 0 if state.best is not best else stale + 1
         if stale > STALE_MOVES:
             current, stale = random.choice(state.shortest()), 0
@@ -170,7 +172,7 @@ def accepted(end: float, before: float, random: Random) -> bool:
     return end <= before * (1 + CLOSE) or random.random() < math.exp((before - end) / (WARMTH * before))
 
 
-def move(problem: Problem, entry: Entry, random: Random) -> list[float]:
+def move(problem: Problem, entry: FoundSchedule, random: Random) -> list[float]:
     """Return new times for F and BI, from which their order is taken."""
     if random.random() < 0.5 and (swaps := critical_swaps(problem, entry.schedule, random)):
         times = list(entry.schedule.start)
@@ -180,7 +182,7 @@ def move(problem: Problem, entry: Entry, random: Random) -> list[float]:
     return shifted(problem, entry, random)
 
 
-def shifted(problem: Problem, entry: Entry, random: Random) -> list[float]:
+def shifted(problem: Problem, entry: FoundSchedule, random: Random) -> list[float]:
     """Return the times with one pass of a stage, a few operations, a window or everything moved at random."""
     times = list(entry.times)
     mean = sum(problem.duration) / problem.size

@@ -8,12 +8,12 @@ from piper.errors import ScheduleError
 from piper.schedules.action import Action
 from piper.schedules.grid import Grid, Row, need_whole, orders
 from piper.schedules.names import NAMES, Fixed, Interleaved
-from piper.schedules.simulate import makespan, peak_bytes
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
-from piper.schedules.synthesis.engine import Schedule, in_order
+from piper.schedules.synthesis.list_schedulers import Schedule, in_order
 from piper.schedules.synthesis.problem import F, I, Problem, W, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
+from piper.schedules.timing import makespan, peak_bytes
 
 TRIALS = 400
 

@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from piper.capture.divide.collective import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
-from piper.ir.chunk import Batch, Collective, Constant, HostPlace, Place
+from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, HostPlace
 from piper.sharding import Slicing
 
 
@@ -125,7 +125,7 @@ def given(
             return [batch[name] for batch in batches]
         case Constant(name=name):
             return [recording.constants[name]] * degree
-        case Place() | HostPlace():
+        case AxisPosition() | HostPlace():
             return [torch.tensor([i]) for i in range(degree)]
     raise AssertionError(origin)
 

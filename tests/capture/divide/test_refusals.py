@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.divide.compute import pointwise
+from piper.capture.divide.compute_rules import pointwise
 from piper.capture.divide.divider import Divider
 from piper.capture.divide.rules import rules, sharding_rule
 from piper.compiler import compile

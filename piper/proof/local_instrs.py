@@ -19,7 +19,7 @@ from piper.proof.decode import (
 )
 from piper.proof.expected import Expected
 from piper.proof.grids import in_any_order
-from piper.proof.state import State
+from piper.proof.symbolic_state import SymbolicState
 from piper.proof.things import NO_COVER, Thing, Value, shown_cuts
 
 UPDATED = {
@@ -33,7 +33,7 @@ UPDATED = {
 class Local:
     """Runs the instructions of one program that need no other program."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SymbolicState) -> None:
         self.state = state
         self.spec, self.things, self.covers = state.spec, state.things, state.covers
 

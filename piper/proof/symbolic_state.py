@@ -17,7 +17,7 @@ from piper.proof.things import Terms, Thing, Things, Value, places_along
 Slots = dict[SlotId, Value]
 
 
-class State:
+class SymbolicState:
     """The contents of every slot of every program during the symbolic run."""
 
     def __init__(self, plans: Plans, spec: Specification) -> None:

@@ -7,7 +7,7 @@ from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
 from piper.ir.graph import Graph
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
-from piper.lower.buckets import Home
+from piper.lower.buckets import ChunkPlacement
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
@@ -28,13 +28,13 @@ class Flow:
     """The flow of values through a step, computed once per chunk: microbatches differ only in a suffix."""
 
     work: LoweringState
-    homes: dict[str, Home]
+    placements: dict[str, ChunkPlacement]
     chunks: dict[str, Chunk]
     templates: list[Template] = field(default_factory=list)
     values: dict[SlotId, Slot] = field(default_factory=dict)
     residents: dict[SlotId, Slot] = field(default_factory=dict)
     specs: dict[SlotId, TensorSpec] = field(default_factory=dict)  # of the gradients
-    gradients: dict[tuple[str, int], list[tuple[Home, SlotId]]] = field(default_factory=dict)
+    gradients: dict[tuple[str, int], list[tuple[ChunkPlacement, SlotId]]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:

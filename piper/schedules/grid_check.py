@@ -6,7 +6,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
 from piper.schedules.action import Action, is_overlap
 from piper.schedules.grid import Grid
-from piper.schedules.simulate import timeline
+from piper.schedules.timing import timeline
 
 COMPLETE: tuple[frozenset[Phase], ...] = (frozenset({"F", "B"}), frozenset({"F", "BI", "BW"}))
 Where = Callable[[int, int], str]  # (rank, position in its row) -> how the user finds it

@@ -22,16 +22,16 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
+class LayerParameters:
     """The parameters of a layer, as one device of a rank holds them before ZeRO."""
 
     nbytes: int = 0
     trained: int = 0  # elements that are trained
     trained_bytes: int = 0  # of one gradient
 
-    def divided(self, degree: int) -> "Parameters":
+    def divided(self, degree: int) -> "LayerParameters":
         """Return the share of one of `degree` devices."""
-        return Parameters(
+        return LayerParameters(
             nbytes=self.nbytes // degree,
             trained=self.trained // degree,
             trained_bytes=self.trained_bytes // degree,
@@ -44,7 +44,7 @@ class Layer:
 
     work: Mapping[Phase, float]  # seconds of each phase, over all its chunks
     path: Mapping[Phase, float]  # seconds from what it reads of the layer before to what the next one reads
-    parameters: Mapping[str, Parameters]  # by name
+    parameters: Mapping[str, LayerParameters]  # by name
     held: Mapping[Storage, int]  # bytes from its forward to its backward (B or BI)
     late: Mapping[Storage, int]  # bytes from its BI to its BW
     extra: Mapping[Phase, int]  # more bytes that are live at some time in a phase
@@ -65,7 +65,7 @@ class Layer:
         )
 
 
-class Layers:
+class ModelLayers:
     """The layers of one captured model at one microbatch size, with sums over ranges of them."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Layers:
         self.layers = [self._layer(number) for number in range(len(self.chunks))]
         self._stages: dict[range, Stage] = {}
 
-    def divided(self, degree: int) -> "Layers":
+    def divided(self, degree: int) -> "ModelLayers":
         """Return the layers as one of `degree` devices that divide them has them: at least so much of all."""
         if degree == 1:
             return self
@@ -230,8 +230,8 @@ class Layers:
         found = self._parameters(chunks).values()
         return self.costs.touch("accumulate", 3 * sum(one.trained_bytes for one in found))
 
-    def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, Parameters]:
-        found: dict[str, Parameters] = {}
+    def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, LayerParameters]:
+        found: dict[str, LayerParameters] = {}
         for chunk in chunks:
             reached = set(chunk.phases["B"].grad_params) if "B" in chunk.phases else set()
             share = self.shares.get(chunk.name, 1)
@@ -239,7 +239,7 @@ class Layers:
                 elements = prod(self.known[name].local_shape) // share
                 nbytes = elements * itemsize(self.known[name].dtype)
                 trained = name in reached
-                found[name] = Parameters(
+                found[name] = LayerParameters(
                     nbytes=nbytes,
                     trained=elements if trained else 0,
                     trained_bytes=nbytes if trained else 0,
@@ -293,7 +293,7 @@ class Stage:
         return found
 
     @cached_property
-    def parameters(self) -> Mapping[str, Parameters]:
+    def parameters(self) -> Mapping[str, LayerParameters]:
         """Return the parameters by name; a tied one counts once."""
         return union(layer.parameters for layer in self.layers)
 

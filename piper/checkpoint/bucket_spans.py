@@ -9,7 +9,7 @@ from piper.sharding import Comb, combs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class BucketSpan:
     """A run of a parameter's elements that is contiguous in a bucket, or several at equal distances."""
 
     name: str
@@ -29,7 +29,7 @@ def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
     return bucket.shard(group.index(device))
 
 
-def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
+def spans(bucket: Bucket, device: int, low: int, high: int) -> list[BucketSpan]:
     """Return the spans of parameters between two elements of a bucket. Padding has no span."""
     position = bucket.devices.index(device)
     found = []
@@ -45,7 +45,7 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> list[Span]:
     return found
 
 
-def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[Span]:
+def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[BucketSpan]:
     """Yield what lies between two elements of a bucket, of runs of which the first begins at `at`.
 
     Runs that lie there whole stay together. The range can cut one run at each of its ends.
@@ -57,7 +57,7 @@ def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[Span
     last = min(comb.count, (high - length - at) // step + 1)
     if first < last:
         alone = last - first == 1
-        yield Span(
+        yield BucketSpan(
             name=name,
             start=comb.there + first * comb.there_step,
             at=at + first * step,
@@ -71,18 +71,18 @@ def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[Span
         cut = max(begin, low), min(begin + length, high)
         if 0 <= run < comb.count and cut[0] < cut[1]:
             start = comb.there + run * comb.there_step + cut[0] - begin
-            yield Span(name=name, start=start, at=cut[0], length=cut[1] - cut[0])
+            yield BucketSpan(name=name, start=start, at=cut[0], length=cut[1] - cut[0])
 
 
-def by_parameter(held: Iterable[Span]) -> dict[str, list[Span]]:
+def by_parameter(held: Iterable[BucketSpan]) -> dict[str, list[BucketSpan]]:
     """Return the runs of each parameter, in the order that they lie in a bucket."""
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[BucketSpan]] = {}
     for span in held:
         found.setdefault(span.name, []).append(span)
     return found
 
 
-def length_of(held: Iterable[Span]) -> int:
+def length_of(held: Iterable[BucketSpan]) -> int:
     """Return how many elements some runs have."""
     return sum(span.length * span.count for span in held)
 

@@ -2,12 +2,12 @@
 
 from torch import fx
 
-from piper.capture.divide.compute import CASTS, masked, own_rows
+from piper.capture.divide.compute_rules import CASTS, masked, own_rows
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Sum
 from piper.capture.divide.reshapes import RESHAPES
-from piper.capture.divide.shapes import argument, number, operand
+from piper.capture.divide.shape_rules import argument, number, operand
 
 
 def softmax(d: Divider, node: fx.Node) -> None:

@@ -21,10 +21,10 @@ from piper.tuning.bounds import (
     synthesis_memory,
     work_bound,
 )
-from piper.tuning.choice import SYNTHESISED, Choice
+from piper.tuning.choice import SYNTHESISED, StrategyChoice
 from piper.tuning.evaluate import Evaluation, evaluate
-from piper.tuning.layers import Layers
 from piper.tuning.model import Model
+from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
@@ -33,10 +33,10 @@ AGAIN = 2  # syntheses of a candidate whose plan does not fit, each with less me
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class CandidateGroup:
     """Candidates that differ only in the order of passes, in ZeRO levels and in how devices are numbered."""
 
-    choice: Choice  # the plainest of them
+    choice: StrategyChoice  # the plainest of them
     bound: float
 
 
@@ -44,7 +44,7 @@ class Group:
 class Leaf:
     """One candidate with its bounds."""
 
-    choice: Choice
+    choice: StrategyChoice
     bound: float
     held: Held
     grid: Grid | None = None
@@ -55,7 +55,7 @@ class Leaf:
 class Discard:
     """A candidate, or a group of them, that was discarded without compiling it."""
 
-    choice: Choice
+    choice: StrategyChoice
     bound: float
     held: Held | None = None  # it does not fit; None: its bound is above the best step
     grouped: bool = False  # a whole group, of which `choice` is the plainest
@@ -72,12 +72,12 @@ class Queue:
 
     gap: float
     recorded: Callable[[int], bool]
-    entries: list[tuple[float, bool, bool, tuple[object, ...], int, Group | Leaf]] = field(
+    entries: list[tuple[float, bool, bool, tuple[object, ...], int, CandidateGroup | Leaf]] = field(
         default_factory=list
     )
     pushed: int = 0
 
-    def extend(self, entries: Iterable[Group | Leaf]) -> None:
+    def extend(self, entries: Iterable[CandidateGroup | Leaf]) -> None:
         """Add candidates."""
         for entry in entries:
             self.pushed += 1
@@ -87,17 +87,17 @@ class Queue:
             item = (level, isinstance(entry, Leaf) and fresh, fresh, choice.key, self.pushed, entry)
             heapq.heappush(self.entries, item)
 
-    def pop(self) -> Group | Leaf:
+    def pop(self) -> CandidateGroup | Leaf:
         """Take out the next candidate."""
         return heapq.heappop(self.entries)[-1]
 
-    def rest(self) -> list[Group | Leaf]:
+    def rest(self) -> list[CandidateGroup | Leaf]:
         """Return what is left, in order."""
         return [entry for *_, entry in sorted(self.entries)]
 
 
 @dataclass(slots=True, kw_only=True)
-class Search:
+class StrategySearch:
     """The state of a search. `run` may be called again with another limit; nothing is evaluated twice."""
 
     model: Model
@@ -105,8 +105,8 @@ class Search:
     shapes: Shapes
     gap: float  # a candidate must promise to be shorter by this fraction
     synthesis_trials: int
-    report: Callable[["Search", Evaluation], None]
-    evaluated: dict[tuple[Choice, Grid | None], Evaluation] = field(default_factory=dict)
+    report: Callable[["StrategySearch", Evaluation], None]
+    evaluated: dict[tuple[StrategyChoice, Grid | None], Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     grids: dict[tuple[str, int, int, int], Grid | None] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Search:
             entry = queue.pop()
             if self.best is not None and entry.bound >= self.best.step * (1 - self.gap):
                 self.discarded.append(discarded(entry))
-            elif isinstance(entry, Group):
+            elif isinstance(entry, CandidateGroup):
                 queue.extend(self.leaves(entry, limit))
             elif entry.choice.schedule == SYNTHESISED and entry.grid is None:
                 queue.extend(self.synthesised(entry, limit))
@@ -185,9 +185,9 @@ class Search:
         self.report(self, made)
         return made
 
-    def groups(self, *, divided: bool = False) -> Iterator[Group]:
+    def groups(self, *, divided: bool = False) -> Iterator[CandidateGroup]:
         """Yield every group of candidates, with the time of its busiest rank."""
-        seen: set[tuple[Choice, int, str]] = set()
+        seen: set[tuple[StrategyChoice, int, str]] = set()
         for mesh in meshes(self.space, self.shapes):
             if (mesh.tensor * mesh.context > 1) != divided:
                 continue
@@ -199,9 +199,11 @@ class Search:
                     choice = replace(mesh, recompute=recompute, shape=shape)
                     for sizes in self.boundaries(choice, mesh.ranks * count):
                         made = replace(choice, sizes=sizes)
-                        yield Group(choice=made, bound=work_bound(made, self.layers(made), self.model.costs))
+                        yield CandidateGroup(
+                            choice=made, bound=work_bound(made, self.layers(made), self.model.costs)
+                        )
 
-    def least(self, choice: Choice) -> float:
+    def least(self, choice: StrategyChoice) -> float:
         """Return the time of a candidate's busiest rank."""
         layers = self.layers(choice)
         found = work_bound(choice, layers, self.model.costs)
@@ -209,12 +211,12 @@ class Search:
             found += collective_time(choice, layers, self.model.costs, self.model.divide)
         return found
 
-    def layers(self, choice: Choice) -> Layers:
+    def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
         group = choice.tensor * choice.context
         return self.model.layers(choice.rows, choice.recompute, choice.experts, group)
 
-    def boundaries(self, choice: Choice, stages: int) -> list[tuple[int, ...]]:
+    def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
         """Return the sizes of stages to try: even, and balanced by cost."""
         plain = even(self.shapes.layers, stages)
         if stages == 1:
@@ -237,7 +239,7 @@ class Search:
             found.append(self.sizes[key])
         return list(dict.fromkeys(found))
 
-    def leaves(self, group: Group, limit: int) -> Iterator[Leaf]:
+    def leaves(self, group: CandidateGroup, limit: int) -> Iterator[Leaf]:
         """Yield the candidates of a group that may fit, each with its bounds; note the others."""
         for choice in self.choices(group.choice, limit):
             layers, grid = self.layers(choice), self.grid(choice)
@@ -254,7 +256,7 @@ class Search:
                 time = max(time, any_order_bound(choice, layers, self.model.costs))
             yield Leaf(choice=choice, bound=time, held=held, grid=grid)
 
-    def choices(self, plain: Choice, limit: int) -> Iterator[Choice]:
+    def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
         """Yield every candidate of a group."""
         count, space = plain.stages_per_rank, self.space
         names = [
@@ -272,7 +274,7 @@ class Search:
                 for zeros in self.levels(made, limit):
                     yield replace(made, zeros=zeros)
 
-    def levels(self, choice: Choice, limit: int) -> list[tuple[int, ...]]:
+    def levels(self, choice: StrategyChoice, limit: int) -> list[tuple[int, ...]]:
         """Return the ZeRO levels to try: one for all ranks, or for each rank the lowest that fits."""
         if choice.replicas == 1:
             return [(0,) * choice.ranks]
@@ -293,7 +295,7 @@ class Search:
             found.append(tuple(lowest))
         return list(dict.fromkeys(found))
 
-    def grid(self, choice: Choice) -> Grid | None:
+    def grid(self, choice: StrategyChoice) -> Grid | None:
         """Return the order of a named schedule."""
         key = (choice.schedule, choice.ranks, choice.microbatches, choice.stages_per_rank)
         if key not in self.grids:
@@ -314,13 +316,15 @@ class Search:
         yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
 
 
-def rank_held(choice: Choice, layers: Layers, model: Model, grid: Grid | None, rank: int, level: int) -> int:
+def rank_held(
+    choice: StrategyChoice, layers: ModelLayers, model: Model, grid: Grid | None, rank: int, level: int
+) -> int:
     """Return the least that one rank holds under a ZeRO level."""
     zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
     alone = replace(choice, zeros=zeros)
     return memory_bound(alone, layers, model.state, grid, ranks=(rank,)).total
 
 
-def discarded(entry: Group | Leaf) -> Discard:
+def discarded(entry: CandidateGroup | Leaf) -> Discard:
     """Return the record of a candidate whose bound is above the best step."""
-    return Discard(choice=entry.choice, bound=entry.bound, grouped=isinstance(entry, Group))
+    return Discard(choice=entry.choice, bound=entry.bound, grouped=isinstance(entry, CandidateGroup))

@@ -23,11 +23,11 @@ from piper.devices import show
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.plan.text import show_plans
-from piper.train.background import background_of, strategy_text
 from piper.train.lock import LOCK, read_lock
 from piper.train.measure import Measure
+from piper.train.saved_provenance import background_of, strategy_text
 from piper.version import VERSION
-from piper.view.background import FILE, show_background
+from piper.view.provenance import FILE, show_background
 
 RUNS = "runs"  # where folders without a given name go
 METRICS, ABOUT = "metrics.jsonl", "run.json"
@@ -171,7 +171,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-class Lines:
+class MetricsFile:
     """A file with one object for each step, on disk before the next step begins."""
 
     def __init__(self, folder: Path, name: str, done: int) -> None:
@@ -204,7 +204,7 @@ class Lines:
         self.file.close()
 
 
-class Metrics(Lines):
+class Metrics(MetricsFile):
     """`metrics.jsonl`: the measures of each step."""
 
     def __init__(self, folder: Path, done: int) -> None:

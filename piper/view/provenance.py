@@ -22,7 +22,7 @@ from piper.ir.chunk import (
     Tags,
     TensorSpec,
 )
-from piper.ir.graph import Ordering, Step
+from piper.ir.graph import GroupMember, Ordering
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
 from piper.simulate.costs import type_of
@@ -33,7 +33,7 @@ FORM = 1  # of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Background:
+class Provenance:
     """A compiled recipe without its plans. An outline that was read back has only what costs depend on."""
 
     title: str  # "llama.py:job"
@@ -46,7 +46,7 @@ class Background:
     source_name: str = ""  # and the name of its file
 
 
-def show_background(background: Background, plans: Plans) -> str:
+def show_background(background: Provenance, plans: Plans) -> str:
     """Return the background as JSON text. Each node is named once and then referred to by its number."""
     number = {name: place for place, name in enumerate(background.origins)}
     data = {
@@ -99,7 +99,7 @@ def digest(plans: Plans) -> str:
     return hashlib.blake2b(show_plans(plans).encode(), digest_size=16).hexdigest()
 
 
-def read_background(folder: Path, plans: Plans) -> Background | None:
+def read_background(folder: Path, plans: Plans) -> Provenance | None:
     """Read the background of these plans from a folder. None: there is none, or it belongs to other plans."""
     path = folder / FILE
     if not path.is_file():
@@ -118,10 +118,10 @@ def read_background(folder: Path, plans: Plans) -> Background | None:
         ) from None
 
 
-def from_object(data: Mapping[str, Any]) -> Background:
+def from_object(data: Mapping[str, Any]) -> Provenance:
     """Build a background from the object in its file."""
     nodes: Sequence[str] = data["nodes"]
-    return Background(
+    return Provenance(
         title=str(data["title"]),
         outline=outline_of(data),
         orderings=tuple(
@@ -174,10 +174,10 @@ def phase_of(data: Sequence[Any]) -> PhaseSpec:
     )
 
 
-def step_of(data: Sequence[Any]) -> Step:
+def step_of(data: Sequence[Any]) -> GroupMember:
     """Build a member of an ordered group."""
     chunk, phase, part = data
-    return Step(chunk=chunk, phase=phase, part=tags_of(part))
+    return GroupMember(chunk=chunk, phase=phase, part=tags_of(part))
 
 
 def tags_of(data: Sequence[Sequence[Any]]) -> Tags:

@@ -17,7 +17,7 @@ UNIT: Costs = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class ScheduleTimes:
     """The start time of each group, per rank, and the end of the step."""
 
     starts: tuple[tuple[float, ...], ...]
@@ -29,7 +29,7 @@ def makespan(grid: Grid, costs: Costs = UNIT) -> float:
     return timeline(grid, costs).end
 
 
-def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeline:
+def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> ScheduleTimes:
     """Run a grid: each group starts when its rank is free and what all its members need is there.
 
     The members of a group run one after another. Transfers between ranks take the costs' `hop`, if they have
@@ -66,7 +66,7 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Timeli
             free[rank] = clock
     if waiting:
         raise deadlock(grid, waiting, [len(begun) for begun in starts], by)
-    return Timeline(starts=tuple(map(tuple, starts)), end=max(free, default=0.0))
+    return ScheduleTimes(starts=tuple(map(tuple, starts)), end=max(free, default=0.0))
 
 
 def cost_of(costs: Costs, action: Action) -> float:

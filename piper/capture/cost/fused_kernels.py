@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
-from piper.capture.trace.sizes import Sizes, dtype_name
+from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.ir.chunk import Kernel
 
 _aten = torch.ops.aten
@@ -83,7 +83,7 @@ def _over_rows(node: fx.Node) -> bool:
 class Traffic:
     """Counts the bytes that kernels of one phase read and write."""
 
-    def __init__(self, body: Sequence[fx.Node], sizes: Sizes, fleeting: Collection[int]) -> None:
+    def __init__(self, body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Collection[int]) -> None:
         self.sizes, self.fleeting = sizes, fleeting
         self.maker: dict[int, fx.Node] = {}
         for node in operations(body):
@@ -118,7 +118,7 @@ class Traffic:
         return min(self.sizes.nbytes(tensor), self.sizes.storage_bytes(tensor))
 
 
-def kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: Sizes) -> Kernel:
+def kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: SymbolicSizes) -> Kernel:
     """Describe a kernel by its most costly operation."""
     node = group[0]
     if not flops:
@@ -143,7 +143,7 @@ def _type_of(node: fx.Node) -> str:
     return "float32"
 
 
-def product_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
+def product_shape(node: fx.Node, sizes: SymbolicSizes) -> tuple[int, ...]:
     """Return how many products a node computes, and the rows, columns and depth of each. Empty: not known."""
     at = _PRODUCTS.get(node.target)  # type: ignore[call-overload]
     if at is None:
@@ -154,7 +154,7 @@ def product_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
     return (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])
 
 
-def attention_shape(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
+def attention_shape(node: fx.Node, sizes: SymbolicSizes) -> tuple[int, ...]:
     """Return the number of heads of all samples, the queries, the keys, and the width of a head."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]

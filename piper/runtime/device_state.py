@@ -16,7 +16,7 @@ from piper.runtime.trainers import build_optimizer
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
 
-class Holding:
+class BucketState:
     """One bucket on one device: its parameters in the type that chunks compute in, and in the optimizer's."""
 
     def __init__(self, bucket: Bucket, device: int, initial: Initial, setup: Setup) -> None:
@@ -44,14 +44,14 @@ class Holding:
         return self.own if self.master is None else self.master
 
 
-class State:
+class DeviceState:
     """Everything a device keeps from step to step."""
 
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
         self.setup, self.device = setup, device
         self.shares = buffer_shares(setup.plans, device)
         self.holdings = {
-            bucket.name: Holding(bucket, device, initial, setup)
+            bucket.name: BucketState(bucket, device, initial, setup)
             for bucket in setup.plans.buckets.values()
             if device in bucket.devices
         }

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, map_arg
 
-from piper.capture.divide.compute import aligned
+from piper.capture.divide.compute_rules import aligned
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError, UnevenError
 from piper.capture.divide.draws import attend_and_drop, mask_of
 from piper.capture.divide.layout import WHOLE, Divided, divides
 from piper.capture.divide.masks import is_causal, unrepeated
 from piper.capture.divide.ring import by_ring, scale_of
-from piper.capture.divide.shapes import argument
+from piper.capture.divide.shape_rules import argument
 from piper.capture.trace.effects import draws
 
 HEADS, SEQUENCE = 1, 2  # dimensions of [batch, heads, sequence, head size]

@@ -20,7 +20,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # of the fields of a batc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SampleGroup:
     """Samples of a batch that run together.
 
     copies: how often each sample occurs in `batch`, where fewer samples are left than there are slices.
@@ -41,7 +41,7 @@ class Means:
     samples: int = 0
     batches: int = 0
 
-    def add(self, plans: Plans, piece: Piece, sums: Sums) -> "Means":
+    def add(self, plans: Plans, piece: SampleGroup, sums: Sums) -> "Means":
         """Return these sums with those of one piece. A mean loss counts by the samples of the piece."""
         if plans.weighted:
             loss, weight = sums.loss / piece.copies, sums.weight / piece.copies
@@ -167,7 +167,7 @@ def slices_of(plans: Plans) -> int:
     return plans.cells * math.prod(plans.axes.values())
 
 
-def pieces_of(batch: Batch, slices: int) -> Iterator[Piece]:
+def pieces_of(batch: Batch, slices: int) -> Iterator[SampleGroup]:
     """Yield a batch in pieces whose samples divide into slices, each sample in exactly one piece.
 
     A remainder runs with copies of its samples, one for each slice: 3 samples in 4 slices run as 2 samples
@@ -177,12 +177,12 @@ def pieces_of(batch: Batch, slices: int) -> Iterator[Piece]:
     start = samples - samples % slices
     if start:
         whole = batch if start == samples else {name: field[:start] for name, field in batch.items()}
-        yield Piece(batch=whole, samples=start)
+        yield SampleGroup(batch=whole, samples=start)
     while start < samples:
         some = next(n for n in range(samples - start, 0, -1) if slices % n == 0)
         copies = slices // some
         rows = {name: torch.cat([field[start : start + some]] * copies) for name, field in batch.items()}
-        yield Piece(batch=rows, samples=some, copies=copies)
+        yield SampleGroup(batch=rows, samples=some, copies=copies)
         start += some
 
 

@@ -9,7 +9,7 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum
-from piper.capture.divide.shapes import argument, getitem, number, operand
+from piper.capture.divide.shape_rules import argument, getitem, number, operand
 
 ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
 SCALES = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar))

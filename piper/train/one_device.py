@@ -17,7 +17,7 @@ WARM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SingleRankOptions:
     """The arguments of `piper train --on rank:N`."""
 
     recipe: str
@@ -30,7 +30,7 @@ class Wanted:
     graphs: bool = False  # each step is one graph, after the first few
 
 
-def train_alone(wanted: Wanted) -> str:
+def train_alone(wanted: SingleRankOptions) -> str:
     """Run a few steps of one device, and say what came of it. Nothing is written down."""
     steps = STEPS if wanted.steps is None else wanted.steps
     warm = WARM + wanted.graphs  # the step after the first ones is captured

@@ -5,19 +5,19 @@ from pathlib import Path
 
 from piper.compiler import Program, strategy_of
 from piper.directives import Directive
-from piper.view.background import Background
+from piper.view.provenance import Provenance
 from piper.view.subject import said_by
 
 
-def background_of(program: Program, recipe: str) -> Background:
+def background_of(program: Program, recipe: str) -> Provenance:
     """Return the model, directives and costs of a program, and the text of its recipe."""
     file, _, function = recipe.rpartition(":")
-    return Background(
+    return Provenance(
         title=f"{Path(file).name}:{function}",
         outline=program.outline,
         orderings=program.graph.orderings,
         strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
-        origins={node.name: node.origin for node in program.work.line},
+        origins={node.name: node.origin for node in program.work.sequence},
         temporal=program.work.temporal,
         source=Path(file).read_text(encoding="utf-8", errors="replace"),  # Python reads other encodings too
         source_name=Path(file).name,

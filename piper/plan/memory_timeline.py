@@ -8,7 +8,7 @@ from piper.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class MemoryTimeline:
     """The bytes live while each instruction runs, in issue order."""
 
     resident: int  # held between steps: parameters, optimizer state, buffers
@@ -45,7 +45,7 @@ class Ledger:
                 self.live -= nbytes
 
 
-def timeline(plan: Plan) -> Timeline:
+def timeline(plan: Plan) -> MemoryTimeline:
     """Walk a plan in issue order, and return the live bytes at each instruction."""
     resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
@@ -64,7 +64,7 @@ def timeline(plan: Plan) -> Timeline:
         for slot in ins.frees:
             held.discard(slot)
             ledger.release(slot)
-    return Timeline(
+    return MemoryTimeline(
         resident=resident, live=tuple(live), peak=peak, peak_at=peak_at, at_peak=tuple(live_at(plan, peak_at))
     )
 
