@@ -1,7 +1,7 @@
 """The text form of plans: one line per instruction, readable, and parsed back to the very same plans."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast, get_args
+from collections.abc import Collection, Iterator, Mapping
+from typing import cast
 
 from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
@@ -9,7 +9,13 @@ from piper.ids import Pass, SlotId, read_pass, read_slot
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
-from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
+from piper.plan.sharding_text import (
+    read_collective,
+    read_sharding,
+    read_shardings,
+    show_collective,
+    show_shardings,
+)
 from piper.text_fields import (
     AND,
     GAP,
@@ -113,12 +119,6 @@ def show_bucket(bucket: Bucket) -> str:
     return line("bucket", shown(bucket.name), said)
 
 
-def read_sharding(text: str) -> Sharding:
-    """Read how a set of devices divides a tensor along one dimension."""
-    (held,) = read_shardings(text)
-    return held
-
-
 def show_instr(ins: Instr) -> str:
     """Return the line of one instruction, without the fields that are empty."""
     said = {
@@ -186,68 +186,6 @@ def read_pieces(text: str) -> tuple[Piece, ...]:
         held = read_shardings("" if cut == "-" else cut)
         pieces.append(Piece(name=name(called), shape=sizes, offset=int(offset), shardings=held))
     return tuple(pieces)
-
-
-def show_slicing(slicing: Slicing | None) -> str:
-    """Write which dimension is divided: `1`, `0/3` in three blocks, `1z` in a zigzag."""
-    if slicing is None:
-        return "-"
-    return f"{slicing.dim}" + (f"/{slicing.blocks}" if slicing.blocks > 1 else "") + "z" * slicing.zigzag
-
-
-def read_slicing(text: str) -> Slicing | None:
-    """Read a divided dimension. None: it is not divided."""
-    if text == "-":
-        return None
-    dim, _, blocks = text.removesuffix("z").partition("/")
-    return Slicing(dim=int(dim), blocks=int(blocks or 1), zigzag=text.endswith("z"))
-
-
-def show_shardings(shardings: Sequence[Sharding]) -> str:
-    """Write how a set of devices divides a tensor: `0:2` in two, `1:4*2` in four, two devices apart."""
-    return "+".join(
-        f"{show_slicing(held)}:{held.ways}" + (f"*{held.stride}" if held.stride > 1 else "")
-        for held in shardings
-    )
-
-
-def read_shardings(text: str) -> tuple[Sharding, ...]:
-    """Read how a set of devices divides a tensor."""
-    found = []
-    for part in text.split("+") if text else ():
-        slicing, _, degree = part.partition(":")
-        ways, _, stride = degree.partition("*")
-        held = read_slicing(slicing)
-        if held is None:
-            raise BadLineError(f"{part!r} divides no dimension")
-        found.append(
-            Sharding(
-                dim=held.dim, blocks=held.blocks, zigzag=held.zigzag, ways=int(ways), stride=int(stride or 1)
-            )
-        )
-    return tuple(found)
-
-
-def show_collective(how: Collective) -> str:
-    """Return the text of a collective inside a region."""
-    dims = f"{show_slicing(how.joined)}>{show_slicing(how.cut)}"
-    return f"{shown(how.axis)} {how.degree} {how.op} {how.back} {dims}"
-
-
-def read_collective(text: str) -> Collective:
-    """Read a collective inside a region."""
-    axis, degree, op, back, dims = text.rsplit(" ", 4)
-    joined, _, cut = dims.partition(">")
-    if op not in get_args(CollectiveOp) or back not in get_args(CollectiveOp):
-        raise BadLineError(f"there is no collective {op!r} with {back!r} as its backward")
-    return Collective(
-        axis=name(axis),
-        degree=int(degree),
-        op=cast(CollectiveOp, op),
-        back=cast(CollectiveOp, back),
-        joined=read_slicing(joined),
-        cut=read_slicing(cut),
-    )
 
 
 def read_groups(text: str) -> tuple[Devices, ...]:
