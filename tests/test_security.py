@@ -85,7 +85,8 @@ def test_unpickled_functions_come_from_a_setup_alone() -> None:
     users = {(where, inside) for where, inside, _ in found({"unpack"})}
     assert users == {("launchers/messages.py", "unpack_setup")}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
-    assert builders == {("launchers/worker_server.py", "__init__")}
+    # the programs that train and that evaluate
+    assert builders == {("launchers/worker_server.py", name) for name in ("__init__", "prepare")}
 
 
 def test_code_is_run_from_text_nowhere_else() -> None:

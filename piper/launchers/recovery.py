@@ -21,9 +21,9 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
 from piper.launchers.checkpointing import with_states
-from piper.launchers.events import Event, Notify, failure, mismatch
 from piper.launchers.flushing import write_version
 from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
+from piper.launchers.run_events import Event, Notify, failure, mismatch
 from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
 from piper.launchers.stragglers import Stragglers
 from piper.launchers.versions import Versions

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from piper.devices import show
-from piper.launchers.events import Event
+from piper.launchers.run_events import Event
 from piper.plan.plan import Plans
 
 SLOWER = 1.3  # times the median of the others

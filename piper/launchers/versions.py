@@ -39,7 +39,7 @@ Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class VersionLayout:
     """What lies where in a version of one device."""
 
     placed: tuple[StoredRange, ...]
@@ -47,7 +47,7 @@ class Layout:
     moments: dict[str, Shapes]  # the optimizer's tensors
 
 
-CODEC = Codec((Copied, Layout))
+CODEC = Codec((Copied, VersionLayout))
 
 
 def same(value: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class VersionWriter:
         return found
 
 
-def layout_of(copied: Copied, file: str) -> Layout:
+def layout_of(copied: Copied, file: str) -> VersionLayout:
     """Return what lies where in a version. Offsets count from the first tensor."""
     offsets, at = [], 0
     for part in copied.parts:
@@ -126,15 +126,15 @@ def layout_of(copied: Copied, file: str) -> Layout:
         )
         for part in copied.parts
     )
-    return Layout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
+    return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldVersion:
     """A version of one device in memory."""
 
     copied: Copied  # without tensors
-    layout: Layout
+    layout: VersionLayout
     memory: mmap.mmap
     begin: int  # where its tensors begin
 
@@ -154,21 +154,21 @@ def step_in(descriptor: int) -> int | None:
     return number - 1 if number else None
 
 
-def held_in(descriptor: int) -> Held:
+def held_in(descriptor: int) -> HeldVersion:
     """Return the version in a file."""
     memory = mmap.mmap(descriptor, 0)
     _, first, second = HEAD.unpack_from(memory)
     middle, end = HEAD.size + first, HEAD.size + first + second
     copied, layout = CODEC.decode(memory[HEAD.size : middle]), CODEC.decode(memory[middle:end])
-    assert isinstance(copied, Copied) and isinstance(layout, Layout)
+    assert isinstance(copied, Copied) and isinstance(layout, VersionLayout)
     copied = replace(copied, moments=layout.moments)
-    return Held(copied=copied, layout=layout, memory=memory, begin=rounded(end))
+    return HeldVersion(copied=copied, layout=layout, memory=memory, begin=rounded(end))
 
 
 class VersionShelf(CheckpointReader):
     """The tensors of a version. A worker reads what it needs, from the memory of any device."""
 
-    def __init__(self, held: Iterable[Held], seed: int) -> None:
+    def __init__(self, held: Iterable[HeldVersion], seed: int) -> None:
         found = [*held]
         self.located = {
             (placed.piece.file, placed.key, placed.piece.offset): (one, number)
@@ -211,7 +211,7 @@ class WorkerVersions:
 
     def restore(self, step: int) -> None:
         """Take the state after a step, which every device has."""
-        held: list[Held] = []
+        held: list[HeldVersion] = []
         for files in self.files.values():
             descriptor = opened(files[step % GENERATIONS])
             assert step_in(descriptor) == step, "the driver has looked"

@@ -99,8 +99,7 @@ class WorkerServer:
         """Take an evaluation program, and meet the other workers for it."""
         setup = unpack_setup(given.setup)
         comms = self._comms(setup, f"evaluation-{given.number}")
-        on_failure = comms.abort if isinstance(comms, NcclComms) else lambda: None
-        self.worker.prepare(given.number, setup, comms, given.buffers.__getitem__, on_failure)
+        self.worker.prepare(given.number, setup, comms, given.buffers.__getitem__, comms.abort)
 
     def evaluate(self, given: EvaluationBatch) -> Sums | Failure:
         """Evaluate on this device's rows of a batch."""

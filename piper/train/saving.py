@@ -118,7 +118,7 @@ def disk_of(folder: Path, job: Job) -> Disk | None:
 
     def batches(found: ResumePoint) -> Feed:
         feed = Feed(job.data, job.seed)
-        feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
+        seek(feed, found)
         return feed
 
     return Disk(newest=newest, batches=batches)
@@ -153,6 +153,11 @@ def go_on(
             continue
         for bad in damaged:
             say(f"{bad.path} is damaged ({bad.why}): using {one} instead")
-        feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)
+        seek(feed, found)
         return one, found.step
     raise none_left(damaged[0].path.parent, damaged)
+
+
+def seek(feed: Feed, found: ResumePoint) -> None:
+    """Move the data to where a checkpoint was saved."""
+    feed.seek(found.step, found.data if isinstance(found.data, Mapping) else None)

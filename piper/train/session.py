@@ -17,9 +17,9 @@ from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
-from piper.launchers.events import Event
 from piper.launchers.launch import check_launcher, launcher, recovers
 from piper.launchers.recovery import RecoveringRun, recovering
+from piper.launchers.run_events import Event
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
 from piper.runtime.batch import wanted_batch
@@ -28,7 +28,7 @@ from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
 from piper.train.evaluations import Evaluations, evaluation_line
-from piper.train.events import Events
+from piper.train.event_log import EventLog
 from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, Result, checked, train
@@ -138,7 +138,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         graphs=asked.graphs,
         blank=bool(past),
     )
-    events = Events(folder, console.print)
+    events = EventLog(folder, console.print)
     with started(program, folder, asked, options, events) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
@@ -199,7 +199,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
 
 
 def started(
-    program: Program, folder: Path, asked: TrainOptions, options: Options, notify: Events
+    program: Program, folder: Path, asked: TrainOptions, options: Options, notify: EventLog
 ) -> AbstractContextManager[Run]:
     """Return the launcher of a run: one that recovers, where it can and is to."""
     if asked.retries and not asked.profile and recovers(asked.on):
@@ -244,7 +244,7 @@ def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -
     return step
 
 
-def stopping_now(console: Console, events: Events, memory: RunSummary, grace: float, number: int) -> None:
+def stopping_now(console: Console, events: EventLog, memory: RunSummary, grace: float, number: int) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more."""
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run

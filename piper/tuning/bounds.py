@@ -33,7 +33,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LeastMemory:
     """The least that the fullest rank holds at its peak, in bytes."""
 
     parameters: int = 0
@@ -230,10 +230,10 @@ def memory_bound(
     state: State,
     grid: Grid | None,
     ranks: Sequence[int] | None = None,
-) -> Held:
+) -> LeastMemory:
     """Return the least that the fullest rank holds, of all or of some."""
     stages = stages_of(choice, layers)
-    worst = Held()
+    worst = LeastMemory()
     for rank in range(choice.ranks) if ranks is None else ranks:
         mine = choice.placement.stages_of(rank)
         kept = resident(choice, [stages[number] for number in mine], choice.zeros[rank], state, rank)
@@ -257,14 +257,16 @@ def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:
     return row
 
 
-def resident(choice: StrategyChoice, stages: Sequence[Stage], zero: int, state: State, rank: int) -> Held:
+def resident(
+    choice: StrategyChoice, stages: Sequence[Stage], zero: int, state: State, rank: int
+) -> LeastMemory:
     """Return what a rank holds between steps, and the gradients it sums during one."""
     parameters: Mapping[str, LayerParameters] = union(stage.parameters for stage in stages)
     whole = sum(one.nbytes for one in parameters.values())
     trained = sum(one.trained for one in parameters.values())
     gradients = sum(one.trained_bytes for one in parameters.values())
     replicas = choice.replicas
-    return Held(
+    return LeastMemory(
         parameters=whole // replicas if zero == 3 else whole,
         optimizer=trained * state.optimizer // (replicas if zero else 1),
         gradients=gradients // (replicas if zero >= 2 else 1),
@@ -272,7 +274,9 @@ def resident(choice: StrategyChoice, stages: Sequence[Stage], zero: int, state: 
     )
 
 
-def peak_of(row: Sequence[Action], stages: Sequence[Stage], kept: Held, choice: StrategyChoice) -> Held:
+def peak_of(
+    row: Sequence[Action], stages: Sequence[Stage], kept: LeastMemory, choice: StrategyChoice
+) -> LeastMemory:
     """Walk the passes of a rank and return what it holds at the fullest moment."""
     live = most = 0
     gradients = 0  # of stages that a backward has run of
@@ -301,7 +305,7 @@ def peak_of(row: Sequence[Action], stages: Sequence[Stage], kept: Held, choice: 
             begun.add(action.stage)
             gradients += kept.gradients * share[action.stage] // total
     summed, active = at_worst
-    return Held(
+    return LeastMemory(
         parameters=kept.parameters,
         optimizer=kept.optimizer,
         gradients=summed,

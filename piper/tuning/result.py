@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.format import percent, seconds, size
-from piper.tuning.bounds import Held
+from piper.tuning.bounds import LeastMemory
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.strategy_search import Discard, StrategySearch
 
@@ -110,7 +110,7 @@ def tally(discarded: Sequence[Discard]) -> list[tuple[str, int]]:
 
 def none_fits(search: StrategySearch, limit: int, machine: str) -> ConfigError:
     """Return the error of a search in which nothing fits: the least memory found, and what would do."""
-    held: list[tuple[int, str, Held | None]] = [
+    held: list[tuple[int, str, LeastMemory | None]] = [
         (one.held.total, one.choice.label, one.held) for one in search.discarded if one.held is not None
     ]
     held += [(one.needs, one.choice.label, None) for one in search.evaluated.values()]

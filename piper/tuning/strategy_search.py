@@ -10,7 +10,7 @@ from piper.errors import PiperError
 from piper.schedules.grid import Grid
 from piper.schedules.synthesis.synthesise import synthesis
 from piper.tuning.bounds import (
-    Held,
+    LeastMemory,
     any_order_bound,
     collective_time,
     least_backward,
@@ -46,7 +46,7 @@ class Leaf:
 
     choice: StrategyChoice
     bound: float
-    held: Held
+    held: LeastMemory
     grid: Grid | None = None
     tries: int = 0  # syntheses so far
 
@@ -57,7 +57,7 @@ class Discard:
 
     choice: StrategyChoice
     bound: float
-    held: Held | None = None  # it does not fit; None: its bound is above the best step
+    held: LeastMemory | None = None  # it does not fit; None: its bound is above the best step
     grouped: bool = False  # a whole group, of which `choice` is the plainest
     refused: str = ""  # it cannot be compiled: why
 

@@ -20,10 +20,10 @@ from piper.checkpoint.folder import verify
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.events import Event
 from piper.launchers.inline import launch_inline
 from piper.launchers.recovery import RecoveringRun, recovering
 from piper.launchers.retrying import Disk
+from piper.launchers.run_events import Event
 from piper.launchers.starters import LocalStarter, Recoverable
 from piper.launchers.versions import Versions
 from piper.runtime.setup import ProgramLike

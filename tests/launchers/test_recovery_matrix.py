@@ -9,10 +9,10 @@ import torch
 
 from piper.compiler import compile
 from piper.errors import PiperError
-from piper.launchers.events import Event
 from piper.launchers.failures import Watcher
 from piper.launchers.inline import launch_inline
 from piper.launchers.recovery import recovering
+from piper.launchers.run_events import Event
 from piper.launchers.versions import HEAD, VersionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans

@@ -18,10 +18,10 @@ from piper.compiler import Program, compile
 from piper.errors import LaunchError
 from piper.launchers import ray as launcher
 from piper.launchers.base import StepResult
-from piper.launchers.events import Event
 from piper.launchers.inline import launch_inline
 from piper.launchers.ray import RayStarter
 from piper.launchers.recovery import RecoveringRun, recovering
+from piper.launchers.run_events import Event
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job
 
@@ -83,9 +83,10 @@ def test_a_lost_node_is_replaced_by_a_spare(
                 used = {location.node for location in run.starter.group.locations.values()}
                 assert len(used) == 1, "the spares are on the other node"
                 (lost,) = [node for node in nodes.worker_nodes if node.node_id in used]
-                nodes.remove_node(lost, allow_graceful=False)  # type: ignore[no-untyped-call]
+                nodes.remove_node(lost, allow_graceful=False)
             got.append(run.step(batch))
-        again = {location.node for location in run.starter.group.locations.values()}  # type: ignore[union-attr, attr-defined]
+        assert isinstance(run.starter, RayStarter) and run.starter.group is not None
+        again = {location.node for location in run.starter.group.locations.values()}
     assert got == wanted
     assert again.isdisjoint(used)
     assert [e.event for e in events] == ["failure", "recovery"]

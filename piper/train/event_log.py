@@ -8,13 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
-from piper.launchers.events import Event
+from piper.launchers.run_events import Event
 from piper.train.run_folder import unwritable
 
 EVENTS = "events.jsonl"
 
 
-class Events:
+class EventLog:
     """Writes events to the run's folder as they come. The file is made with the first."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Events:
             raise unwritable(self.path.parent, error) from None
         self.say(described(event))
 
-    def __enter__(self) -> "Events":
+    def __enter__(self) -> "EventLog":
         return self
 
     def __exit__(
