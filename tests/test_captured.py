@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import piper
-from piper import at, compiler, remat, replicate, shard, split, strategies
+from piper import at, remat, replicate, shard, split, strategies
+from piper.capture import recordings
 from piper.capture.trace.trace import trace
 from piper.compiler import Program, compile
 from piper.directives import Directive
@@ -91,7 +92,7 @@ def test_a_microbatch_size_is_traced_once() -> None:
         traced.append(given[3])  # type: ignore[arg-type]
         return trace(*given, **more)  # type: ignore[arg-type]
 
-    with patch.object(compiler, "trace", counted):
+    with patch.object(recordings, "trace", counted):
         known = compile(replace(JOB, strategy=strategies.ddp(4))).recordings
         for name in ("two stages", "other boundaries", "four stages", "tensor over four"):
             compile(replace(JOB, strategy=STRATEGIES[name]), captured=known)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from piper import compiler
+from piper.capture import recordings
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.divide.request import Request
@@ -75,9 +76,9 @@ class Shared:
             return self.codes[key]
 
         with (
-            patch.object(compiler, "trace", traced),
-            patch.object(compiler, "divided", cut),
-            patch.object(compiler, "differentiate", captured),
+            patch.object(recordings, "trace", traced),
+            patch.object(recordings, "divided", cut),
+            patch.object(recordings, "differentiate", captured),
         ):
             yield
 
