@@ -129,7 +129,7 @@ def test_plan_of_a_single_device_moves_nothing(piper: Piper, recipe: Path) -> No
             "singel",
             """
             error: {file}: there is no function 'singel'
-              has:  Net, job, pipeline, single, number, broken, uneven, no_batch, not_tensors, ragged, muon, from_file
+              has:  Net, job, pipeline, single, number, broken, uneven, no_batch, not_tensors, ragged, lbfgs, from_file
               hint: did you mean 'single'?
             """,
         ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-from piper.errors import WorkerError
+from piper.errors import PiperError, WorkerError
 from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
@@ -41,11 +41,19 @@ def failure_of(device: int, error: BaseException, place: int | None = None) -> F
     return Failure(
         device=device,
         kind="late" if isinstance(error, CommError) else "error",
-        what=f"{type(error).__name__}: {error}",
+        what=in_one_line(error),
         trace="".join(traceback.format_exception(error)),
         place=place,
         line=failed_line(error),
     )
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an exception as the first line of an error about its worker."""
+    if not isinstance(error, PiperError):
+        return f"{type(error).__name__}: {error}"
+    why = f": {error.facts['why']}" if "why" in error.facts else ""
+    return f"{error.by}: {error.what}{why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

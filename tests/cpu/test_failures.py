@@ -170,7 +170,7 @@ def test_a_worker_that_cannot_start(forks: ForkServer) -> None:
         pass
     assert re.fullmatch(
         cleandoc(r"""
-        device \d \(process N\): BrokenError: not in a worker
+        device \d \(process N\): optimizer \(test_failures.py:\d+\): optimizer\(\) failed: BrokenError: not in a worker
           at:   no instruction of its plan
           hint: the worker's own traceback is below; on='inline' runs the same plan under a debugger
         """),

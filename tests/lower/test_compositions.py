@@ -19,7 +19,7 @@ def test_every_composition_is_proven() -> None:
     with patch("piper.lower.emit.prove") as order, patch("piper.lower.emit.prove_values") as values:
         plans, graph = pairwise()[0].plans()
     order.assert_called_once_with(plans)
-    values.assert_called_once_with(plans, graph, clip=False)
+    values.assert_called_once_with(plans, graph, clip=False, whole=False)
 
 
 @pytest.mark.parametrize("cell", pairwise(), ids=str)

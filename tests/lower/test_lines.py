@@ -263,6 +263,7 @@ def test_the_bytes_of_an_element(dtype: str, size: int) -> None:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     code = cleandoc("""
         from piper.directives import *
+        from piper.directives import apply
         from piper.ir.chain import chain
         from piper.ir.graph import start
         from piper.ir.select import at
