@@ -43,7 +43,7 @@ def entry(name: str, found: object, level: int = 2) -> Iterator[str]:
     """Yield the entry of one name: its signature and its docstring."""
     yield f"{'#' * level} {name}\n"
     if callable(found):
-        yield f"```figure\n{name}{signature(found)}\n```\n"
+        yield f"<!-- figure -->\n```text\n{name}{signature(found)}\n```\n"
     text = inspect.cleandoc(found.__doc__ or "") if not isinstance(found, int | str | float) else ""
     if text:
         yield f"{fenced(text)}\n"
@@ -71,7 +71,7 @@ def plain(text: str) -> str:
 
 def fenced(text: str) -> str:
     """Return a docstring whose drawings keep their form."""
-    return f"```figure\n{text}\n```" if "-->" in text else text
+    return f"<!-- figure -->\n```text\n{text}\n```" if "-->" in text else text
 
 
 if __name__ == "__main__":
