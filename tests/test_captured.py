@@ -16,6 +16,7 @@ from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.plan.text import show_plans
 from tests import zoo
+from tests.runtime import divided
 
 
 class Block(nn.Module):
@@ -167,3 +168,9 @@ def test_experts_share_a_recording() -> None:
         wanted = compile(replace(job, strategy=strategy))
         made = compile(replace(job, strategy=strategy), captured=first)
         assert show_plans(made.plans) == show_plans(wanted.plans)
+
+
+def test_a_recording_of_experts_is_divided_twice() -> None:
+    """A first division leaves sizes of routed rows in the trace, which a second one must not take for its own."""
+    first = compile(divided.job("moe", "tp2"))
+    compile(divided.job("moe", "sp2"), captured=first)

@@ -31,6 +31,7 @@ CELLS = [
     Cell(case="sum_weight", schedule="interleaved-1f1b", dp=2, zero=1),
     Cell(case="frozen", schedule="none", dp=2, zero=2),
 ]
+MATRIX = (pytest.mark.matrix, pytest.mark.timeout(300))
 SHORT = [Cell(case="convnet", schedule="none", dp=2, zero=1)]
 PROTECT = "protect"
 
@@ -87,7 +88,7 @@ def targets(plans: Plans) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize(
     "cell",
-    [*SHORT, *(pytest.param(cell, marks=pytest.mark.matrix) for cell in CELLS if cell not in SHORT)],
+    [*SHORT, *(pytest.param(cell, marks=MATRIX) for cell in CELLS if cell not in SHORT)],
     ids=str,
 )
 def test_a_failure_at_every_instruction(cell: Cell, precision: str, injector: Injector) -> None:

@@ -66,6 +66,7 @@ def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, st
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "strategy"), ALL)
 def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
     report = checked(model, strategy, shared)

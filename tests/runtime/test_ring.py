@@ -104,6 +104,7 @@ def test_a_ring_has_the_numbers_of_one_device(model: str, strategy: str) -> None
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "strategy"), ALL)
 def test_every_model_in_every_ring(model: str, strategy: str) -> None:
     agrees(job(model, strategy))
