@@ -62,7 +62,12 @@ class ShardAxis(Directive):
             policy = graph.policy(name)
             others = tuple(held for held in policy.axes if held.axis != self.axis)
             own = AxisPolicy(
-                axis=self.axis, degree=ways, stream=self.stream or self.axis.lower(), origin=number
+                axis=self.axis,
+                degree=ways,
+                stream=self.stream or self.axis.lower(),
+                origin=number,
+                samples=bool(self.batch),
+                between=self.between is not None,
             )
             policies[name] = replace(policy, axes=(*others, own))
         graph = replace(graph, policies=policies)

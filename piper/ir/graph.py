@@ -31,6 +31,8 @@ class AxisPolicy:
     degree: int
     stream: str  # of its collectives
     origin: int  # the directive that said so
+    samples: bool = False  # it divides fields of the batch, such as the sequence
+    between: bool = False  # it divides what travels between regions, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

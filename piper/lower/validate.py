@@ -139,6 +139,15 @@ def check_axes(graph: Graph) -> None:
                 facts={first.chunk: asked[0], node.chunk: asked[1]},
                 hint="shard all divided regions along the same axes, in the same order of directives",
             )
+        inner = next((held for held in axes if held.samples), None)
+        outer = next((held for held in axes[axes.index(inner) :] if held.between), None) if inner else None
+        if inner is not None and outer is not None:
+            raise ScheduleError(
+                "a sequence that is divided already cannot be divided again between regions",
+                by=graph.directives[outer.origin].title,
+                facts={"first": graph.directives[inner.origin].title, "asked": "between="},
+                hint="put the shard with between= first: its groups are then innermost",
+            )
 
 
 def check_one_placement(graph: Graph) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from piper.cli.plan_report import bytes_by_kind
 from piper.compiler import Program, compile
 from piper.directives import Directive, order, remat, replicate, shard, split
+from piper.errors import ScheduleError
 from piper.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
@@ -39,7 +41,8 @@ def ring(devices: Sequence[int], ways: int | None = None, stage: int | None = No
 def with_tensors(model: Model, *, innermost: str) -> list[Directive]:
     """Divide weights and the sequence, each over pairs of four devices."""
     devices = [0, 1, 2, 3]
-    tensor = shard(at(), devices, 2, axis="TP", weights=model.weights, between=1)
+    between = 1 if innermost == "TP" else None  # the other order is refused
+    tensor = shard(at(), devices, 2, axis="TP", weights=model.weights, between=between)
     return [tensor, ring(devices, 2)] if innermost == "TP" else [ring(devices, 2), tensor]
 
 
@@ -258,3 +261,9 @@ def test_a_broken_shift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not report.ok and report.first_bad is not None
         kind = "shift" if run.phase == "F" else "shift-back"
         assert report.first_bad.startswith(f"step 0: {run} on device 0: the {kind} along CP differs by ")
+
+
+def test_a_sequence_is_not_divided_again_outside_a_ring() -> None:
+    tensor = shard(at(), [0, 1, 2, 3], 2, axis="TP", weights=MODELS["decoder"]().weights, between=1)
+    with pytest.raises(ScheduleError, match="a sequence that is divided already cannot be divided again"):
+        compile(replace(job("decoder", "ring2 inside tp2"), strategy=[ring([0, 1, 2, 3], 2), tensor]))
