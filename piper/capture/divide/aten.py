@@ -40,9 +40,8 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     interpreter = _Interpreter(module, modes, exact)
     examples = [node.meta["example_value"] for node in placeholders]
     mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
-    if (
-        mode.shape_env is not None
-    ):  # an earlier division of this recording leaves the sizes of its routed rows
+    # An earlier division of this recording leaves the sizes of its routed rows.
+    if mode.shape_env is not None:
         mode.shape_env.pending_fresh_unbacked_symbols.clear()
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
