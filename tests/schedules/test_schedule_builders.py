@@ -1,6 +1,5 @@
 """The builders: their pictures, their bubbles, what they hold, and what they refuse."""
 
-import time
 from collections.abc import Callable
 from inspect import cleandoc
 
@@ -182,10 +181,8 @@ def test_dualpipe_overlaps_every_group_of_its_main_phase() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_grids_are_quick(name: str) -> None:
-    begin = time.process_time()
-    validate(grid_for(name, 32, 128))
-    assert time.process_time() - begin < 2  # about 0.2 s; the benchmark times larger ones
+def test_large_grids_are_valid(name: str) -> None:
+    validate(grid_for(name, 32, 128))  # benchmarks/compile_scale.py times these and larger ones
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, "4", True, None])

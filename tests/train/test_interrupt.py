@@ -41,9 +41,9 @@ def test_a_preemption_ends_when_its_time_is_over() -> None:
         began = time.monotonic()
         signal.raise_signal(signal.SIGTERM)
         assert stopping.preempted
-        while time.monotonic() < began + 20:
-            time.sleep(20)
-    assert 0.2 <= time.monotonic() - began < 5
+        while time.monotonic() < began + 60:
+            time.sleep(60)
+    assert 0.2 <= time.monotonic() - began < 40
 
 
 def test_a_preemption_in_time_ends_nothing() -> None:
