@@ -8,6 +8,7 @@ from piper.directives.order import Order as Order
 from piper.directives.order import order
 from piper.directives.place import Place as Place
 from piper.directives.place import place
+from piper.directives.policies import settled
 from piper.directives.remat import Remat as Remat
 from piper.directives.remat import remat
 from piper.directives.replicate import Replicate as Replicate
@@ -47,4 +48,4 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
             graph = directive.apply(graph, number)
         asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
-    return graph
+    return settled(graph)
