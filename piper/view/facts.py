@@ -93,17 +93,19 @@ def facts_of(subject: Subject) -> Columns:
 
 def op_facts() -> Columns:
     """Return the words for each operation, and for each collective of a divided region."""
-    words = {op: (known.label, known.caption) for op, known in OPS.items()}
-    collectives = {op: (op.replace("_", "-"),) * 2 for op in TRAVELS if op not in words}
-    return {
+    found: Columns = {
         op: {
-            "label": label,
-            "short": short,
-            "needsNothing": op in OPS and OPS[op].needs_nothing,
-            "carries": op not in OPS or OPS[op].communicates or OPS[op].hands_on,
+            "label": known.label,
+            "short": known.caption,
+            "needsNothing": known.needs_nothing,
+            "carries": known.communicates or known.hands_on,
         }
-        for op, (label, short) in (words | collectives).items()
+        for op, known in OPS.items()
     }
+    for op in TRAVELS:
+        word = op.replace("_", "-")
+        found.setdefault(op, {"label": word, "short": word, "needsNothing": False, "carries": True})
+    return found
 
 
 def paper_facts(paper: Paper) -> Columns:
