@@ -141,6 +141,8 @@ def test_verbs_and_flags() -> None:
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
+        "export": ["--dtype", "--json", "--recipe", "--to", "folder", "run"],
+        "import": ["--json", "--out", "recipe", "weights"],
         "schedule": [
             "--costs",
             "--csv",
