@@ -90,6 +90,7 @@ def test_schedules() -> None:
         "StageCosts",
         "Synthesised",
         "bound",
+        "dualpipe",
         "dualpipe_v",
         "from_csv",
         "gpipe",
