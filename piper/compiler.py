@@ -322,7 +322,9 @@ def capture_slices(
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    return {rows: capturing.differentiated(rows, requests, ways, graph.budgets) for rows in needed}
+    return {
+        rows: capturing.differentiated(rows, requests, ways, graph.budgets, graph.precisions) for rows in needed
+    }
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
