@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from piper.capture.trace.linear_layers import WEIGHT, factors_of
 from piper.capture.trace.piece import Body, CapturedChunk
-from piper.capture.trace.products import WEIGHT, factors_of
+from piper.errors import ScheduleError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 LEAST = 1e-30  # a scale: rows of zeros have one too
 ALIGNED = 16  # elements: what tensor cores ask of the sides of a product
+CAPABLE = (8, 9)  # the first compute capability with fp8
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -107,6 +109,19 @@ def fp8_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.
 @fp8_mm.register_fake
 def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def check_machine(device: str, by: str) -> None:
+    """Refuse products in fp8 on a GPU that has none."""
+    if device == "cuda" and torch.cuda.get_device_capability() < CAPABLE:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise ScheduleError(
+            "this GPU has no products in fp8",
+            by=by,
+            facts={"here": f"{torch.cuda.get_device_name()}, compute capability {found}"},
+            hint="fp8 needs compute capability 8.9 (Ada, Hopper or later): leave precision out, "
+            "or use --device cpu, where fp8 is emulated",
+        )
 
 
 def in_fp8(piece: CapturedChunk) -> CapturedChunk:

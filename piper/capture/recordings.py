@@ -33,7 +33,7 @@ from piper.capture.trace.trace import (
 from piper.errors import ConfigError
 
 Division = tuple[object, ...]  # what requests ask, as a key
-Differentiation = tuple[int, Division, tuple[tuple[str, int], ...], tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
+Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
 
 

@@ -58,7 +58,7 @@ class Precision(Directive):
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check_undivided(self, graph: Graph, names: list[str], by: str) -> None:
-        """Refuse regions that devices divide along an axis: scales of rows would be those of slices of rows."""
+        """Refuse regions that are divided along an axis: the scale of a row would be that of its slice."""
         for name in names:
             degree = graph.outline.degree(graph.chunks[name])
             if degree > 1:

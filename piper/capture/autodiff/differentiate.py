@@ -40,9 +40,14 @@ class Captured:
             return self.built[key, phase]
 
     def reasons(self) -> list[str]:
-        """Return lines on chunks that fall back to eager autograd, and on what recomputation saves."""
+        """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
         found = [
             f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
+        ]
+        found += [
+            f"{chunk.name}: the products of {len(chunk.products)} weights run in {chunk.precision}"
+            for chunk in self.outline.chunks
+            if chunk.precision
         ]
         for chunk, choice in self.choices.items():
             assert choice.budget is not None

@@ -10,8 +10,8 @@ from piper.capture.trace.copy_nodes import emit
 from piper.capture.trace.cut import Cut
 from piper.capture.trace.effects import draws, marker
 from piper.capture.trace.functionalize import memory_of, value, written_memory
+from piper.capture.trace.linear_layers import weights_of
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Made, Segment
-from piper.capture.trace.products import weights_of
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
 from piper.capture.trace.regions import Regions
 from piper.capture.trace.segments import split_nodes

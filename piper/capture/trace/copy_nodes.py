@@ -7,7 +7,7 @@ from torch import fx
 from torch.amp import autocast_mode
 
 from piper.capture.trace.effects import writes
-from piper.capture.trace.products import WEIGHT
+from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode
 
 

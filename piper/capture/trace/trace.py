@@ -17,8 +17,8 @@ from piper.capture.trace.blame import quiet, refused
 from piper.capture.trace.cut import cut
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
+from piper.capture.trace.linear_layers import mark_products
 from piper.capture.trace.piece import CapturedChunk
-from piper.capture.trace.products import mark_products
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions

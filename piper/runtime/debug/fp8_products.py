@@ -1,7 +1,7 @@
 """Products in fp8 as the docs define them (docs/directives/precision.md), in plain PyTorch.
 
 The reference of `piper check` uses this module. It shares no code with the captured products: a mode watches
-the calls that the model makes, and rounded values are floating-point numbers again before they are multiplied.
+the calls that the model makes, and rounded values are turned back into wide ones before they are multiplied.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
