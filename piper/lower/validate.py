@@ -140,8 +140,8 @@ def check_axes(graph: Graph) -> None:
                 facts={first.chunk: asked[0], node.chunk: asked[1]},
                 hint="shard all divided regions along the same axes, in the same order of directives",
             )
-        # The outer division is written first. A whole value that it cuts, such as embeddings of positions, would
-        # then be cut once more by the inner one, while divided values hold the outer slice of an inner one.
+        # The outer division is written first. A whole value that it cuts, such as embeddings of positions,
+        # would then be cut once more by the inner one; divided values hold the outer slice of an inner one.
         inner = next((held for held in axes if held.samples), None)
         outer = next((held for held in axes[axes.index(inner) :] if held.between), None) if inner else None
         if inner is not None and outer is not None:
