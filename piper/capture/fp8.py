@@ -28,7 +28,7 @@ CAPABLE = (8, 9)  # the first compute capability with fp8
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply rows by a weight [out, in] in fp8, and add a bias."""
-    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
+    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     y = rows.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
@@ -96,7 +96,8 @@ def product(
             a, b.t(), scale_a, across.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=fast
         )
         return made.to(dtype)
-    return fp8_mm(a, b.t(), scale_a, across, dtype)
+    emulated: Tensor = fp8_mm(a, b.t(), scale_a, across, dtype)
+    return emulated
 
 
 @torch.library.custom_op("piper::fp8_mm", mutates_args=())

@@ -48,7 +48,7 @@ class Fp8Products(TorchFunctionMode):
             x, weight, bias = found
             name = self.weights.get(weight.untyped_storage().data_ptr())
             if name is not None:
-                y: Tensor = _Rounded.apply(x, weight, self.groups(name, x))
+                y: Tensor = _Rounded.apply(x, weight, self.groups(name, x))  # type: ignore[no-untyped-call]
                 return y if bias is None else y + bias
         return func(*args, **(kwargs or {}))
 
