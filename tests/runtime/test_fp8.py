@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import piper
 from piper import Directive, at, place, precision, remat, replicate, split
 from piper.compiler import Program, compile
+from piper.ir.select import At
 from piper.launchers.launch import launcher
 from piper.runtime.debug.check import Report, check, numbers
 from piper.runtime.debug.reference import Reference
@@ -35,11 +36,12 @@ class Net(nn.Module):
             x = torch.tanh(self.stages[1](torch.relu(self.stages[0](x))))
         with piper.annotate("PP"):
             x = torch.relu(self.stages[2](x.transpose(0, 1)) @ self.square).transpose(0, 1)
-            return self.head(torch.tanh(self.stages[3](x)))
+            y: Tensor = self.head(torch.tanh(self.stages[3](x)))
+        return y
 
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return (model(batch["x"]) - batch["y"]).square().mean()
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
 def data() -> list[dict[str, Tensor]]:
@@ -94,7 +96,7 @@ LAYOUTS: dict[str, Sequence[Directive]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", [at(), at(PP=1)], ids=["all", "one stage"])
-def test_every_layout_has_the_numbers_of_one_device(layout: str, where: piper.ir.select.At) -> None:
+def test_every_layout_has_the_numbers_of_one_device(layout: str, where: At) -> None:
     report = checked(compile(job(*LAYOUTS[layout], precision(where, "fp8"))))
     assert report.ok and report.notes == (), report
 
