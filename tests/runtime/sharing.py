@@ -73,11 +73,15 @@ class Shared:
             return made
 
         def captured(
-            found: Traced, ways: Mapping[str, int], budgets: Mapping[str, float], cache: Cache | None = None
+            found: Traced,
+            ways: Mapping[str, int],
+            budgets: Mapping[str, float],
+            cache: Cache | None,
+            precisions: Mapping[str, str],
         ) -> Captured:
-            key = (id(found), *ways.items(), *budgets.items())
+            key = (id(found), *ways.items(), *budgets.items(), *precisions.items())
             if key not in self.codes:
-                self.codes[key] = differentiate(found, ways, budgets, cache)
+                self.codes[key] = differentiate(found, ways, budgets, cache, precisions)
             return self.codes[key]
 
         with (
