@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "losses",
         "order",
         "place",
+        "precision",
         "remat",
         "replicate",
         "route",
@@ -142,6 +143,8 @@ def test_verbs_and_flags() -> None:
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
+        "export": ["--dtype", "--json", "--recipe", "--to", "folder", "run"],
+        "import": ["--json", "--out", "recipe", "weights"],
         "schedule": [
             "--costs",
             "--csv",

@@ -10,7 +10,7 @@ from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, GroupMember, Ordering
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
-from piper.lower.placements import layouts_of
+from piper.lower.placements import first_nodes, layouts_of
 from piper.lower.programs import classes_of
 from piper.lower.state import LoweringState, Temporal
 
@@ -183,7 +183,7 @@ def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
 
 def depths(graph: Graph) -> dict[str, int]:
     """Return the number of device sets in a row that each chunk's results pass through, its own included."""
-    placements = {node.chunk: node.devices for node in graph.nodes.values()}
+    placements = {chunk: node.devices for chunk, node in first_nodes(graph).items()}
     depth = {chunk.name: 1 for chunk in graph.outline.chunks}
     for chunk in reversed(graph.outline.chunks):
         for source in chunk.inputs:

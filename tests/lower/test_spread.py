@@ -67,7 +67,7 @@ def test_microbatches_on_any_sets(outline: CapturedModel, sets: Sets, zero: int)
 @pytest.mark.parametrize("zero", [0, 2, *(pytest.param(z, marks=pytest.mark.slow) for z in (1, 3))])
 def test_experts_are_divided_alike_on_each_set(zero: int) -> None:
     homes = [([0, 1], [0, 1]), ([2, 3], [2, 3])]
-    strategy = [replicate(at(MB=parts), devices, zero=zero) for parts, devices in homes]
+    strategy: list[Directive] = [replicate(at(MB=parts), devices, zero=zero) for parts, devices in homes]
     strategy += [shard(at(EP="*", MB=parts), devices, ways=2) for parts, devices in homes]
     plans = compiled(mixture(), strategy)
     divided = [bucket for bucket in plans.buckets.values() if bucket.pieces[0].shardings]
