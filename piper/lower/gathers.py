@@ -7,7 +7,7 @@ from piper.devices import Devices
 from piper.ids import SlotId
 from piper.ir.node import Compute, Gather, Node
 from piper.lower.buckets import param_slot
-from piper.lower.sequence import Run, computes_by_set, meetings, runs, same_members, woven
+from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
 
@@ -97,7 +97,7 @@ def uses(
     alike: list[Devices],
     places: list[int],
     reads_shards: Sequence[bool],
-) -> Iterator[Run]:
+) -> Iterator[UseRun]:
     """Yield the runs of neighbouring compute nodes on the same devices that read a bucket.
 
     A weight-gradient node (BW) does not read parameters, so it ends a run.
@@ -105,7 +105,7 @@ def uses(
     slot = param_slot(bucket)
     mine = [slot in sequence[place].reads and sequence[place].devices in alike for place in places]
     for run in runs(mine):
-        yield Run(
+        yield UseRun(
             devices=alike[0],
             places=tuple(places[use] for use in run),
             beside=places[ahead_of(run[0], reads_shards)],

@@ -32,7 +32,7 @@ class ChunkPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PartPlacements:
     """Microbatches that run on the same devices, chunk by chunk, and the placements of chunks for them."""
 
     parts: frozenset[Tags]
@@ -48,7 +48,7 @@ def placements_of(graph: Graph) -> dict[str, ChunkPlacement]:
     return found
 
 
-def layouts_of(graph: Graph) -> list[Layout]:
+def layouts_of(graph: Graph) -> list[PartPlacements]:
     """Return the microbatches by the devices that run them, from the first microbatch on.
 
     There is one layout unless a directive places single microbatches.
@@ -57,7 +57,7 @@ def layouts_of(graph: Graph) -> list[Layout]:
     parts = dict.fromkeys(cell.part for cell in graph.index.cells)
     moved = spread(graph)
     if not moved:
-        return [Layout(parts=frozenset(parts), placements=common)]
+        return [PartPlacements(parts=frozenset(parts), placements=common)]
     by_part: dict[Tags, dict[str, Compute]] = {part: {} for part in parts}
     for node in graph.nodes.values():
         if node.chunk in moved:
@@ -66,7 +66,7 @@ def layouts_of(graph: Graph) -> list[Layout]:
     for part, nodes in by_part.items():
         found.setdefault(frozenset((chunk, node.devices) for chunk, node in nodes.items()), []).append(part)
     return [
-        Layout(
+        PartPlacements(
             parts=frozenset(alike),
             placements={
                 **common,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from piper.devices import Devices, columns
 from piper.ids import Pass, SlotId
 from piper.ir.node import Accumulate, Compute, Node, Reduce
-from piper.lower.sequence import Run, computes_by_set, meetings, runs, same_members, woven
+from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
 
@@ -210,12 +210,12 @@ def reduce_each_run(
 
 def giving(
     weaving: Weaving, given: dict[int, SlotId], alike: list[Devices], places: list[int]
-) -> Iterator[Run]:
+) -> Iterator[UseRun]:
     """Yield the runs of neighbouring backwards on the same devices that give a bucket gradients."""
     mine = [place in given and weaving.sequence[place].devices in alike for place in places]
     for run in runs(mine):
         where = tuple(places[use] for use in run)
-        yield Run(devices=alike[0], places=where, beside=places[min(run[-1] + 1, len(places) - 1)])
+        yield UseRun(devices=alike[0], places=where, beside=places[min(run[-1] + 1, len(places) - 1)])
 
 
 def are_apart(sets: Sequence[Devices]) -> bool:

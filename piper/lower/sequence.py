@@ -61,7 +61,7 @@ def runs(uses: Sequence[bool]) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class UseRun:
     """Neighbouring uses of a bucket on one set of devices, by their places in the sequence."""
 
     devices: Devices
@@ -70,15 +70,15 @@ class Run:
 
 
 def meetings(
-    found: Iterable[Run], by: Callable[[Run], int], places: Mapping[Devices, list[int]]
-) -> Iterator[list[Run]]:
+    found: Iterable[UseRun], by: Callable[[UseRun], int], places: Mapping[Devices, list[int]]
+) -> Iterator[list[UseRun]]:
     """Yield the runs that one communication over all their devices serves: one of each set, in order.
 
     Where microbatches run on several sets of devices, all hold the same bucket and must take part. A run
     joins the runs of other sets that come shortly before it; then each set gives and gets something. Else the
     sets that have no run add nothing to the communication, so that no set holds a whole bucket for long.
     """
-    current: list[Run] = []
+    current: list[UseRun] = []
     for run in sorted(found, key=by):
         for other in current:
             between = (between_places(places[each.devices], by(other), by(run)) for each in (other, run))

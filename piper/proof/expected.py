@@ -9,7 +9,7 @@ from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Outp
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
-from piper.proof.specification import Layout, Specification
+from piper.proof.specification import PartGrids, Specification
 from piper.proof.things import Kind, Terms, Thing, Things, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
@@ -44,7 +44,7 @@ class Expectations:
         self,
         plans: Plans,
         spec: Specification,
-        layout: Layout,
+        layout: PartGrids,
         covers: Covers,
         amounts: Amounts,
         things: Things,

@@ -18,7 +18,7 @@ ROUTED = ("route", "expert", "unroute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PartGrids:
     """Microbatches that run on the same devices, and the grids of those devices."""
 
     parts: frozenset[Tags]
@@ -172,7 +172,7 @@ class Specification:
         axes = tuple((held.axis, held.degree) for held in self.graph.policy(chunk).axes)
         return RegionGrid(devices=devices, axes=axes)
 
-    def _layouts(self) -> list[Layout]:
+    def _layouts(self) -> list[PartGrids]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
         parts = dict.fromkeys(part for found in self.microbatches.values() for part in found)
         apart = [name for name, sets in self.homes.items() if len(set(map(id, sets.values()))) > 1]
@@ -180,7 +180,7 @@ class Specification:
         for part in parts:
             alike.setdefault(tuple(self.homes[name].get(part) for name in apart), []).append(part)
         return [
-            Layout(
+            PartGrids(
                 parts=frozenset(found),
                 grids={
                     **self.grids,
