@@ -72,6 +72,12 @@ SCHEDULES = {
         "The same V, in which a forward of one direction and a backward of the other overlap: the"
         " communication of each hides behind the computation of the other.",
     ),
+    "dualpipe": (
+        "DualPipe",
+        "Both directions at once, as in DeepSeek-V3: microbatches 0 to 3 enter at rank 0, microbatches 4 to 7"
+        " at rank 3, and each stage lives on two ranks. A DualPipe-V over half of the ranks, and its mirror"
+        " image over the rest.",
+    ),
 }
 
 
