@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pictures.lanes import lanes
+from pictures.placement import placement
+
 from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
@@ -24,8 +27,6 @@ from piper.schedules.synthesis.alike import Alike, synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
-from piper.view.lanes import lanes
-from piper.view.placement import placement
 from piper.view.shade import shade_of
 from piper.view.svg_grid import grid
 
@@ -163,8 +164,9 @@ def paper_pictures() -> Iterator[Picture]:
     yield Picture(
         name="gallery-paper-overlap",
         heading="An overlapped pair and its streams",
-        text="One pair of that schedule, as compiled for a mixture of experts: a forward of stage 0 on microbatch 3"
-        " and a backward of stage 3 on microbatch 1. While the rows of one travel, the other computes.",
+        text="One pair of that schedule, as compiled for a mixture of experts: a forward of stage 0 on"
+        " microbatch 3 and a backward of stage 3 on microbatch 1. While the rows of one travel, the other"
+        " computes.",
         svg=lanes(
             plan,
             times.timelines[0],

@@ -63,7 +63,6 @@ ALLOWED = {
     "cli/view_subject.py": "a recipe, as it is given",
     "view/colours.py": "colours written in one line",
     "view/facts.py": "names that differ in their microbatch alone are sent to the page once",
-    "view/lanes.py": "the first word of a caption, where there is room for one",
     "view/report.py": "the page's template",
     "view/subject.py": "strategy.txt of a run folder",
 }
