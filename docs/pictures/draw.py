@@ -48,7 +48,7 @@ def pictures() -> Mapping[str, str]:
         "tensor.svg": layer(),
         "split.svg": holdings(
             [replicate(at(), [0, 1]), split(at(), parts=2)],
-            "split: a device's samples as two microbatches",
+            "split: two microbatches of each device's samples",
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
         "remat.svg": heights(
