@@ -5,13 +5,14 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 (`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 from piper.runtime.debug.replay import Replay
@@ -85,7 +86,7 @@ class Reference:
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32."""
         exact = self.dtype is torch.float64 and self.program.outline.degrees
-        with Exact() if exact else nullcontext():
+        with Exact() if exact else nullcontext(), nothing_recomputed():
             result = self.job.loss(self.model, batch)
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]
@@ -174,6 +175,32 @@ class Exact(TorchFunctionMode):
         func = Tensor.double if func is Tensor.float else func
         args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Call the functions of `torch.utils.checkpoint` directly.
+
+    A backward that runs them again would draw other random numbers than the forward was given.
+    """
+
+    class Directly:
+        @staticmethod
+        def apply(function: Callable[..., object], preserve: bool, *args: object) -> object:
+            return function(*args)
+
+    def nothing(*_: object, **__: object) -> Iterator[None]:
+        yield
+
+    names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+    before = {name: getattr(checkpoint, name) for name in names}
+    for name, made in zip(names, (Directly, nothing), strict=True):
+        setattr(checkpoint, name, made)
+    try:
+        yield
+    finally:
+        for name, made in before.items():
+            setattr(checkpoint, name, made)
 
 
 def seeded_model(program: ProgramLike) -> nn.Module:
