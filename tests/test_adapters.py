@@ -55,6 +55,8 @@ def run(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     assert ended.value.code == 0
 
 
+@pytest.mark.slow  # docs/fine-tuning.md is its short form
+@pytest.mark.timeout(180)
 def test_only_the_adapters_train_and_both_forms_are_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

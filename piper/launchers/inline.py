@@ -18,7 +18,7 @@ from piper.launchers.evaluate_run import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.processes import ProcessStatus, SharedFile, running
-from piper.launchers.versions import WorkerVersions
+from piper.launchers.transport.versions import WorkerVersions
 from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice

@@ -33,7 +33,7 @@ from piper.launchers.messages import (
 from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
-from piper.launchers.versions import WorkerVersions
+from piper.launchers.transport.versions import WorkerVersions
 from piper.plan.divided import Share
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms

@@ -32,6 +32,7 @@ def settle(work: LoweringState) -> LoweringState:
     check_expert_regions(graph)
     check_buffers(graph)
     check_reruns(graph)
+    check_precisions(graph)
     check_batch(graph, work.settings.samples)
     return replace(work, graph=graph)
 
@@ -139,8 +140,8 @@ def check_axes(graph: Graph) -> None:
                 facts={first.chunk: asked[0], node.chunk: asked[1]},
                 hint="shard all divided regions along the same axes, in the same order of directives",
             )
-        # The outer division is written first. A whole value that it cuts, such as embeddings of positions, would
-        # then be cut once more by the inner one, while divided values hold the outer slice of an inner one.
+        # The outer division is written first. A whole value that it cuts, such as embeddings of positions,
+        # would then be cut once more by the inner one; divided values hold the outer slice of an inner one.
         inner = next((held for held in axes if held.samples), None)
         outer = next((held for held in axes[axes.index(inner) :] if held.between), None) if inner else None
         if inner is not None and outer is not None:
@@ -233,6 +234,25 @@ def check_reruns(graph: Graph) -> None:
                 facts={"buffers": ", ".join(changing)},
                 hint="leave this region out of the filter, or leave across= out",
             )
+
+
+def check_precisions(graph: Graph) -> None:
+    """Refuse a tied weight whose products would run in different precisions."""
+    placements = {node.chunk: node for node in graph.nodes.values()}
+    readers: dict[str, str] = {}  # of each weight: the first chunk that multiplies by it
+    for chunk in graph.outline.chunks:
+        for name in chunk.products:
+            first = readers.setdefault(name, chunk.name)
+            both = {each: graph.precisions.get(each, "the job's") for each in (first, chunk.name)}
+            if len(set(both.values())) > 1:
+                asked = next(each for each in both if each in graph.precisions)
+                made_by = [graph.directives[number] for number in placements[asked].origin]
+                raise ScheduleError(
+                    f"the products of {name} would have two precisions",
+                    by=next(each.title for each in reversed(made_by) if each.verb == "precision"),
+                    facts=both,
+                    hint="select both regions, or neither",
+                )
 
 
 def cells_per_device(graph: Graph) -> int:

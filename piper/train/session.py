@@ -18,10 +18,10 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher, recovers
-from piper.launchers.recovery import RecoveringRun, recovering
-from piper.launchers.run_events import Event
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
+from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.run_events import Event
 from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options

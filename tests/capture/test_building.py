@@ -27,7 +27,7 @@ class Converted(nn.Module):
 
 def test_a_constructor_may_convert_modules() -> None:
     model = build_fake(Converted, FakeTensorMode(), torch.float64, torch.device("cpu"))
-    parameters = [*model.parameters()]
+    parameters: list[torch.Tensor] = [*model.parameters()]
     assert len(parameters) == 6
     assert {(type(p), p.dtype, p.device.type, p.requires_grad) for p in parameters} == {
         (FakeTensor, torch.float64, "cpu", True)

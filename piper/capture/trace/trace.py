@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from piper.capture.trace.blame import quiet, refused
 from piper.capture.trace.cut import cut
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
+from piper.capture.trace.linear_layers import mark_products
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
@@ -83,6 +85,7 @@ def trace(
         }
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
+    mark_products(recording)
     pieces, assembler = _cut(recording)
     results = results_of(assembler)
     outline = CapturedModel(
@@ -268,8 +271,8 @@ def _install_recorders(model: nn.Module) -> None:
     It would install them in its first forward, under a lock that cannot be traced.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    for module in model.modules() if capturing is not None else ():
-        if hasattr(module, "_can_record_outputs"):
+    for module in model.modules():
+        if capturing is not None and hasattr(module, "_can_record_outputs"):
             capturing.maybe_install_capturing_hooks(module)
 
 
@@ -327,7 +330,7 @@ def _converting() -> Iterator[None]:
 
     Torch swaps such a tensor for its converted one, which fails for a fake: weak references to it exist.
     """
-    before = torch.utils.swap_tensors
+    before: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
     def swap(first: Tensor, second: Tensor) -> None:
         if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
@@ -335,11 +338,8 @@ def _converting() -> Iterator[None]:
         else:
             before(first, second)
 
-    torch.utils.swap_tensors = swap
-    try:
+    with patch.object(torch.utils, "swap_tensors", swap):
         yield
-    finally:
-        torch.utils.swap_tensors = before
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:

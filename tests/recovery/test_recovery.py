@@ -21,11 +21,11 @@ from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
-from piper.launchers.recovery import RecoveringRun, recovering
-from piper.launchers.retrying import Disk
-from piper.launchers.run_events import Event
-from piper.launchers.starters import LocalStarter, Recoverable
-from piper.launchers.versions import Versions
+from piper.launchers.transport.versions import Versions
+from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.retrying import Disk
+from piper.recovery.run_events import Event
+from piper.recovery.starters import LocalStarter, Recoverable
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -306,7 +306,7 @@ def test_a_save_that_was_under_way_is_made_again(tmp_path: Path) -> None:
 
 def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
-    monkeypatch.setattr("piper.launchers.recovery.monotonic", lambda: next(now))  # a step takes 1 s
+    monkeypatch.setattr("piper.recovery.recovering_run.monotonic", lambda: next(now))  # a step takes 1 s
     script = Script()
     run, _ = scripted(script)
     train(run, 1, 6)
