@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,8 @@ from piper.lower.state import Completed, LoweringState, Settings
 from piper.lower.validate import parts_of
 from piper.optimizer_probe import Probe, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.runtime.setup import device_kind
+from piper.runtime.batch import read_shapes
+from piper.runtime.setup import Shapes, device_kind
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
 
@@ -57,6 +58,7 @@ class Program:
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
     cache: Path | None = None  # of compiled code. None: chunks run operation by operation
+    shapes: dict[Shapes, "Program"] = field(default_factory=dict, repr=False, compare=False)  # see `shaped`
 
     @property
     def outline(self) -> CapturedModel:
@@ -115,6 +117,18 @@ class Program:
 
         return compile_evaluation(self, batch)
 
+    def shaped(self, batch: Batch) -> "Program":
+        """Return this program for batches that have the sizes of `batch`; compile and prove it at first.
+
+        It trains the parameters that this program holds, and has plans of its own. It is kept in `shapes`.
+        """
+        from piper.shapes import compile_shape  # it uses this module
+
+        key = read_shapes(batch, self.outline)
+        if key not in self.shapes:
+            self.shapes[key] = compile_shape(self, batch)
+        return self.shapes[key]
+
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
     job: Job,
@@ -139,11 +153,11 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     return build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
 
 
-def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> Program:
+def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None, whole: bool = False) -> Program:
     """Compile a job whose model is captured as `capturing` does.
 
     state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
-    None: it is tried.
+    None: it is tried. whole: that compilation found that it needs whole parameters.
     """
     strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
@@ -161,7 +175,7 @@ def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> 
         codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
         if before is None:
-            return Completed(outline=outline, state_bytes=state_bytes)
+            return Completed(outline=outline, state_bytes=state_bytes, whole=whole)
         probe = probed(job, replace(graph, outline=outline), settings, before)
         return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 

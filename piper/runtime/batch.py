@@ -1,4 +1,4 @@
-"""The batch that a program was compiled for, and whether a step gets one like it."""
+"""The batch that a program was compiled for, and whether a step gets one like it, but for its sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from piper.errors import ConfigError
-from piper.ir.chunk import Batch
+from piper.ir.chunk import Batch, CapturedModel
 from piper.runtime.compute import parts_of
-from piper.runtime.setup import Setup
+from piper.runtime.setup import Setup, Shapes
+from piper.runtime.uneven import COUNTS
 from piper.sharding import whole_sizes
 
 FLOATING = "a floating type"  # each is cast to the one that computes
@@ -49,8 +50,22 @@ def type_of(dtype: str) -> str:
     return FLOATING if "float" in dtype else dtype
 
 
+def shapes_of(batch: Mapping[str, Tensor]) -> Shapes:
+    """Return the shape and type of every field of a batch, as a key."""
+    return tuple(
+        (name, tuple(field.shape), type_of(str(field.dtype).removeprefix("torch.")))
+        for name, field in sorted(batch.items())
+    )
+
+
+def read_shapes(batch: Mapping[str, Tensor], outline: CapturedModel) -> Shapes:
+    """Return the shape and type of every field of a batch that a model reads, as a key."""
+    read = {source.field for chunk in outline.chunks for source in chunk.inputs if isinstance(source, Batch)}
+    return shapes_of({name: field for name, field in batch.items() if name in read or name == COUNTS})
+
+
 def check_batch(batch: Mapping[str, Tensor], wanted: BatchSpec, by: str = "step") -> None:
-    """Refuse a batch that has other fields, shapes or types than the program was compiled for.
+    """Refuse a batch that has other fields, types or numbers of axes than the program was compiled for.
 
     by: who gave the batch.
     """
@@ -62,14 +77,31 @@ def check_batch(batch: Mapping[str, Tensor], wanted: BatchSpec, by: str = "step"
     for name, value in batch.items():
         if name not in wanted.types:
             raise unlike(by, ", ".join(wanted.types), f"also {name}")
-        if not isinstance(value, Tensor):
-            raise unlike(by, f"{name} as a tensor", f"{name} as {type(value).__name__}")
-        got = tuple(value.shape)
-        if got != wanted.shapes.get(name, got):
-            raise unlike(by, f"{name} {wanted.shapes[name]}", f"{name} {got}")
-        dtype = str(value.dtype).removeprefix("torch.")
-        if type_of(dtype) != wanted.types[name]:
-            raise unlike(by, f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
+        check_field(name, value, wanted, by)
+    sizes = {name: len(batch[name]) for name in wanted.shapes}
+    if len(set(sizes.values())) > 1:
+        counts = ", ".join(f"{name} {samples}" for name, samples in sizes.items())
+        raise unlike(by, "the same number of samples in every field", counts)
+
+
+def check_field(name: str, value: object, wanted: BatchSpec, by: str) -> None:
+    """Refuse a field that is no tensor, or one of another type or number of axes."""
+    if not isinstance(value, Tensor):
+        raise unlike(by, f"{name} as a tensor", f"{name} as {type(value).__name__}")
+    got = tuple(value.shape)
+    shape = wanted.shapes.get(name, got)
+    if len(got) != len(shape):
+        raise unlike(by, f"{name} {shape}, or other sizes of {len(shape)} axes", f"{name} {got}")
+    if 0 in got:
+        raise unlike(by, f"{name} with at least one element", f"{name} {got}")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if type_of(dtype) != wanted.types[name]:
+        raise unlike(by, f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
+
+
+def is_wanted(batch: Mapping[str, Tensor], wanted: BatchSpec) -> bool:
+    """Return whether a checked batch has the very sizes that a program was compiled for."""
+    return all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
 
 
 def unlike(by: str, wanted: str, got: str) -> ConfigError:
@@ -78,5 +110,6 @@ def unlike(by: str, wanted: str, got: str) -> ConfigError:
         "the batch is not like the one that was compiled",
         by=by,
         facts={"wanted": wanted, "got": got},
-        hint="give every step a batch of the same fields, shapes and types: drop or pad a smaller last one",
+        hint="give every step a batch of the same fields and types, of the same number of axes; "
+        "sizes may differ",
     )

@@ -110,13 +110,13 @@ def test_an_exception_is_one_error_and_the_end(launcher: Launcher, programs: dic
 
 
 @pytest.mark.timeout(180)
-def test_a_batch_of_another_shape_is_refused_and_the_run_goes_on(
+def test_a_batch_with_other_axes_is_refused_and_the_run_goes_on(
     launcher: Launcher, programs: dict[str, Program]
 ) -> None:
     batch = batches(PAIR, 1)[0]
     with launcher(programs[str(PAIR)], Options()) as run:
         with pytest.raises(ConfigError, match="the batch is not like the one that was compiled"):
-            run.step({name: value[:-1] for name, value in batch.items()})
+            run.step({name: value[:, None] for name, value in batch.items()})
         assert run.step(batch).loss > 0
         run.close()
         run.close()

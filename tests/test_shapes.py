@@ -1,0 +1,178 @@
+"""A run over batches of several shapes compiles each once, and gives the numbers of plain PyTorch."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper import compiler, shapes
+from piper.compiler import Program
+from piper.directives import Directive
+from piper.errors import CaptureError, ConfigError
+from piper.runtime.uneven import arranged
+from tests import plain
+
+Batch = Mapping[str, Tensor]
+
+
+class Net(nn.Module):
+    """Two stages, of which the first mixes the positions of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            h = self.words(words).cumsum(1).tanh()
+        with piper.annotate("PP"):
+            logits: Tensor = self.last(h)
+            return logits
+
+
+def summed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    logits, labels = model(batch["words"]).flatten(0, 1), batch["labels"].flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def mean(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["words"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def rows(samples: int, length: int, seed: int = 0, *, ignored: bool = False) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    words, labels = (torch.randint(0, 11, (samples, length), generator=rng) for _ in range(2))
+    if ignored:  # a different number of labels counts in each sample
+        labels[torch.rand(samples, length, generator=rng) < 0.3] = -100
+    return {"words": words, "labels": labels}
+
+
+def four_devices(zero: int = 3) -> list[Directive]:
+    at = piper.at
+    return [
+        *(piper.replicate(at(PP=i), [2 * i, 2 * i + 1], zero=zero) for i in range(2)),
+        piper.split(at(), parts=2),
+        *piper.schedules.one_f_one_b(2, 2),
+    ]
+
+
+def job(batches: Sequence[Batch], **options: object) -> piper.Job:
+    given: dict[str, Any] = {"loss": summed, "strategy": four_devices(), "optimizer": plain.sgd, **options}
+    return piper.Job(model=Net, data=lambda: batches, precision="fp64", steps=len(batches), **given)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return piper.compile(job([rows(8, 3)]))
+
+
+def compare(program: Program, batches: Sequence[Batch], on: str = "inline") -> None:
+    """Train on batches, and compare losses and state with plain PyTorch on whole batches."""
+    with piper.launch(program, on=on) as run:
+        losses = [run.step(batch).loss for batch in batches]
+        state = run.state_dict()
+    wanted = plain.train(Net, cast(plain.Loss, program.job.loss), batches)
+    assert losses == pytest.approx(wanted.losses, abs=1e-9, rel=0)
+    assert plain.largest_difference(wanted.state, state) < 1e-9
+
+
+def test_eight_lengths_compile_once_each_and_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    build = compiler.build
+
+    def counted(*args: Any, **kwargs: Any) -> Program:  # noqa: ANN401
+        made = build(*args, **kwargs)
+        built.append(args[1].batch["words"].shape[1])
+        return made
+
+    monkeypatch.setattr(shapes, "build", counted)
+    lengths = [3, 5, 4, 9, 2, 7, 6, 8]
+    batches = [rows(8, length, seed, ignored=True) for seed, length in enumerate(lengths * 2)]
+    program = piper.compile(job(batches))
+    compare(program, batches)
+    assert built == lengths[1:]  # the first is compiled before the run
+    compare(program, batches[:8])  # another run of the same program compiles nothing
+    assert built == lengths[1:]
+    assert len(program.shapes) == 7
+
+
+def test_a_message_names_the_shape_that_is_compiled(
+    program: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    with piper.launch(program) as run, caplog.at_level(logging.WARNING, logger="piper"):
+        run.step(rows(8, 3))
+        assert not caplog.messages
+        run.step(rows(8, 12))
+        run.step(rows(8, 12))
+    assert caplog.messages[0] == "Compiling for another shape of batches: labels [8, 12], words [8, 12]"
+    assert caplog.messages[1].startswith("Proven. A device takes ")
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("loss", [summed, mean])
+def test_an_uneven_batch_equals_one_device(loss: Any) -> None:  # noqa: ANN401
+    sizes = [8, 7, 8, 3, 1]  # of which 7, 3 and 1 do not divide into 4 slices
+    batches = [rows(size, 3, seed, ignored=loss is summed) for seed, size in enumerate(sizes)]
+    compare(piper.compile(job(batches, loss=loss)), batches)
+
+
+@pytest.mark.parametrize(
+    ("samples", "slices", "multiple", "wanted"),
+    [
+        (7, 4, 1, (2, [2, 2, 2, 1])),
+        (3, 4, 1, (1, [1, 1, 1, 0])),
+        (1, 4, 2, (2, [1, 0, 0, 0])),
+        (5, 2, 1, (4, [4, 1])),
+        (63, 8, 1, (9, [9, 9, 9, 9, 9, 9, 9, 0])),
+        (61, 8, 1, (10, [10, 10, 10, 10, 10, 10, 1, 0])),
+        (6, 2, 2, (4, [4, 2])),
+    ],
+)
+def test_samples_fill_slices(samples: int, slices: int, multiple: int, wanted: tuple[int, list[int]]) -> None:
+    """Every slice has as many rows; the samples of one divide its rows, so that each occurs equally often."""
+    assert arranged(samples, slices, multiple) == wanted
+
+
+class Depth(nn.Module):
+    """A model with another layer for long sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        return self.more(h) if x.shape[1] > 2 else h
+
+
+def test_a_model_with_other_parameters_for_a_shape_is_refused() -> None:
+    batches = [{"x": torch.ones(2, 2, 4)}, {"x": torch.ones(2, 3, 4)}]
+    made = piper.Job(model=Depth, loss=lambda m, b: m(b["x"]).square().mean(), data=lambda: batches)
+    with piper.launch(piper.compile(made)) as run, pytest.raises(CaptureError) as caught:
+        run.step(batches[0])
+        run.step(batches[1])
+    assert "the model has other parameters for batches of other sizes" in str(caught.value)
+    assert "more.bias is trained only for one of them" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted", "got"),
+    [
+        ({"words": torch.ones(8, 3)}, "labels (8, 3)", "no such field"),
+        ({**rows(8, 3), "words": torch.ones(8, 3)}, "words of int64", "words of float32"),
+        ({**rows(8, 3), "words": torch.ones(8)}, "words (8, 3), or other sizes of 2 axes", "words (8,)"),
+        ({**rows(8, 3), "words": rows(4, 3)["words"]}, "same number of samples", "words 4, labels 8"),
+        (rows(8, 0), "words with at least one element", "words (8, 0)"),
+    ],
+)
+def test_a_batch_of_another_kind_is_refused(program: Program, batch: Batch, wanted: str, got: str) -> None:
+    with piper.launch(program) as run, pytest.raises(ConfigError) as caught:
+        run.step(batch)
+    assert "step: the batch is not like the one that was compiled" in str(caught.value)
+    assert wanted in str(caught.value) and got in str(caught.value)
