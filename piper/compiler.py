@@ -1,10 +1,6 @@
 """Compiles a job into a proven program: capture, directives, lowering, proof."""
 
-import atexit
 import math
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.compile.cache import CACHE, KEY, Cache
+from piper.capture.compile.cache import CACHE, usable_cache
 from piper.capture.divide.request import Request
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.trace import Traced
@@ -33,8 +29,8 @@ from piper.lower.state import Completed, LoweringState, Settings
 from piper.lower.validate import parts_of
 from piper.optimizer_probe import Probe, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.runtime.batch import read_shapes
-from piper.runtime.setup import Shapes, device_kind
+from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
+from piper.runtime.setup import Shapes, device_kind, setup_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
 
@@ -118,16 +114,18 @@ class Program:
         return compile_evaluation(self, batch)
 
     def shaped(self, batch: Batch) -> "Program":
-        """Return this program for batches that have the sizes of `batch`; compile and prove it at first.
+        """Return the program that trains on batches like `batch`; compile and prove it if it is not known.
 
-        It trains the parameters that this program holds, and has plans of its own. It is kept in `shapes`.
+        It has plans of its own, for the parameters that this program holds, and is kept in `shapes`. A batch
+        of the sizes that this program was compiled for gives this program.
         """
         from piper.shapes import compile_shape  # it uses this module
 
-        key = read_shapes(batch, self.outline)
-        if key not in self.shapes:
-            self.shapes[key] = compile_shape(self, batch)
-        return self.shapes[key]
+        rows, first = as_run(self, batch, wanted_batch(setup_of(self)))
+        key = read_shapes(rows, self.outline)
+        if not first and key not in self.shapes:
+            self.shapes[key] = compile_shape(self, rows)
+        return self if first else self.shapes[key]
 
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
@@ -150,7 +148,10 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
     kept = usable_cache(Path(cache)) if compile else None
     folder = Path(cache) if compile else None
-    return build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
+    program = build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
+    for rows in bucket_batches(batch, job.buckets):
+        program.shaped(rows)
+    return program
 
 
 def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None, whole: bool = False) -> Program:
@@ -255,26 +256,6 @@ def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]
     )
 
 
-def usable_cache(folder: Path) -> Cache:
-    """Return the cache in a folder. One that cannot be written is replaced by one for this process alone."""
-    try:
-        there = folder.expanduser()
-        there.mkdir(mode=0o700, parents=True, exist_ok=True)
-        keys = KEY.expanduser().parent
-        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=there), tempfile.TemporaryFile(dir=keys):
-            return Cache(folder=folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        warnings.warn(
-            f"the cache {folder} cannot be written ({error}), so compiled code is not kept for the next run; "
-            "name another folder with compile(job, compile=True, cache=...)",
-            stacklevel=3,
-        )
-        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
-        return Cache(folder=made, key=made / "key")
-
-
 @contextmanager
 def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
     """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
@@ -300,13 +281,13 @@ def strategy_of(job: Job) -> list[Directive]:
 
 
 def first_batch(job: Job) -> Batch:
-    """Return the first batch of a job's data: its shapes and types stand for all."""
+    """Return the first batch of a job's data, padded as all are: its types stand for all."""
     batch = next(batches_of(job.data), None)
     if batch is None:
         raise ConfigError(
             "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
         )
-    return batch
+    return padded(batch, job.buckets)
 
 
 def likely_rows(strategy: list[Directive], samples: int) -> int:

@@ -1,8 +1,9 @@
 """Compiles a job for batches of other sizes, over the parameters that a compiled program holds."""
 
+from piper.capture.compile.cache import usable_cache
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.record import LossFn
-from piper.compiler import Program, build, usable_cache
+from piper.compiler import Program, build
 from piper.errors import CaptureError
 from piper.job import Batch
 from piper.plan.plan import Plans

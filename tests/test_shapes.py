@@ -102,17 +102,21 @@ def test_eight_lengths_compile_once_each_and_equal_one_device(monkeypatch: pytes
     assert len(program.shapes) == 7
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "piper"]
+
+
 def test_a_message_names_the_shape_that_is_compiled(
     program: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
     with piper.launch(program) as run, caplog.at_level(logging.WARNING, logger="piper"):
         run.step(rows(8, 3))
-        assert not caplog.messages
+        assert not said(caplog)
         run.step(rows(8, 12))
         run.step(rows(8, 12))
-    assert caplog.messages[0] == "Compiling for another shape of batches: labels [8, 12], words [8, 12]"
-    assert caplog.messages[1].startswith("Proven. A device takes ")
-    assert len(caplog.messages) == 2
+    compiling, proven = said(caplog)
+    assert compiling == "Compiling for another shape of batches: labels [8, 12], words [8, 12]"
+    assert proven.startswith("Proven. A device takes ")
 
 
 @pytest.mark.parametrize("loss", [summed, mean])
@@ -176,3 +180,63 @@ def test_a_batch_of_another_kind_is_refused(program: Program, batch: Batch, want
         run.step(batch)
     assert "step: the batch is not like the one that was compiled" in str(caught.value)
     assert wanted in str(caught.value) and got in str(caught.value)
+
+
+BUCKETS = piper.Buckets(lengths=[4, 6], pad={"words": 0, "labels": -100})
+
+
+def test_batches_are_padded_to_buckets(caplog: pytest.LogCaptureFixture) -> None:
+    """Both lengths are compiled before the run; a longer batch is compiled when it comes."""
+    batches = [rows(8, length, length, ignored=True) for length in (3, 6, 5, 4, 2, 7)]
+    program = piper.compile(job(batches, buckets=BUCKETS))
+    assert len(program.shapes) == 1
+    with caplog.at_level(logging.WARNING, logger="piper"):
+        compare(program, batches)
+    assert said(caplog)[0] == "Compiling for another shape of batches: labels [8, 7], words [8, 7]"
+    assert len(said(caplog)) == 2 and len(program.shapes) == 2
+    with piper.launch(program) as run:
+        run.step(batches[0])
+        got = run.evaluate([rows(8, 5, 1, ignored=True)]).loss
+        wanted = summed(plain_model(run.state_dict()), rows(8, 5, 1, ignored=True))
+    assert got == pytest.approx(float(wanted[0] / wanted[1]), abs=1e-12)
+
+
+def plain_model(state: Mapping[str, Tensor]) -> nn.Module:
+    model = Net().double()
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [], "pad": {"words": 0}}, "lengths=[]"),
+        ({"lengths": [0], "pad": {"words": 0}}, "lengths=[0]"),
+        ({"lengths": 4, "pad": {"words": 0}}, "lengths=4"),
+        ({"lengths": [4], "pad": {}}, "pad={}"),
+        ({"lengths": [4], "pad": {"words": "0"}}, "pad={'words': '0'}"),
+    ],
+)
+def test_buckets_check_themselves(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        piper.Buckets(**options)
+    assert f"): {message}\n" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pad", "message"),
+    [
+        ({"wrods": 0}, "Buckets: there is no field 'wrods' to pad"),
+        ({"words": 0, "labels": -100}, "Buckets: the fields to pad differ in their lengths"),
+    ],
+)
+def test_fields_that_cannot_be_padded(pad: dict[str, float], message: str) -> None:
+    batch = {**rows(2, 3), "labels": torch.ones(2, dtype=torch.int64)}
+    made = piper.Job(
+        model=Net,
+        loss=lambda model, batch: model(batch["words"])[:, 0].square().mean(),
+        data=lambda: [batch],
+        buckets=piper.Buckets(lengths=[4], pad=pad),
+    )
+    with pytest.raises(ConfigError, match=message):
+        piper.compile(made)

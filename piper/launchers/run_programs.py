@@ -19,15 +19,16 @@ from piper.launchers.base import EvaluationResult, StepResult, ratio, result_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
 from piper.runtime.batch import (
+    as_run,
     check_batch,
-    is_wanted,
+    padded,
     read_shapes,
     shapes_of,
     wanted_batch,
 )
 from piper.runtime.compute import slices_of
 from piper.runtime.setup import ProgramLike, Shapes, initial_tensors, setup_of
-from piper.runtime.uneven import COUNTS, divides, filled
+from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Sums
 
 Batch = Mapping[str, Tensor]
@@ -110,11 +111,9 @@ class RunsPrograms(ABC):
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
         check_batch(batch, self.wanted)
-        ready = self.first
-        if not is_wanted(batch, self.wanted):
-            batch = batch if divides(batch, self.plans) else filled(batch, self.plans, self.program.outline)
-            ready = self._prepared(batch, trains=True)
-        sums = self._step(ready, batch)
+        rows, first = as_run(self.program, batch, self.wanted)
+        ready = self.first if first else self._prepared(rows, trains=True)
+        sums = self._step(ready, rows)
         return result_of(ready.program.plans, ready.program.outline, sums)
 
     def _prepared(self, batch: Batch, *, trains: bool) -> Prepared:
@@ -188,6 +187,7 @@ class Evaluates(RunsPrograms):
         means, names = Means(), tuple[str, ...]()
         for batch in self._batches(batches):
             check_samples(batch)
+            batch = padded(batch, self.program.job.buckets)
             for piece in pieces_of(batch, slices_of(self.plans)):
                 ready = self._prepared(piece.batch, trains=False)
                 sums = self._forward(ready, piece.batch)

@@ -1,15 +1,16 @@
 """The batch that a program was compiled for, and whether a step gets one like it, but for its sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch, CapturedModel
 from piper.runtime.compute import parts_of
-from piper.runtime.setup import Setup, Shapes
-from piper.runtime.uneven import COUNTS
+from piper.runtime.setup import BucketsLike, ProgramLike, Setup, Shapes
+from piper.runtime.uneven import COUNTS, divides, filled
 from piper.sharding import whole_sizes
 
 FLOATING = "a floating type"  # each is cast to the one that computes
@@ -101,7 +102,65 @@ def check_field(name: str, value: object, wanted: BatchSpec, by: str) -> None:
 
 def is_wanted(batch: Mapping[str, Tensor], wanted: BatchSpec) -> bool:
     """Return whether a checked batch has the very sizes that a program was compiled for."""
-    return all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
+    same = all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
+    return same and COUNTS not in batch
+
+
+def as_run(
+    program: ProgramLike, batch: Mapping[str, Tensor], wanted: BatchSpec
+) -> tuple[Mapping[str, Tensor], bool]:
+    """Return a checked batch as it runs: padded to a bucket, its samples repeated where they do not divide.
+
+    And whether it runs with this program itself, which was compiled for batches like `wanted`.
+    """
+    batch = padded(batch, program.job.buckets)
+    if is_wanted(batch, wanted):
+        return batch, True
+    return batch if divides(batch, program.plans) else filled(batch, program.plans, program.outline), False
+
+
+def padded(batch: Mapping[str, Tensor], buckets: BucketsLike | None) -> Mapping[str, Tensor]:
+    """Return a batch whose fields are padded to the shortest length they fit in. A longer one stays."""
+    fields = {} if buckets is None else {name: batch[name] for name in buckets.pad if name in batch}
+    if buckets is None or not fields:
+        return batch
+    sizes = {name: field.shape[1] if field.dim() > 1 else None for name, field in fields.items()}
+    if len(set(sizes.values())) > 1 or None in sizes.values():
+        raise ConfigError(
+            "the fields to pad differ in their lengths",
+            by="Buckets",
+            facts={name: str(tuple(field.shape)) for name, field in fields.items()},
+            hint="axis 1 is the length: let all fields of `pad` have the same",
+        )
+    length = next(iter(fields.values())).shape[1]
+    fits = min((size for size in buckets.lengths if size >= length), default=length)
+    if fits == length:
+        return batch
+    return {**batch, **{name: longer(field, fits, buckets.pad[name]) for name, field in fields.items()}}
+
+
+def longer(field: Tensor, length: int, value: float) -> Tensor:
+    """Return a field with a value added at the end of axis 1, up to a length."""
+    more = field.new_full((field.shape[0], length - field.shape[1], *field.shape[2:]), value)
+    return torch.cat([field, more], 1)
+
+
+def bucket_batches(
+    batch: Mapping[str, Tensor], buckets: BucketsLike | None
+) -> Iterator[Mapping[str, Tensor]]:
+    """Yield a batch of each length that a job's batches are padded to, made from one of them."""
+    if buckets is None:
+        return
+    if missing := [name for name in buckets.pad if name not in batch]:
+        raise ConfigError(
+            f"there is no field {missing[0]!r} to pad",
+            by="Buckets",
+            facts={"batch": ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())},
+            hint="name fields of the batch",
+        )
+    for length in buckets.lengths:
+        cut = {name: batch[name][:, :length] for name in buckets.pad}
+        yield {**batch, **{name: longer(field, length, buckets.pad[name]) for name, field in cut.items()}}
 
 
 def unlike(by: str, wanted: str, got: str) -> ConfigError:

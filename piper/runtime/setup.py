@@ -33,6 +33,15 @@ class EvaluateLike(Protocol):
     def every(self) -> int: ...
 
 
+class BucketsLike(Protocol):
+    """The lengths that the batches of a job are padded to, and with which values."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    @property
+    def pad(self) -> Mapping[str, float]: ...
+
+
 class JobLike(Protocol):
     """The attributes of a job that running it needs."""
 
@@ -58,6 +67,8 @@ class JobLike(Protocol):
     def evaluate(self) -> EvaluateLike | None: ...
     @property
     def callbacks(self) -> Sequence[Callback]: ...
+    @property
+    def buckets(self) -> BucketsLike | None: ...
 
 
 class ProgramLike(Protocol):
