@@ -124,8 +124,8 @@ def first_difference(
     options: Options,
 ) -> str | None:
     """Repeat the steps, and name the first result of a chunk, in the order of the model, that differs."""
-    wanted = wanted_batch(setup_of(program))
-    if not all(as_run(program, batch, wanted)[1] for batch in batches):
+    first = wanted_batch(setup_of(program))
+    if not all(as_run(program, batch, first)[1] for batch in batches):
         return None  # the chunks of other shapes are those of other programs
     if program.outline.degrees:
         return first_of_a_group(program, launch, batches, tol, options)
