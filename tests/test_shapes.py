@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,9 +15,15 @@ import piper
 from piper import compiler, shapes
 from piper.compiler import Program
 from piper.directives import Directive
-from piper.errors import CaptureError, ConfigError
+from piper.errors import CaptureError, ConfigError, WorkerError
+from piper.launchers.inline import launch_inline
+from piper.launchers.single_rank import launch_single_rank
+from piper.runtime.batch import read_shapes
+from piper.runtime.debug.check import check
 from piper.runtime.uneven import arranged
 from tests import plain
+from tests.launchers import sabotage
+from tests.launchers.sabotage import Sabotaged
 
 Batch = Mapping[str, Tensor]
 
@@ -198,7 +206,7 @@ def test_batches_are_padded_to_buckets(caplog: pytest.LogCaptureFixture) -> None
         run.step(batches[0])
         got = run.evaluate([rows(8, 5, 1, ignored=True)]).loss
         wanted = summed(plain_model(run.state_dict()), rows(8, 5, 1, ignored=True))
-    assert got == pytest.approx(float(wanted[0] / wanted[1]), abs=1e-12)
+    assert got == pytest.approx((wanted[0] / wanted[1]).item(), abs=1e-12)
 
 
 def plain_model(state: Mapping[str, Tensor]) -> nn.Module:
@@ -240,3 +248,80 @@ def test_fields_that_cannot_be_padded(pad: dict[str, float], message: str) -> No
     )
     with pytest.raises(ConfigError, match=message):
         piper.compile(made)
+
+
+class Normed(nn.Module):
+    """A model whose forward writes buffers and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.last = nn.Embedding(11, 6), nn.BatchNorm1d(6), nn.Linear(6, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            h = F.dropout(self.norm(self.words(words).flatten(0, 1)), 0.2, self.training)
+        with piper.annotate("PP"):
+            logits: Tensor = self.last(h).view(*words.shape, -1)
+            return logits
+
+
+@pytest.fixture(scope="module")
+def normed() -> Program:
+    return piper.compile(replace(job([rows(8, 3)]), model=Normed))
+
+
+SEVERAL = [rows(*sizes, seed, ignored=True) for seed, sizes in enumerate([(8, 3), (8, 5), (7, 3), (8, 3)])]
+
+
+def test_check_compares_every_shape(normed: Program) -> None:
+    """Buffers and random numbers go on from one shape to the next."""
+    report = check(normed, launch_inline, SEVERAL)
+    assert report.ok, report
+    assert report.max_param_diff < 1e-12
+    assert len(normed.shapes) == 2
+
+
+def test_check_names_padding_that_counts() -> None:
+    buckets = piper.Buckets(lengths=[4], pad={"words": 0, "labels": 0})
+    given = job([rows(8, 3)], buckets=buckets, strategy=())
+    report = check(piper.compile(given), launch_inline, [*given.data()])
+    assert report.first_bad is not None and "the padded batch gives other numbers" in report.first_bad
+
+
+def test_a_run_over_several_shapes_resumes_bit_for_bit(normed: Program, tmp_path: Path) -> None:
+    with piper.launch(normed) as run:
+        for batch in SEVERAL[:2]:
+            run.step(batch)
+        run.save(tmp_path / "saved")
+        wanted = [run.step(batch) for batch in SEVERAL[2:]], run.state_dict()
+    with piper.launch(normed, resume=tmp_path / "saved") as run:
+        got = [run.step(batch) for batch in SEVERAL[2:]], run.state_dict()
+    assert got[0] == wanted[0]
+    assert all(torch.equal(got[1][name], value) for name, value in wanted[1].items())
+
+
+def test_outputs_are_those_of_the_last_step(normed: Program) -> None:
+    with piper.launch(normed, keep_outputs=True) as run:
+        for batch, length in ((SEVERAL[0], 3), (SEVERAL[1], 5), (SEVERAL[0], 3)):
+            run.step(batch)
+            shapes = {tuple(value.shape) for value in run.trails()[0].values()}
+            assert (2 * length, 6) in shapes
+
+
+def test_a_failure_in_another_shape_names_its_instruction(normed: Program) -> None:
+    broken = replace(normed, shapes=dict(normed.shapes))
+    rest = Sabotaged(program=normed.shaped(SEVERAL[1]), arg="F PP=1", act=sabotage.fail)
+    broken.shapes[read_shapes(SEVERAL[1], normed.outline)] = cast(Program, rest)
+    with piper.launch(broken) as run:
+        for batch in SEVERAL[:2]:
+            run.step(batch)
+        with pytest.raises(WorkerError, match="BrokenError: the glass is broken") as caught:
+            run.step(SEVERAL[1])
+    assert "compute on stream compute: F[PP=1" in str(caught.value)
+
+
+def test_one_device_alone_takes_several_shapes(normed: Program) -> None:
+    with launch_single_rank(normed, "rank:1") as run:
+        for batch in SEVERAL:
+            run.step(batch)
+        assert len(run.seconds) == 4
