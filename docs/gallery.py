@@ -163,8 +163,9 @@ def paper_pictures() -> Iterator[Picture]:
     yield Picture(
         name="gallery-paper-overlap",
         heading="An overlapped pair and its streams",
-        text="One pair of that schedule, as compiled for a mixture of experts: a forward of stage 0 on microbatch 3"
-        " and a backward of stage 3 on microbatch 1. While the rows of one travel, the other computes.",
+        text="One pair of that schedule, as compiled for a mixture of experts: a forward of stage 0 on"
+        " microbatch 3 and a backward of stage 3 on microbatch 1. While the rows of one travel, the other"
+        " computes.",
         svg=lanes(
             plan,
             times.timelines[0],

@@ -18,6 +18,7 @@ from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.initial_weights import write_start
+from piper.recipe import file_and_function
 from piper.runtime.setup import build_model
 from piper.train.lock import locked
 from piper.train.run_folder import ABOUT, choose, claim, prepare
@@ -77,7 +78,7 @@ def recipe_of_run(folder: Path) -> str:
     for place in (folder, *folder.absolute().parents[:2]):
         try:
             recipe = json.loads((place / ABOUT).read_text(encoding="utf-8"))["recipe"]
-            file, _, function = str(recipe).rpartition(":")
+            file, function = file_and_function(str(recipe))
             kept = place / "recipe.py"
             same = Path(file).is_file() and Path(file).read_bytes() == kept.read_bytes()
         except (OSError, ValueError, KeyError, TypeError):
