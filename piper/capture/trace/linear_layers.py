@@ -62,8 +62,8 @@ def factors_of(node: fx.Node) -> LinearProduct | None:
 def mark_products(recording: Recording) -> None:
     """Note on each product of a linear layer the name of its weight.
 
-    A weight counts if it is a parameter, or a view of one, and if all products with it are of that kind:
-    then a weight has one precision, whichever product reads it.
+    A weight counts if it is a parameter, or a view of one, and nothing but such products reads it. So a
+    weight has one precision.
     """
     owners = {
         memory_of(node): origin.name
@@ -72,21 +72,17 @@ def mark_products(recording: Recording) -> None:
     }
     scores = _scores(recording.graph, set(recording.results))
     products: dict[str, list[fx.Node]] = {}
-    others: set[str] = set()
+    others: set[str] = set()  # parameters that something else reads too
     for node in recording.graph.nodes:
-        if not multiplies(node):
-            continue
+        read = {name for each in node.all_input_nodes if (name := owners.get(memory_of(each))) is not None}
         found = factors_of(node)
-        names = {owners[memory] for each in node.all_input_nodes if (memory := memory_of(each)) in owners}
-        if found is not None:
-            name = owners.get(memory_of(found.weight))
-            fits = _fits(found) and not recording.modes[node].autocast and node not in scores
-            if name is not None and fits:
-                products.setdefault(name, []).append(node)
-                names.discard(name)
-            if isinstance(found.bias, fx.Node):
-                names.discard(owners.get(memory_of(found.bias), ""))
-        others |= names
+        name = None if found is None else owners.get(memory_of(found.weight))
+        fits = found is not None and _fits(found) and not recording.modes[node].autocast
+        if name is not None and fits and node not in scores:
+            products.setdefault(name, []).append(node)
+            read.discard(name)
+        if memory_of(node) not in owners:  # else it is a view of a parameter
+            others |= read
     for name, nodes in products.items():
         for node in nodes if name not in others else ():
             node.meta[WEIGHT] = name
