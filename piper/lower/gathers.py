@@ -9,6 +9,7 @@ from piper.lower.buckets import param_slot
 from piper.lower.sequence import computes_by_set, runs, woven
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
+from piper.plan.weight_rows import gathered_nbytes
 
 
 def add_gathers(work: LoweringState) -> LoweringState:
@@ -32,7 +33,8 @@ def add_gathers(work: LoweringState) -> LoweringState:
     values = dict(work.values)
     renamed: dict[int, dict[SlotId, SlotId]] = {}
     for bucket in sharded:
-        values[whole(bucket)] = Slot(nbytes=bucket.nbytes)
+        arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
+        values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
         for run in uses(bucket, sequence, places[bucket.devices]):
             first = sequence[places[bucket.devices][run[0]]]
             assert isinstance(first, Compute), "computes use parameters"

@@ -114,6 +114,16 @@ def _scores(graph: fx.Graph, results: Collection[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def weights_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Return the weights of the marked products among nodes, each once."""
-    return tuple(dict.fromkeys(node.meta[WEIGHT] for node in nodes if WEIGHT in node.meta))
+def weights_of(nodes: Sequence[fx.Node], *, rowwise: bool = False) -> tuple[str, ...]:
+    """Return the weights of the marked products among nodes, each once.
+
+    rowwise: only those that are multiplied as they are stored, with a row for each output.
+    """
+    marked = [node for node in nodes if WEIGHT in node.meta]
+    left_out = {node.meta[WEIGHT] for node in marked if rowwise and not _as_stored(node)}
+    return tuple(name for name in dict.fromkeys(n.meta[WEIGHT] for n in marked) if name not in left_out)
+
+
+def _as_stored(node: fx.Node) -> bool:
+    found = factors_of(node)
+    return found is not None and not found.transposed and found.weight.op == "placeholder"
