@@ -91,6 +91,7 @@ def test_schedules() -> None:
         "StageCosts",
         "Synthesised",
         "bound",
+        "dualpipe",
         "dualpipe_v",
         "from_csv",
         "gpipe",
@@ -142,6 +143,8 @@ def test_verbs_and_flags() -> None:
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
+        "export": ["--dtype", "--json", "--recipe", "--to", "folder", "run"],
+        "import": ["--json", "--out", "recipe", "weights"],
         "schedule": [
             "--costs",
             "--csv",
