@@ -4,12 +4,13 @@ A shard is a run of elements, so its first and last row may be parts of rows tha
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from piper.plan.plan import Bucket
 
 
-class RowRun(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRun:
     """Neighbouring elements of a bucket: some whole rows, or a part of one."""
 
     start: int
@@ -28,7 +29,7 @@ def runs_of_rows(bucket: Bucket, start: int, stop: int) -> Iterator[RowRun]:
             row, column = divmod(low - piece.offset, width)
             count = 1 if column else max(1, (high - low) // width)
             end = min(high, low - column + count * width)
-            yield RowRun(low, end, before + row, count)
+            yield RowRun(start=low, stop=end, row=before + row, count=count)
             low = end
         before += rows
 

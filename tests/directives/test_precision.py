@@ -54,7 +54,7 @@ def test_it_is_read_from_json_and_from_the_text_of_a_graph() -> None:
     graph = after(precision(at(PP=1), "fp8", gather="fp8"))
     assert "chunk  PP=1  precision=fp8  gather=fp8" in show_graph(graph)
     read = read_graph(show_graph(graph), DENSE)
-    assert (read.precisions, read.gathered_in_fp8) == ({"PP=1": "fp8"}, {"PP=1"})
+    assert read.precisions == {"PP=1": "fp8"} and read.gathered_in_fp8 == {"PP=1"}
 
 
 def test_another_precision() -> None:
