@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from piper.capture.autodiff.differentiate import Captured
+from piper.capture.compile.cache import usable_cache
 from piper.capture.divide.request import Request
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler import (
@@ -14,7 +15,6 @@ from piper.compiler import (
     outline_by_slice,
     placing,
     strategy_of,
-    usable_cache,
 )
 from piper.devices import show
 from piper.errors import CaptureError

@@ -171,6 +171,11 @@ def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
     return slices(env.setup.plans, samples, place, count, field.part)
 
 
+def slices_of(plans: Plans) -> int:
+    """Return the number of equal slices that the samples of a batch must divide into."""
+    return plans.cells * math.prod(plans.axes.values())
+
+
 def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) -> list[tuple[int, int]]:
     """Return the samples of a microbatch on the device at `position` of `count`, adjacent ranges joined."""
     cell = samples // plans.cells

@@ -211,7 +211,8 @@ def update(env: Env, ins: Instr) -> Bound:
 
     def run() -> None:
         gradients = {name: parts_of(slots[place]) for name, place in places.items()}
-        env.state.update(gradients, None if sums is None else cast(Tensor, slots[sums]))
+        totals = None if sums is None else cast(Tensor, slots[sums])
+        env.state.update(gradients, totals, weighted=env.setup.plans.weighted)
 
     return run
 

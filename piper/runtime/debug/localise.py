@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.ids import Pass, Phase, SlotId, Tags
+from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import parts_of, slices
 from piper.runtime.debug.chunkwise import Chunkwise, Walk
 from piper.runtime.debug.collected import first_bad_collective
@@ -123,6 +124,9 @@ def first_difference(
     options: Options,
 ) -> str | None:
     """Repeat the steps, and name the first result of a chunk, in the order of the model, that differs."""
+    first = wanted_batch(setup_of(program))
+    if not all(as_run(program, batch, first)[1] for batch in batches):
+        return None  # the chunks of other shapes are those of other programs
     if program.outline.degrees:
         return first_of_a_group(program, launch, batches, tol, options)
     if not one_slicing(program):
