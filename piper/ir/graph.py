@@ -141,6 +141,7 @@ class Graph:
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
     precisions: Mapping[str, str] = field(default_factory=dict)  # chunk -> the precision of its products
+    gathered_in_fp8: frozenset[str] = frozenset()  # chunks whose weights are, where they are sharded
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
 

@@ -38,8 +38,10 @@ def make_buckets(work: LoweringState) -> LoweringState:
     why: list[str] = []
     for chunk in graph.outline.chunks:
         own = [parameters[name] for name in chunk.params if len(users[name]) == 1]
-        for bucket in chunk_buckets(chunk, own, placements[chunk.name]):
-            made[bucket.name] = bucket
+        narrow = chunk.rowwise if chunk.name in graph.gathered_in_fp8 else ()
+        for bucket in chunk_buckets(chunk, own, placements[chunk.name], narrow):
+            fp8 = bucket.zero == 3 and bucket.pieces[0].name in narrow
+            made[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
             buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], made)
@@ -195,20 +197,24 @@ def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[
     return tuple(tuple(members) for members in found.values())
 
 
-def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], placement: ChunkPlacement) -> Iterator[Bucket]:
+def chunk_buckets(
+    chunk: Chunk, params: Iterable[Parameter], placement: ChunkPlacement, narrow: Collection[str]
+) -> Iterator[Bucket]:
     """Yield buckets of a chunk's own parameters, each at most `bucket_mb` large.
 
-    Parameters of one bucket have the same dtype and are held by the devices in the same way.
+    Parameters of one bucket have the same dtype and are held by the devices in the same way, and all or none
+    are among `narrow`.
     """
     kinds: dict[
-        tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, HeldParameter]]
+        tuple[str, bool, tuple[tuple[int, int], ...], int, bool], list[tuple[Parameter, HeldParameter]]
     ] = {}
     for param in params:
         held = held_by(param, placement)
-        kinds.setdefault((param.dtype, param.trainable, held.apart, held.alike), []).append((param, held))
+        kind = (param.dtype, param.trainable, held.apart, held.alike, param.name in narrow)
+        kinds.setdefault(kind, []).append((param, held))
     limit = placement.policy.bucket_mb
     number = 0
-    for (dtype, trainable, _, _), members in kinds.items():
+    for (dtype, trainable, *_), members in kinds.items():
         pieces: list[Piece] = []
         filled = 0
         for param, held in members:

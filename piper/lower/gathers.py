@@ -10,6 +10,7 @@ from piper.lower.buckets import param_slot
 from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
+from piper.plan.weight_rows import gathered_nbytes
 
 
 def add_gathers(work: LoweringState) -> LoweringState:
@@ -38,7 +39,8 @@ def add_gathers(work: LoweringState) -> LoweringState:
     values = dict(work.values)
     renamed: dict[int, dict[SlotId, SlotId]] = {}
     for bucket in sharded:
-        values[whole(bucket)] = Slot(nbytes=bucket.nbytes)
+        arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
+        values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
         found = [
             run
             for alike in same_members(users[bucket.name])

@@ -30,6 +30,7 @@ from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
+from piper.plan.weight_rows import gathered_nbytes
 
 Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
 
@@ -139,7 +140,7 @@ def draft_communication(emission: Emission, node: Communication, draft: PendingI
             draft.op, draft.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
             key: tuple[str, ...] = ("b", node.bucket, node.stream)
             draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
-            draft.nbytes = bucket.nbytes * (size - 1) // size
+            draft.nbytes = gathered_nbytes(bucket) * (size - 1) // size
         case Reduce():
             draft_reduce(emission, node, draft, number)
         case Total():

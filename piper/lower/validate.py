@@ -35,6 +35,7 @@ def settle(work: LoweringState) -> LoweringState:
     check_buffers(graph)
     check_reruns(graph)
     check_precisions(graph)
+    check_fp8_gathers(graph)
     check_batch(graph, work.settings.samples)
     return replace(work, graph=graph)
 
@@ -299,6 +300,19 @@ def check_precisions(graph: Graph) -> None:
                     facts=both,
                     hint="select both regions, or neither",
                 )
+
+
+def check_fp8_gathers(graph: Graph) -> None:
+    """Refuse to gather in fp8 where nothing is gathered."""
+    named = sorted(graph.gathered_in_fp8)
+    if named and not any(graph.policy(name).zero == 3 for name in named):
+        asked = (each for each in reversed(graph.directives) if each.verb == "precision")
+        raise ScheduleError(
+            "none of these regions gathers its parameters",
+            by=next(asked).title,
+            facts={name: f"zero={graph.policy(name).zero}" for name in named[:3]},
+            hint="gather applies to replicate(..., zero=3); leave it out elsewhere",
+        )
 
 
 def cells_per_device(graph: Graph) -> int:

@@ -10,6 +10,7 @@ from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.context import Bound, Env
+from piper.runtime.fp8_gathers import gather_in_fp8
 
 BLOCK = 1024  # elements whose squares are added up in the gradient's own type
 
@@ -123,11 +124,14 @@ def gather(env: Env, ins: Instr) -> Bound:
     slots, target = env.slots, env.at(ins.writes[0])
     own, whole = holding.own, holding.flat
 
-    def gather_into(out: Tensor) -> None:
+    def gather_as_it_is(out: Tensor) -> None:
         if layout.shards is None:
             group.all_gather(own, out)
         else:
             group.all_gather_uneven(own, out, layout.shards)
+
+    narrow = layout.bucket.gathered_as and ins.reads != ins.writes
+    gather_into = gather_in_fp8(layout, group, own) if narrow else gather_as_it_is
 
     def gather_whole() -> None:
         out = own.new_empty(layout.length)
