@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from piper.devices import show
+from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
@@ -172,13 +172,17 @@ def in_flight(graph: Graph, depth: dict[str, int], parts: dict[str, list[Tags]])
 def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
     """Yield edges that make a region that writes buffers run its microbatches in order."""
     writes = {chunk.name for chunk in graph.outline.chunks if chunk.mutated}
-    last: dict[str, Tags] = {}
+    homes = {(node.chunk, node.part): node.devices for node in graph.nodes.values() if node.chunk in writes}
+    last: dict[str, dict[Devices, Tags]] = {}
     for cell in graph.index.cells:
         if cell.chunk in writes:
-            if cell.chunk in last:
-                before = compute_name(cell.chunk, "F", last[cell.chunk])
-                yield (before, compute_name(cell.chunk, "F", cell.part), -1)
-            last[cell.chunk] = cell.part
+            devices = homes[cell.chunk, cell.part]
+            before = last.setdefault(cell.chunk, {})
+            for other, part in before.items():
+                if other is devices or not set(other).isdisjoint(devices):
+                    first, then = (compute_name(cell.chunk, "F", each) for each in (part, cell.part))
+                    yield (first, then, -1)
+            before[devices] = cell.part
 
 
 def depths(graph: Graph) -> dict[str, int]:

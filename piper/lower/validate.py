@@ -196,16 +196,6 @@ def check_sets(graph: Graph) -> None:
                     facts=facts,
                     hint="put each device into the same group, at the same place, for all microbatches",
                 )
-        if graph.chunks[chunk].mutated:
-            raise ScheduleError(
-                f"{chunk} writes buffers, so its microbatches cannot run on different devices",
-                by=graph.placed_by(others[0]),
-                facts={
-                    "buffers": ", ".join(graph.chunks[chunk].mutated),
-                    **{each.name: f"on {show(each.devices)}" for each in (first, others[0])},
-                },
-                hint="place all microbatches of this region on the same devices",
-            )
 
 
 def node_on(graph: Graph, chunk: str, devices: Devices) -> Compute:

@@ -209,9 +209,15 @@ class SymbolicRun:
                 self.left_behind(program, slot, held, should)
 
     def check_buffer(self, program: int, slot: SlotId, name: str, value: Value | None) -> None:
-        """Complain unless a buffer has seen the forwards of the first replica, each once and in order."""
+        """Complain unless a buffer has seen the forwards of its device, and then is that of the first."""
         chunks = [chunk.name for chunk in self.spec.outline.chunks if name in chunk.mutated]
-        wanted = [f"{chunk}{show_part(part)}" for chunk in chunks for part in self.spec.microbatches[chunk]]
+        device = self.plans.plans[program].devices[0]
+        wanted = [
+            f"{chunk}{show_part(part)}"
+            for chunk in chunks
+            for part in self.spec.microbatches[chunk]
+            if device in self.spec.homes[chunk][part]
+        ]
         found: list[str] = []
         if value is not None and self.state.things.thing(value) == Thing("buffer", name):
             assert isinstance(value[2], int)

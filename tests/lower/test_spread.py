@@ -59,7 +59,7 @@ SETS: dict[str, Sets] = {
 
 @pytest.mark.parametrize("zero", [0, 3, *(pytest.param(z, marks=pytest.mark.slow) for z in (1, 2))])
 @pytest.mark.parametrize("sets", SETS.values(), ids=list(SETS))
-@pytest.mark.parametrize("outline", [skips(), frozen()], ids=["skips", "frozen"])
+@pytest.mark.parametrize("outline", [skips(), normed()], ids=["skips", "normed"])
 def test_microbatches_on_any_sets(outline: CapturedModel, sets: Sets, zero: int) -> None:
     last = len({dict(chunk.tags)["PP"] for chunk in outline.chunks})
     compiled(outline, spread({stage: homes for stage, homes in sets.items() if stage < last}, zero))
@@ -161,11 +161,6 @@ def test_microbatches_that_ask_for_different_levels() -> None:
     )
     facts = [line.split(" by ")[0] for line in found.splitlines()[1:3]]
     assert facts == ["  PP=0 MB=0: zero=1, ways=1", "  PP=0 MB=1: zero=3, ways=1, bucket_mb=4"]
-
-
-def test_a_stage_that_writes_buffers() -> None:
-    found = said(normed(), split(at(), parts=2), place(at(), 0), place(at(MB=1), 1))
-    assert "writes buffers, so its microbatches cannot run on different devices" in found.splitlines()[0]
 
 
 def test_microbatches_that_there_are_not_yet() -> None:

@@ -36,7 +36,7 @@ MODELS = [
     Cell(case="frozen_stage", schedule="1f1b", dp=2, zero=1, clip=0.3),
     Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3, rows=1),
     Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
-    Cell(case="convnet", schedule="zero-bubble", dp=2, zero=3),
+    Cell(case="convnet", schedule="dualpipe", dp=2, zero=3, parts=4),
     Cell(case="dropout", schedule="dualpipe", dp=2, zero=2, parts=4),
 ]
 

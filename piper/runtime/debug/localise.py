@@ -15,6 +15,7 @@ from torch import Tensor
 from piper.ids import Pass, Phase, SlotId, Tags
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import parts_of, slices
+from piper.runtime.debug.buffer_histories import BufferHistories
 from piper.runtime.debug.chunkwise import Chunkwise, Walk
 from piper.runtime.debug.collected import first_bad_collective
 from piper.runtime.debug.distance import distance
@@ -71,14 +72,9 @@ class ChunkwiseReference(Reference):
         weighted = outline.weight is not None
         losses: list[float] = []
         weights: list[float] = []
-        before = self.buffers()
-        first: dict[str, Tensor] = {}
-        replica = 0
-        for piece in pieces:
-            if piece.replica != replica:
-                first = first or self.buffers()
-                self.set_buffers(before)
-                replica = piece.replica
+        histories = BufferHistories(outline, self.slicing, self.buffers, self.set_buffers)
+        for piece in sorted(pieces, key=lambda piece: piece.part):
+            histories.begin(piece.part, piece.replica)
             buffers = self.buffers()  # copies: a chunk replaces some, and the model's own stay for autograd
             walk = Chunkwise(self.setup, self.params, buffers).run(
                 piece.batch, self.steps, piece.part, piece.replica
@@ -91,8 +87,8 @@ class ChunkwiseReference(Reference):
             (loss if weighted else loss / len(pieces)).backward()
             losses.append(loss.item())
             self.set_buffers(buffers)
-        if first:
-            self.set_buffers(first)
+            histories.end(piece.part, piece.replica)
+        histories.keep_first(pieces[0].part)
         if weighted:
             for parameter in self.params.values():
                 if parameter.grad is not None:

@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 from piper.runtime.batch import as_run, wanted_batch
+from piper.runtime.debug.buffer_histories import BufferHistories
 from piper.runtime.debug.fp8_products import Fp8Products
 from piper.runtime.debug.replay import Replay, ReplayError
 from piper.runtime.debug.slicing import BatchSlicing, slicing_of, take
@@ -147,28 +148,24 @@ class Reference:
         return loss.item()
 
     def _sliced(self, batch: Mapping[str, Tensor]) -> float:
-        """Run the job's loss and its backward on each slice; replicas after the first leave no buffers."""
+        """Run the job's loss and its backward on each slice; the first replica's buffers are kept."""
         slices = [*self.slicing.slices(self.program.outline.loss.chunk, samples_in(batch))]
+        slices.sort(key=lambda part: part.part)  # the order in which a device writes its buffers
         total, weights = 0.0, 0.0
-        before = self.buffers()
-        first: dict[str, Tensor] = {}
-        replica = 0
+        buffers = BufferHistories(self.program.outline, self.slicing, self.buffers, self.set_buffers)
         of_weight: dict[str, Tensor] = {}  # the gradient of the weights, where they depend on parameters
         for part in slices:
-            if part.replica != replica:
-                first = first or self.buffers()
-                self.set_buffers(before)
-                replica = part.replica
+            buffers.begin(part.part, part.replica)
             with self.replay.slice(self.steps, part):
                 result = self.loss(take(batch, part.samples), part.samples)
             loss, weight = self._counted(result, part.samples, len(slices))
             if weight is not None and weight.requires_grad:
                 self._add_gradients(of_weight, weight)
+            buffers.end(part.part, part.replica)
             loss.backward()
             total += loss.item()
             weights += 0.0 if weight is None else weight.item()
-        if first:
-            self.set_buffers(first)
+        buffers.keep_first(slices[0].part)
         if not weights:  # a mean
             return total
         for name, parameter in self.params.items():

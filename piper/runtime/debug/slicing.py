@@ -32,6 +32,7 @@ class ForwardPlacement:
 
     devices: tuple[int, ...]  # of each group that shares its samples, the first
     parts: tuple[Tags, ...]
+    homes: Mapping[Tags, tuple[int, ...]]  # the devices of each microbatch, as `devices`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
         chunk: ForwardPlacement(
             devices=tuple(sorted(next(iter(found.values()))))[:: degrees.get(chunk, 1)],
             parts=tuple(sorted(found)),
+            homes={part: plans.chunks[chunk].home(part)[:: degrees.get(chunk, 1)] for part in found},
         )
         for chunk, found in devices.items()
     }
