@@ -6,7 +6,7 @@ The reference of `piper check` uses this module. The workers slice a batch with 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class ForwardPlacement:
 
     devices: tuple[int, ...]  # of each group that shares its samples, the first
     parts: tuple[Tags, ...]
-    homes: Mapping[Tags, tuple[int, ...]]  # the devices of each microbatch, as `devices`
+    homes: Mapping[Tags, tuple[int, ...]] = field(default_factory=dict)  # the devices of each microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
