@@ -51,7 +51,7 @@ class _Product(torch.autograd.Function):
             rows = scale_of(weight.abs().amax(1, keepdim=True), E4M3)
             folded = grad.to(rows.dtype) * rows.t()
             scales = scale_of(folded.abs().amax(1, keepdim=True), E4M3)
-            ones = torch.ones((x.shape[1], 1), dtype=scales.dtype, device=x.device)
+            ones = scales.new_ones((x.shape[1], 1))
             narrow = rounded(weight, rows, E4M3).t()
             of_x = product(rounded(folded, scales, E4M3), narrow, scales, ones, x.dtype)
         if ctx.needs_input_grad[1]:
