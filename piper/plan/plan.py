@@ -161,6 +161,11 @@ class PlacedChunk:
 
     tags: Tags
     devices: Devices
+    elsewhere: Mapping[Tags, Devices] = field(default_factory=dict)  # of some microbatches
+
+    def home(self, part: Tags) -> Devices:
+        """Return the devices that run a microbatch."""
+        return self.elsewhere.get(part, self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,11 +74,16 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     """Sum a gradient over the replicas and keep this device's shard, added to the shard so far."""
     assert ins.comm is not None
     group, layout = env.comms.group(ins.comm), env.layouts[ins.bucket]
-    slots, value, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
-    again = len(ins.reads) > 1
+    slots, target = env.slots, env.at(ins.writes[0])
+    again = ins.writes[0] in ins.reads
+    value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
+    dtype, device = getattr(torch, layout.bucket.dtype), env.setup.device
 
     def run() -> None:
-        flat = flat_of(slots[value], layout)
+        if value is None:  # no microbatch of this device gives a gradient: it adds nothing
+            flat = torch.zeros(layout.bucket.numel, dtype=dtype, device=device)
+        else:
+            flat = flat_of(slots[value], layout)
         if layout.shards is None:
             shard = group.reduce_scatter(flat, layout.shard)
         else:
