@@ -184,6 +184,23 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
     return nodes
 
 
+def check_whole_chunks(graph: Graph, nodes: Sequence[Compute], by: str) -> None:
+    """Refuse a filter that selects only some nodes of a chunk.
+
+    The code and the state of a chunk are the same for all its microbatches, forward and backward.
+    """
+    names = {node.name for node in nodes}
+    chunks = {node.chunk for node in nodes}
+    outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
+    if outside is not None:
+        raise ScheduleError(
+            "the filter cuts through a chunk",
+            by=by,
+            facts={"matched": nodes[0].name, "left out": outside.name},
+            hint="select whole regions: leave PASS and axes of split out of the filter",
+        )
+
+
 def empty_regions(graph: Graph, at: At) -> dict[str, str]:
     """Return, as a fact for errors, the regions that `at` names and that hold no operation."""
     named = [

@@ -96,7 +96,8 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
             raise ended()
         sums = self._together(self.program, lambda worker: worker.step(batch))
         self.checkpoints.poll()
-        self.protect()
+        if self.plans.protection is None:
+            self.protect()
         return result_of(self.plans, self.program.outline, sums)
 
     def _together(self, program: ProgramLike, act: Callable[[Worker], Sums]) -> Sums:

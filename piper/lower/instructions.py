@@ -18,6 +18,7 @@ from piper.ir.node import (
     Gather,
     Load,
     LocalNode,
+    Mirror,
     Node,
     Reduce,
     Total,
@@ -31,7 +32,7 @@ from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routi
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
 
-Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
+Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast | Mirror
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +118,7 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             draft.op, draft.payload = "accumulate", Adding(run=node.run)
             emission.begun.add((number, node.writes[0]))
         case LocalNode():
-            draft.op = cast(Op, node.op)
+            draft.op, draft.nbytes = cast(Op, node.op), node.nbytes
         case Transfer():
             raise AssertionError("transfers have two sides")
         case _:
@@ -149,6 +150,12 @@ def draft_communication(emission: Emission, node: Communication, draft: PendingI
             key = ("set", show(node.devices), node.stream)
             draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
             draft.nbytes = sum(emission.size(value) for value in node.writes)
+        case Mirror():
+            draft.op = "mirror"
+            draft.comm, _ = emission.comm(("mirror", node.stream), lambda: node.groups, node.stream)
+            made = {slot: d.nbytes for d in emission.drafts[number] if d.op == "protect" for slot in d.writes}
+            draft.reads = tuple(slot for slot in node.reads if slot in made)
+            draft.nbytes = sum(made[slot] for slot in draft.reads)
         case _:
             assert_never(node)
 

@@ -95,7 +95,7 @@ class RecoveringRun(Trains):
         result = self._call(act, self.done + 1)
         self.done += 1
         self.results[self.done] = result
-        self.held.pop(self.done - KEPT, None)
+        self.held.pop(self.done - max(KEPT, self.versions.every + 2), None)
         self.results.pop(self.done - RESULTS, None)
         self._passed()
         return result

@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk
 from piper.plan.divided import buffer_shares
+from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Comms
@@ -58,6 +59,25 @@ def draw_seed(seed: int, step: int, where: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+class Vault(Protocol):
+    """Memory for copies of a device's state, as a launcher gives it."""
+
+    def due(self, step: int) -> bool:
+        """Return whether the state that a step begins with is to be copied."""
+
+    def copy(self, number: int, ins: Instr) -> None:
+        """Copy what an instruction reads into a section."""
+
+    def outgoing(self, ins: Instr) -> list[Tensor]:
+        """Return the sections that an instruction sends, as bytes."""
+
+    def incoming(self, ins: Instr) -> int:
+        """Return how many sections an instruction brings."""
+
+    def take(self, ins: Instr, images: Sequence[Tensor]) -> None:
+        """Keep the sections that an instruction brought."""
+
+
 class Env:
     """One device's slots, state and communicators, and what changes from step to step."""
 
@@ -91,6 +111,7 @@ class Env:
             for slot in ins.writes:
                 self.makers.setdefault(slot, ins.stream)
         self.batch: Mapping[str, BatchField] = {}
+        self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:
