@@ -46,8 +46,8 @@ def rounded(nbytes: int) -> int:
 class SectionWriter:
     """Writes one section of the memory of a device, see [Note: versions]."""
 
-    def __init__(self, descriptors: Sequence[int], number: int, label: str) -> None:
-        self.descriptors, self.number, self.label = descriptors, number, label
+    def __init__(self, device: int, descriptors: Sequence[int], number: int) -> None:
+        self.device, self.descriptors, self.number = device, descriptors, number
         self.memories: dict[int, mmap.mmap] = {}
         self.layout: tuple[object, bytes] | None = None  # what it depends on, and the layout as bytes
         self.last = 0  # the generation that was written last
@@ -92,7 +92,7 @@ class SectionWriter:
             copied.moments,
         )
         if self.layout is None or self.layout[0] != depends:
-            self.layout = (depends, CODEC.encode(layout_of(copied, self.label)))
+            self.layout = (depends, CODEC.encode(layout_of(copied, f"device-{self.device:05}")))
         return self.layout[1]
 
     def _memory(self, nbytes: int) -> mmap.mmap:

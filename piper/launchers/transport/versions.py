@@ -158,8 +158,7 @@ class WorkerVersions:
     def writer(self, number: int) -> SectionWriter:
         """Return the writer of a section of this device's memory."""
         if number not in self.writers:
-            label = f"device-{self.worker.device:05}"
-            self.writers[number] = SectionWriter(self.descriptors, number, label)
+            self.writers[number] = SectionWriter(self.worker.device, self.descriptors, number)
         return self.writers[number]
 
     def restore(self, step: int) -> None:
