@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "losses",
         "order",
         "place",
+        "protect",
         "remat",
         "replicate",
         "route",

@@ -59,7 +59,7 @@ class Protect(Directive):
                 "two directives protect parts of one state in different ways",
                 by=by,
                 facts={
-                    graph.directives[others[0].by].title: shown(graph.protection or asked),
+                    "before": f"{shown(graph.protection or asked)}, by {graph.directives[others[0].by]}",
                     "here": shown(asked),
                 },
                 hint="a version is of one step: give both the same copies, apart, every, devices_per_machine",

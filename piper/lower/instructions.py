@@ -31,6 +31,7 @@ from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
+from piper.plan.protected import MIRRORED
 
 Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast | Mirror
 
@@ -156,6 +157,7 @@ def draft_communication(emission: Emission, node: Communication, draft: PendingI
             made = {slot: d.nbytes for d in emission.drafts[number] if d.op == "protect" for slot in d.writes}
             draft.reads = tuple(slot for slot in node.reads if slot in made)
             draft.nbytes = sum(made[slot] for slot in draft.reads)
+            draft.workspace = 2 * min(draft.nbytes, MIRRORED)  # about as much arrives
         case _:
             assert_never(node)
 

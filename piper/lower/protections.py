@@ -19,7 +19,7 @@ Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Protect(LocalNode):
+class CopyState(LocalNode):
     """Copy what a device owns of a bucket, or the buffers of a chunk, into memory that outlives workers."""
 
     op = "protect"
@@ -55,13 +55,13 @@ def add_protections(work: LoweringState) -> LoweringState:
         return work
     written = {value for node in work.sequence for value in node.writes if value in work.residents}
     nodes: list[Node] = []
-    sent: list[Protect] = []
+    sent: list[CopyState] = []
     for copying in (*buffer_copies(work, written), *bucket_copies(work, written)):
         by = protected_by(work, copying)
         keep, send = holders(copying.owners, asked)
         for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
             if devices:
-                node = Protect(
+                node = CopyState(
                     what=copying.what, devices=devices, reads=copying.slots, writes=slots,
                     stream=by.stream, origin=(by.by,), nbytes=copying.nbytes,
                 )  # fmt: skip
@@ -81,7 +81,7 @@ def everything_written_is_copied(work: LoweringState) -> Iterator[str]:
         return
     copied: set[SlotId] = set()
     for node in work.sequence:
-        if isinstance(node, Protect):
+        if isinstance(node, CopyState):
             copied.update(node.reads)
         for slot in node.writes:
             if slot.kind in ("param", "buffer") and slot in work.residents and slot not in copied:
@@ -171,7 +171,7 @@ def protected_by(work: LoweringState, copying: Copying) -> ProtectedChunk:
     return found
 
 
-def mirror(work: LoweringState, asked: Protection, sent: list[Protect]) -> Mirror:
+def mirror(work: LoweringState, asked: Protection, sent: list[CopyState]) -> Mirror:
     """Return the node in which each device gives its copies to the next machine or device of a ring."""
     everyone = work.graph.devices()
     domains = list(asked.domains(everyone).values())

@@ -6,21 +6,24 @@ sections of its own memory. A section is copied whole or not at all, so a state 
 that a step writes is in some section of the same step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from piper.devices import show
+from piper.format import size
 from piper.ids import SlotId
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 
+MIRRORED = 2**24  # bytes of copies that a device sends at a time
+GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
 SHORT = ("bfloat16", "float16")  # types of which the optimizer keeps a master copy, as a part of its state
 Elements = tuple[str, object]  # a bucket or buffer, and which slice and shard of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class StateSection:
     """A part of the state in the memory of one device. See [Note: sections]."""
 
     holder: int  # the device in whose memory it lies
@@ -41,12 +44,11 @@ class ProtectedState:
             for piece in bucket.pieces:
                 self.first.setdefault(piece.name, bucket.name)
         self._owned: dict[str, dict[int, object]] = {}
-        self._states: dict[tuple[int, str], int] = {}
 
     @cached_property
-    def sections(self) -> tuple[Section, ...]:
+    def sections(self) -> tuple[StateSection, ...]:
         """Return every section, device by device."""
-        own: dict[int, list[Section]] = {}
+        own: dict[int, list[StateSection]] = {}
         for plan in self.plans:
             copied = [ins for ins in plan.instrs if ins.op == "protect"]
             for device in plan.devices:
@@ -54,11 +56,14 @@ class ProtectedState:
         found = {device: list(sections) for device, sections in own.items()}
         for plan in self.plans:
             for ins in plan.instrs:
-                for device in plan.devices if ins.op == "mirror" else ():
-                    holder = self.next_of(ins, device)
+                if ins.op != "mirror":
+                    continue
+                receivers = self._receivers(ins)
+                for device in plan.devices:
+                    holder = receivers.get(device, device)
                     for section in sent(plan, ins, own[device]):
                         found[holder].append(
-                            Section(
+                            StateSection(
                                 holder=holder,
                                 owner=device,
                                 number=len(found[holder]) + 1,
@@ -69,15 +74,14 @@ class ProtectedState:
                         )
         return tuple(section for device in sorted(found) for section in found[device])
 
-    def next_of(self, ins: Instr, device: int) -> int:
-        """Return the device that a device gives its copies to."""
+    def _receivers(self, ins: Instr) -> dict[int, int]:
+        """Return the device that each device gives its copies to."""
         groups = self.plans.comms[ins.comm].groups if ins.comm in self.plans.comms else ()
-        group = next((group for group in groups if device in group), (device,))
-        return group[(group.index(device) + 1) % len(group)]
+        return {a: b for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)}
 
-    def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> Section:
+    def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:
         held = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
-        return Section(
+        return StateSection(
             holder=device,
             owner=device,
             number=number,
@@ -153,14 +157,24 @@ class ProtectedState:
             found[self.plans.protection.machine(section.holder)] += section.nbytes
         return found
 
-    def lost_with(self, devices: tuple[int, ...]) -> SlotId | None:
-        """Return a slot of which elements are lost with the memory of some devices. None: there is none."""
-        gone = frozenset(devices)
-        kept = {each for section in self.sections if section.holder not in gone for each in section.elements}
-        return next((slot for elements, slot in self.written.items() if elements not in kept), None)
+    def lost_with(self, domain: Callable[[int], int]) -> dict[int | None, SlotId]:
+        """Return what is lost with the memory of each domain, as one slot of which elements lie only there.
+
+        domain: of a device. None: nothing holds the elements at all.
+        """
+        held: dict[Elements, set[int]] = {}
+        for section in self.sections:
+            for elements in section.elements:
+                held.setdefault(elements, set()).add(domain(section.holder))
+        found: dict[int | None, SlotId] = {}
+        for elements, slot in self.written.items():
+            where = held.get(elements, set())
+            if len(where) < 2:
+                found.setdefault(next(iter(where), None), slot)
+        return found
 
 
-def sent(plan: Plan, ins: Instr, own: list[Section]) -> list[Section]:
+def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
     """Return the sections of a device that an instruction sends: those whose copies it reads."""
     copied = [other for other in plan.instrs if other.op == "protect"]
     return [
@@ -168,6 +182,47 @@ def sent(plan: Plan, ins: Instr, own: list[Section]) -> list[Section]:
         for other, section in zip(copied, own, strict=True)
         if not set(other.writes).isdisjoint(ins.reads)
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """What a job survives, and the memory of hosts that it takes."""
+
+    copies: int
+    every: int  # steps from one version to the next
+    machines: int
+    losable: tuple[int, ...]  # the machines without which every element is still held
+    apart: bool  # the memory of any single device may be lost
+    host_bytes: tuple[int, ...]  # of each machine, for the versions that are held at a time
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        if len(self.losable) == self.machines:
+            lost = "any machine"
+        else:
+            lost = f"machines {show(self.losable)} of {self.machines}" if self.losable else "no machine"
+        if self.apart and not self.losable:
+            lost += ", but the memory of any device"
+        held = size(max(self.host_bytes, default=0))
+        return f"survives: any worker; {lost} (copies={self.copies}); host memory {held} per machine"
+
+
+def survival(plans: Plans) -> Survival | None:
+    """Return what a job survives by the copies that its plans make. None: they make none."""
+    asked = plans.protection
+    if asked is None:
+        return None
+    state = ProtectedState(plans)
+    machines = sorted({asked.machine(device) for device in state.devices})
+    lost = state.lost_with(asked.machine)
+    return Survival(
+        copies=asked.copies,
+        every=asked.every,
+        machines=len(machines),
+        losable=tuple(machine for machine in machines if machine not in lost),
+        apart=asked.copies > 0 and asked.apart == "device",
+        host_bytes=tuple(GENERATIONS * nbytes for nbytes in state.host_bytes.values()),
+    )
 
 
 def protection_problems(plans: Plans) -> Iterator[str]:
@@ -180,19 +235,16 @@ def protection_problems(plans: Plans) -> Iterator[str]:
     if asked is None:
         return
     state = ProtectedState(plans)
-    missing = state.lost_with(())
-    if missing is not None:
-        yield f"{state.named(missing)} is written by a step, and no instruction copies {missing} before"
-        return
-    if asked.copies:
-        for members in asked.domains(state.devices).values():
-            lost = state.lost_with(members)
-            if lost is not None:
-                what = "machine" if asked.apart == "machine" else "device"
-                yield (
-                    f"{state.named(lost)} is lost with the {what} of devices {show(members)}: no other "
-                    f"{what} holds a copy of all of {lost}"
-                )
+    lost = state.lost_with(asked.domain)
+    for domain, members in asked.domains(state.devices).items() if asked.copies else ():
+        if domain in lost:
+            named = f"the {asked.apart} of devices {show(members)}"
+            yield (
+                f"{state.named(lost[domain])} is lost with {named}: no other {asked.apart} holds a copy of "
+                f"these elements of {lost[domain]}"
+            )
+    if (slot := lost.get(None)) is not None:
+        yield f"{state.named(slot)} is written by a step, and no instruction copies all of {slot} before"
 
 
 def order_problems(plan: Plan) -> Iterator[str]:

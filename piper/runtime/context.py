@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -68,13 +68,10 @@ class Vault(Protocol):
     def copy(self, number: int, ins: Instr) -> None:
         """Copy what an instruction reads into a section."""
 
-    def outgoing(self, ins: Instr) -> list[Tensor]:
-        """Return the sections that an instruction sends, as bytes."""
+    def outgoing(self, ins: Instr) -> Tensor:
+        """Return the sections that an instruction sends, as bytes, one after another."""
 
-    def incoming(self, ins: Instr) -> int:
-        """Return how many sections an instruction brings."""
-
-    def take(self, ins: Instr, images: Sequence[Tensor]) -> None:
+    def take(self, ins: Instr, arrived: Tensor) -> None:
         """Keep the sections that an instruction brought."""
 
 

@@ -23,7 +23,7 @@ from piper.runtime.gradients import (
     total,
     update,
 )
-from piper.runtime.protect import mirror, protect
+from piper.runtime.state_copies import mirror, protect
 
 
 def send(env: Env, ins: Instr) -> Bound:

@@ -60,15 +60,14 @@ class SectionWriter:
         for part in copied.parts:
             at.append(rounded(at[-1] + part.tensor.nbytes))
         about = (*map(len, texts), at[-1])
-        memory = self._memory(at[-1])
+        memory = self._memory(at[-1], pinned=any(part.tensor.is_cuda for part in copied.parts))
         HEAD.pack_into(memory, 0, 0, *about)
         memory[HEAD.size : HEAD.size + len(index)] = index
         for part, offset in zip(copied.parts, at, strict=False):
-            if count := part.tensor.numel():
-                place = torch.frombuffer(memory, dtype=part.tensor.dtype, count=count, offset=offset)
-                place.copy_(part.tensor.reshape(-1))
-                del place  # before the memory closes under it
-        HEAD.pack_into(memory, 0, copied.step + 1, *about)
+            put(memory, offset, part.tensor.reshape(-1))
+        device = next((part.tensor.device for part in copied.parts if part.tensor.is_cuda), None)
+        # The number comes last on the stream that copies, which the host does not wait for.
+        put(memory, 0, torch.full((1,), copied.step + 1, device=device))
 
     def image(self) -> Tensor:
         """Return the bytes that were written last."""
@@ -77,7 +76,7 @@ class SectionWriter:
 
     def take(self, image: Tensor) -> None:
         """Write a section as another device has written it."""
-        about = HEAD.unpack(bytes(image[: HEAD.size].cpu().numpy()))
+        about = HEAD.unpack(bytes(image[: HEAD.size].numpy()))
         memory = self._memory(len(image))
         HEAD.pack_into(memory, 0, 0, *about[1:])
         place = torch.frombuffer(memory, dtype=torch.uint8, count=len(image))
@@ -95,19 +94,48 @@ class SectionWriter:
             self.layout = (depends, CODEC.encode(layout_of(copied, f"device-{self.device:05}")))
         return self.layout[1]
 
-    def _memory(self, nbytes: int) -> mmap.mmap:
+    def _memory(self, nbytes: int, *, pinned: bool = False) -> mmap.mmap:
         """Return the memory of the older generation, at least this large."""
         steps = [step_in(descriptor, self.number) for descriptor in self.descriptors]
         self.last = min(range(len(steps)), key=lambda i: -1 if (step := steps[i]) is None else step)
         found = self.memories.get(self.last)
         if found is None or len(found) < nbytes:
             if found is not None:
+                if pinned:
+                    unpin(found)
                 found.close()
             descriptor, begin = self.descriptors[self.last], self.number * SPAN
             # Memory that is missing is an error here. Where it is written to, it would be a killed process.
             os.posix_fallocate(descriptor, begin, nbytes)
             found = self.memories[self.last] = mmap.mmap(descriptor, nbytes, offset=begin)
+            if pinned:
+                pin(found)
         return found
+
+
+def put(memory: mmap.mmap, offset: int, values: Tensor) -> None:
+    """Copy values to a place in memory. Those of an accelerator arrive when its stream gets there."""
+    if count := values.numel():
+        place = torch.frombuffer(memory, dtype=values.dtype, count=count, offset=offset)
+        place.copy_(values, non_blocking=True)
+        del place  # before the memory closes under it
+
+
+def pin(memory: mmap.mmap) -> None:
+    """Let an accelerator write to memory while the host goes on."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))  # type: ignore[no-untyped-call]
+
+
+def unpin(memory: mmap.mmap) -> None:
+    """Take back what `pin` did."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+
+def image_bytes(image: Tensor) -> int:
+    """Return how many bytes a section takes whose bytes come first in a tensor."""
+    return int(HEAD.unpack(bytes(image[: HEAD.size].numpy()))[-1])
 
 
 def layout_of(copied: Copied, file: str) -> VersionLayout:

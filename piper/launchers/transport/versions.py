@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import owned_range, saved_buckets, saved_buffers
@@ -35,16 +36,16 @@ from piper.launchers.transport.version_sections import (
     SectionWriter,
     VersionShelf,
     held_in,
+    image_bytes,
     same,
     step_in,
 )
 from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.plan.protected import ProtectedState, Section, sent
+from piper.plan.protected import GENERATIONS, ProtectedState, sent
 from piper.runtime.worker import Worker
 
-GENERATIONS = 2
 INDEX = 2**20  # bytes that the indices of a device take at most, for the estimate
 Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
 
@@ -116,27 +117,20 @@ class WorkerVersions:
         buffers = [slot.owner for slot in ins.reads if slot.kind == "buffer"]
         self._write(number, lambda: copy_parts(self.worker, buckets, buffers, trainer_of(self.worker), same))
 
-    def outgoing(self, ins: Instr) -> list[Tensor]:
-        """Return the sections that an instruction sends, as bytes. Empty ones: they could not be copied."""
-        plan = self.worker.env.plan
+    def outgoing(self, ins: Instr) -> Tensor:
+        """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
         own = [s for s in self.holders.sections if s.holder == s.owner == self.worker.device]
-        return [self.writer(s.number).image() for s in sent(plan, ins, own)]
+        sends = () if self.refused else sent(self.worker.env.plan, ins, own)
+        empty = torch.empty(0, dtype=torch.uint8)
+        return torch.cat([empty, *(self.writer(section.number).image() for section in sends)])
 
-    def incoming(self, ins: Instr) -> int:
-        """Return how many sections an instruction brings."""
-        return len(self._brought(ins))
-
-    def take(self, ins: Instr, images: Sequence[Tensor]) -> None:
-        """Keep the sections that an instruction brought."""
-        for section, image in zip(self._brought(ins), images, strict=True):
-            if len(image):
-                self.writer(section.number).take(image)
-
-    def _brought(self, ins: Instr) -> list[Section]:
-        """Return the sections of other devices in this one's memory that an instruction brings."""
-        return [
-            s for s in self.holders.sections if s.holder == self.worker.device != s.owner and s.by == ins.node
-        ]
+    def take(self, ins: Instr, arrived: Tensor) -> None:
+        """Keep the sections of other devices that an instruction brought."""
+        mine = [s for s in self.holders.sections if s.holder == self.worker.device != s.owner]
+        for section in (s for s in mine if s.by == ins.node and len(arrived)):
+            nbytes = image_bytes(arrived)
+            self.writer(section.number).take(arrived[:nbytes])
+            arrived = arrived[nbytes:]
 
     def _rest(self) -> Copied:
         """Return what this device is the one to save and no instruction copies."""

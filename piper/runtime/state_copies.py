@@ -1,10 +1,9 @@
 """Copies of a device's state in memory that outlives its worker, and copies of them on other devices."""
 
-from itertools import accumulate
-
 import torch
 
 from piper.plan.instr import Instr
+from piper.plan.protected import MIRRORED
 from piper.runtime.context import Bound, Env
 
 
@@ -28,12 +27,17 @@ def mirror(env: Env, ins: Instr) -> Bound:
         vault = env.vault
         if vault is None or not vault.due(env.step):
             return
-        images = vault.outgoing(ins)
-        lengths = torch.tensor([len(image) for image in images], dtype=torch.int64, device=device)
-        sizes: list[int] = group.shift_uneven(lengths, vault.incoming(ins)).tolist()
-        empty = torch.empty(0, dtype=torch.uint8)
-        arrived = group.shift_uneven(torch.cat([empty, *images]).to(device, non_blocking=True), sum(sizes))
-        ends = [*accumulate(sizes)]
-        vault.take(ins, [arrived[end - size : end] for end, size in zip(ends, sizes, strict=True)])
+        given = vault.outgoing(ins)
+        totals = torch.empty(group.size, dtype=torch.int64, device=device)
+        group.all_gather(torch.tensor([len(given)], device=device), totals)
+        lengths: list[int] = totals.tolist()
+        arrived = torch.empty(lengths[group.rank - 1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for begin in range(0, max(lengths), MIRRORED):
+            piece = given[begin : begin + MIRRORED].to(device, non_blocking=True)
+            place = arrived[begin : begin + MIRRORED]
+            place.copy_(group.shift_uneven(piece, len(place)), non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        vault.take(ins, arrived)
 
     return run
