@@ -76,7 +76,8 @@ class ProtectedState:
 
     def _receivers(self, ins: Instr) -> dict[int, int]:
         """Return the device that each device gives its copies to."""
-        groups = self.plans.comms[ins.comm].groups if ins.comm in self.plans.comms else ()
+        comm = None if ins.comm is None else self.plans.comms.get(ins.comm)
+        groups = () if comm is None else comm.groups
         return {a: b for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)}
 
     def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:

@@ -16,7 +16,7 @@ from piper.plan.sharding_text import (
     show_collective,
     show_shardings,
 )
-from piper.protection import APART, Apart, Protection
+from piper.protection import APART, Protection
 from piper.text_fields import (
     AND,
     GAP,
@@ -202,7 +202,7 @@ def read_protection(text: str) -> Protection:
         raise ValueError(f"{apart} is no distance between copies")
     return Protection(
         copies=int(copies),
-        apart=cast(Apart, apart),
+        apart=apart,
         every=int(every),
         devices_per_machine=None if machine == "-" else int(machine),
     )

@@ -27,6 +27,8 @@ def mirror(env: Env, ins: Instr) -> Bound:
         vault = env.vault
         if vault is None or not vault.due(env.step):
             return
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the copies have arrived
         given = vault.outgoing(ins)
         totals = torch.empty(group.size, dtype=torch.int64, device=device)
         group.all_gather(torch.tensor([len(given)], device=device), totals)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from piper.launchers.inline import launch_inline
 from piper.recovery.recovering_run import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
-from tests.runtime.grid import Cell, batches, job
+from tests.runtime.grid import Cell, batches, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 SHARDED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
@@ -42,9 +41,8 @@ class Deadly(torch.optim.lr_scheduler.LinearLR):
 
 
 def protected(cell: Cell, copies: int = 0, **changes: object) -> Program:
-    made = job(cell, **changes)
     asked = protect(at(), copies=copies, apart="device" if copies else "machine")
-    return compile(replace(made, strategy=[*made.strategy, asked]))
+    return compile(job(cell, **{"strategy": [*strategy(cell), asked], **changes}))
 
 
 @pytest.mark.timeout(120)

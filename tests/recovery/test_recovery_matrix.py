@@ -21,7 +21,7 @@ from piper.recovery.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
 from tests.launchers.sabotage import BrokenError
-from tests.runtime.grid import Cell, batches, job
+from tests.runtime.grid import Cell, batches, job, strategy
 
 CELLS = [
     *(Cell(case="mlp", schedule="1f1b", dp=2, zero=zero) for zero in range(4)),
@@ -115,7 +115,7 @@ DEFAULT = [("between steps", "fp64"), ("by the plan", "bf16")]
 def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, injector: Injector) -> None:
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
     made = job(cell, precision=precision, scheduler=scheduler)
-    program = compile(replace(made, strategy=[*made.strategy, *WAYS[way]]))
+    program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
     aims = targets(program.plans)
     given = batches(cell, len(aims) + 2)
     with launch_inline(program) as run:

@@ -124,13 +124,13 @@ def put(memory: mmap.mmap, offset: int, values: Tensor) -> None:
 def pin(memory: mmap.mmap) -> None:
     """Let an accelerator write to memory while the host goes on."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
 
 
 def unpin(memory: mmap.mmap) -> None:
     """Take back what `pin` did."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def image_bytes(image: Tensor) -> int:
