@@ -184,10 +184,11 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
     return nodes
 
 
-def check_whole_chunks(graph: Graph, nodes: Sequence[Compute], by: str) -> None:
+def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
     """Refuse a filter that selects only some nodes of a chunk.
 
-    The code and the state of a chunk are the same for all its microbatches, forward and backward.
+    The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
+    is saved.
     """
     names = {node.name for node in nodes}
     chunks = {node.chunk for node in nodes}

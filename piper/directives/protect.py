@@ -5,7 +5,7 @@ from typing import ClassVar, cast
 
 from piper.directives.base import (
     Directive,
-    check_whole_chunks,
+    check_whole,
     given_filter,
     given_stream,
     is_whole,
@@ -45,7 +45,7 @@ class Protect(Directive):
         by = self.title(number)
         self._check(by)
         nodes = selected(graph, self.at, by)
-        check_whole_chunks(graph, nodes, by)
+        check_whole(graph, nodes, by)
         asked = Protection(
             copies=self.copies,
             apart=cast(Apart, self.apart),

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from piper.directives.base import (
     Directive,
-    check_whole_chunks,
+    check_whole,
     given_filter,
     given_tag,
     registered,
@@ -42,7 +42,7 @@ class Remat(Directive):
         by = self.title(number)
         self._check_budget(by)
         nodes = selected(graph, self.at, by)
-        check_whole_chunks(graph, nodes, by)
+        check_whole(graph, nodes, by)
         chunks = graph.chunks
         names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
         if not names:

@@ -147,6 +147,7 @@ class Graph:
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
+    precisions: Mapping[str, str] = field(default_factory=dict)  # chunk -> the precision of its products
     protected: Mapping[str, ProtectedChunk] = field(default_factory=dict)  # by chunk
     protection: Protection | None = None  # the same for all of them
     orderings: tuple[Ordering, ...] = ()
