@@ -3,7 +3,7 @@
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import Record, SavedPiece, Trainer, kept_by
 from piper.checkpoint.save import Copied, Shapes, merged
-from piper.checkpoint.storage import CheckpointReader, StoredRange, index_of
+from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.shared_memory import ALIGNMENT
 
-HEAD = struct.Struct("=qqqq")  # the step plus one, or 0 while it is written; bytes: the copy, layout, all
+HEAD = struct.Struct("=qqqqq")  # the step plus one, or 0 while it is written; bytes: text, layout, begin, end
+ROOM = 256  # bytes by which the text may grow before the tensors behind it move
 SPAN = 2**36  # bytes from one section to the next. What is not written takes no memory
 REST = 0  # the section of what no instruction copies
 
@@ -49,25 +50,39 @@ class SectionWriter:
     def __init__(self, device: int, descriptors: Sequence[int], number: int) -> None:
         self.device, self.descriptors, self.number = device, descriptors, number
         self.memories: dict[int, mmap.mmap] = {}
-        self.layout: tuple[object, bytes] | None = None  # what it depends on, and the layout as bytes
+        self.parts: list[TensorRange] | None = None  # those that were copied last, with their layout as bytes
+        self.layout, self.begin, self.end = b"", 0, 0  # and where they begin and end
+        self.targets: dict[int, list[Tensor]] = {}  # the places of these parts in memory, by generation
         self.last = 0  # the generation that was written last
 
-    def write(self, copied: Copied) -> None:
-        """Copy a part of the state. Its tensors may be those that the worker trains."""
-        texts = (CODEC.encode(replace(copied, parts=[], moments={})), self._layout(copied))
-        index = b"".join(texts)
-        at = [rounded(HEAD.size + len(index))]
-        for part in copied.parts:
-            at.append(rounded(at[-1] + part.tensor.nbytes))
-        about = (*map(len, texts), at[-1])
-        memory = self._memory(at[-1], pinned=any(part.tensor.is_cuda for part in copied.parts))
-        HEAD.pack_into(memory, 0, 0, *about)
+    def write(self, copied: Copied, text: bytes | None = None) -> None:
+        """Copy a part of the state. Its tensors may be those that the worker trains.
+
+        text: the rest of the copy as bytes, where it is known. The parts of the last call may be given again.
+        """
+        text = encoded(copied) if text is None else text
+        if copied.parts is not self.parts or HEAD.size + len(text) + len(self.layout) > self.begin:
+            self.targets.clear()
+            self.parts, self.layout = (
+                copied.parts,
+                CODEC.encode(layout_of(copied, f"device-{self.device:05}")),
+            )
+            self.begin = rounded(HEAD.size + len(text) + ROOM + len(self.layout))
+            self.end = self.begin + sum(rounded(part.tensor.nbytes) for part in copied.parts)
+        index, device = text + self.layout, device_of(copied)
+        memory = self._memory(self.end, pinned=device is not None)
+        HEAD.pack_into(memory, 0, 0, len(text), len(self.layout), self.begin, self.end)
         memory[HEAD.size : HEAD.size + len(index)] = index
-        for part, offset in zip(copied.parts, at, strict=False):
-            put(memory, offset, part.tensor.reshape(-1))
-        device = next((part.tensor.device for part in copied.parts if part.tensor.is_cuda), None)
+        if self.last not in self.targets:
+            self.targets[self.last] = [*places(memory, self.begin, copied.parts)]
+        if copied.parts:
+            torch._foreach_copy_(
+                self.targets[self.last], [part.tensor.reshape(-1) for part in copied.parts], non_blocking=True
+            )
         # The number comes last on the stream that copies, which the host does not wait for.
-        put(memory, 0, torch.full((1,), copied.step + 1, device=device))
+        head = torch.frombuffer(memory, dtype=torch.int64, count=1)
+        head.copy_(torch.full((1,), copied.step + 1, device=device), non_blocking=True)
+        del head  # before the memory closes under it
 
     def image(self) -> Tensor:
         """Return the bytes that were written last."""
@@ -84,16 +99,6 @@ class SectionWriter:
         del place  # before the memory closes under it
         HEAD.pack_into(memory, 0, *about)
 
-    def _layout(self, copied: Copied) -> bytes:
-        """Return what lies where, as bytes. It seldom changes from step to step, so it is kept."""
-        depends = (
-            [(p.key, p.start, p.stride, p.tensor.shape, p.tensor.dtype) for p in copied.parts],
-            copied.moments,
-        )
-        if self.layout is None or self.layout[0] != depends:
-            self.layout = (depends, CODEC.encode(layout_of(copied, f"device-{self.device:05}")))
-        return self.layout[1]
-
     def _memory(self, nbytes: int, *, pinned: bool = False) -> mmap.mmap:
         """Return the memory of the older generation, at least this large."""
         steps = [step_in(descriptor, self.number) for descriptor in self.descriptors]
@@ -101,6 +106,7 @@ class SectionWriter:
         found = self.memories.get(self.last)
         if found is None or len(found) < nbytes:
             if found is not None:
+                self.targets.pop(self.last, None)
                 if pinned:
                     unpin(found)
                 found.close()
@@ -113,12 +119,22 @@ class SectionWriter:
         return found
 
 
-def put(memory: mmap.mmap, offset: int, values: Tensor) -> None:
-    """Copy values to a place in memory. Those of an accelerator arrive when its stream gets there."""
-    if count := values.numel():
-        place = torch.frombuffer(memory, dtype=values.dtype, count=count, offset=offset)
-        place.copy_(values, non_blocking=True)
-        del place  # before the memory closes under it
+def encoded(copied: Copied) -> bytes:
+    """Return a copy without its tensors and their layout as bytes."""
+    return CODEC.encode(replace(copied, parts=[], moments={}))
+
+
+def device_of(copied: Copied) -> torch.device | None:
+    """Return the accelerator that the tensors of a copy are on. None: they are on the host."""
+    return next((part.tensor.device for part in copied.parts if part.tensor.is_cuda), None)
+
+
+def places(memory: mmap.mmap, begin: int, parts: Iterable[TensorRange]) -> Iterator[Tensor]:
+    """Yield the place of each part in memory."""
+    for part in parts:
+        count, dtype = part.tensor.numel(), part.tensor.dtype
+        yield torch.frombuffer(memory, dtype=dtype, count=count, offset=begin) if count else part.tensor
+        begin += rounded(part.tensor.nbytes)
 
 
 def pin(memory: mmap.mmap) -> None:
@@ -143,7 +159,7 @@ def layout_of(copied: Copied, file: str) -> VersionLayout:
     offsets, at = [], 0
     for part in copied.parts:
         offsets.append(at)
-        at = rounded(at + part.tensor.nbytes)
+        at += rounded(part.tensor.nbytes)
     placed = tuple(
         StoredRange(
             key=part.key,
@@ -183,13 +199,13 @@ def step_in(descriptor: int, number: int = REST) -> int | None:
 
 def held_in(descriptor: int, number: int = REST) -> HeldVersion:
     """Return a section of a file."""
-    _, first, second, nbytes = HEAD.unpack(os.pread(descriptor, HEAD.size, number * SPAN))
+    _, first, second, begin, nbytes = HEAD.unpack(os.pread(descriptor, HEAD.size, number * SPAN))
     memory = mmap.mmap(descriptor, nbytes, offset=number * SPAN)
     middle, end = HEAD.size + first, HEAD.size + first + second
     copied, layout = CODEC.decode(memory[HEAD.size : middle]), CODEC.decode(memory[middle:end])
     assert isinstance(copied, Copied) and isinstance(layout, VersionLayout)
     copied = replace(copied, moments=layout.moments)
-    return HeldVersion(copied=copied, layout=layout, memory=memory, begin=rounded(end))
+    return HeldVersion(copied=copied, layout=layout, memory=memory, begin=begin)
 
 
 class VersionShelf(CheckpointReader):

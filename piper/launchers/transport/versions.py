@@ -14,6 +14,7 @@ complete. Versions are read only when no worker lives that could write.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from piper.checkpoint.bucket_spans import owned_range, saved_buckets, saved_buffers
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import Trainer
-from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, trainer_of
+from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_of, trainer_of
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.format import size
@@ -35,6 +36,7 @@ from piper.launchers.transport.version_sections import (
     HeldVersion,
     SectionWriter,
     VersionShelf,
+    encoded,
     held_in,
     image_bytes,
     same,
@@ -70,8 +72,9 @@ class Holders:
     def of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
         """Return where a version lies, each element once, as (device, descriptor, section). None: nowhere."""
         if self.state is None:
-            every = [(d, file, REST) for d in self.devices for file in files[d] if step_in(file) == step]
-            return every if len({device for device, _, _ in every}) == len(self.devices) else None
+            one = {d: next((f for f in files[d] if step_in(f) == step), None) for d in self.devices}
+            every = [(device, file, REST) for device, file in one.items() if file is not None]
+            return every if len(every) == len(self.devices) else None
         missing, found = set(self.state.written), []
         for section in sorted(self.sections, key=lambda section: section.holder != section.owner):
             if missing.isdisjoint(section.elements):
@@ -92,6 +95,8 @@ class WorkerVersions:
         self.holders = Holders(worker.setup.plans)
         self.writers: dict[int, SectionWriter] = {}
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
+        self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
+        self.known: dict[int, tuple[list[Tensor], Copied]] = {}  # what was copied last, while it is the same
         self.began: int | None = None  # the first step whose state is copied. None: the next one
         if self.holders.state is not None:
             worker.env.vault = self
@@ -99,9 +104,12 @@ class WorkerVersions:
     def write(self) -> None:
         """Copy the state as it is between two steps, if it can be, without what instructions copy."""
         self.began = None
-        self._write(
-            REST, lambda: copy_state(self.worker, same) if self.holders.state is None else self._rest()
-        )
+        if not self.refused:
+            try:
+                copied = copy_state(self.worker, same) if self.holders.state is None else self._rest()
+                self.writer(REST).write(copied)
+            except (RefusedError, ConfigError):
+                self.refused = True
 
     def due(self, step: int) -> bool:
         """Return whether the state that this step begins with is to be copied."""
@@ -112,10 +120,50 @@ class WorkerVersions:
         return (step - self.began) % asked.every == 0
 
     def copy(self, number: int, ins: Instr) -> None:
-        """Copy what an instruction reads into a section."""
+        """Copy what an instruction reads into a section, if it can be."""
+        if not self.refused:
+            try:
+                self._copy(self.writer(number), ins)
+            except (RefusedError, ConfigError):
+                self.refused = True
+
+    def _copy(self, writer: SectionWriter, ins: Instr) -> None:
+        step = self.worker.env.step
+        if self.said is None or self.said[0] != step:
+            trainer = trainer_of(self.worker)
+            text = encoded(Copied(parts=[], trainer=trainer, moments={}, numbers={}, step=step))
+            self.said = step, trainer, text
+        kept, known = self._kept(ins), self.known.get(writer.number)
+        if kept is None:
+            writer.write(replace(self._copied(ins, same), trainer=self.said[1]))
+            return
+        if known is None or len(kept) != len(known[0]) or not all(map(is_, kept, known[0])):
+            known = self.known[writer.number] = kept, self._copied(ins, Tensor.detach)
+        writer.write(replace(known[1], step=step), self.said[2])
+
+    def _copied(self, ins: Instr, take: Callable[[Tensor], Tensor]) -> Copied:
+        """Return what an instruction copies."""
         buckets = [self.worker.setup.plans.buckets[s.owner] for s in ins.reads if s.kind == "param"]
         buffers = [slot.owner for slot in ins.reads if slot.kind == "buffer"]
-        self._write(number, lambda: copy_parts(self.worker, buckets, buffers, trainer_of(self.worker), same))
+        return copy_parts(self.worker, buckets, buffers, Trainer(), take)
+
+    def _kept(self, ins: Instr) -> list[Tensor] | None:
+        """Return the tensors that the optimizer keeps for the buckets that an instruction copies.
+
+        As long as they are the same, so is everything that is copied. None: there are values that a step
+        replaces, such as buffers.
+        """
+        found: list[Tensor] = []
+        for slot in ins.reads:
+            if slot.kind == "buffer":
+                return None
+            bucket = self.worker.setup.plans.buckets[slot.owner]
+            for values in states_of(self.worker, bucket).values() if slot.kind == "param" else ():
+                for value in values.values():
+                    if not isinstance(value, Tensor) or not value.is_contiguous():
+                        return None
+                    found.append(value)
+        return found
 
     def outgoing(self, ins: Instr) -> Tensor:
         """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
@@ -141,13 +189,6 @@ class WorkerVersions:
         buffers = [name for name in saved_buffers(shares, device) if SlotId("buffer", name) not in copied]
         found = copy_parts(self.worker, buckets, buffers, Trainer(), same)
         return replace(found, step=0)  # it is the same after every step
-
-    def _write(self, number: int, made: Callable[[], Copied]) -> None:
-        if not self.refused:
-            try:
-                self.writer(number).write(made())
-            except (RefusedError, ConfigError):
-                self.refused = True
 
     def writer(self, number: int) -> SectionWriter:
         """Return the writer of a section of this device's memory."""
@@ -217,7 +258,7 @@ class Versions:
                 for descriptor in pair:
                     step = step_in(descriptor, number)
                     if step is not None and chosen(step):
-                        os.pwrite(descriptor, HEAD.pack(0, 0, 0, 0), number * SPAN)
+                        os.pwrite(descriptor, bytes(HEAD.size), number * SPAN)
 
     def _held(self, step: int) -> list[tuple[int, HeldVersion]]:
         """Return the sections of a complete version, with their devices."""
