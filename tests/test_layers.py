@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "protection",  # in a message about it
         "callbacks",
         "usercode",
         "private_files",

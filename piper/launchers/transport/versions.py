@@ -46,6 +46,7 @@ from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
+from piper.protection import Protection
 from piper.runtime.worker import Worker
 
 INDEX = 2**20  # bytes that the indices of a device take at most, for the estimate
@@ -227,7 +228,7 @@ class Versions:
         self.holders = Holders(plans)
         self.devices = self.holders.devices
         self.every = 1 if plans.protection is None else plans.protection.every
-        check_memory(sum(version_bytes(plans, device) for device in self.devices))
+        check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
     @property
@@ -316,8 +317,8 @@ def copied_slots(plans: Plans) -> set[SlotId]:
     return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}
 
 
-def check_memory(wanted: int) -> None:
-    """Refuse to train if the versions do not fit into shared memory."""
+def check_memory(wanted: int, asked: Protection | None = None) -> None:
+    """Refuse to train if the versions do not fit into shared memory. asked: how the plan protects them."""
     if not MEMORY.is_dir():
         return
     found = os.statvfs(MEMORY)
@@ -326,6 +327,10 @@ def check_memory(wanted: int) -> None:
         raise ConfigError(
             "there is too little shared memory to keep versions of the state in",
             by=f"--retries, on {MEMORY}",
-            facts={"needs": f"{size(wanted)}: two versions of what each device owns", "has": size(free)},
+            facts={
+                "needs": f"{size(wanted)}: two versions of what each device owns",
+                **({"protect": f"copies={asked.copies}"} if asked is not None else {}),
+                "has": size(free),
+            },
             hint=f"enlarge it (mount -o remount,size=... {MEMORY}), or train without: --retries 0",
         )
