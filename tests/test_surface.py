@@ -12,6 +12,7 @@ from piper.cli import app
 
 def test_public_names() -> None:
     assert piper.__all__ == [
+        "Buckets",
         "CaptureError",
         "Checkpoint",
         "ConfigError",
@@ -80,6 +81,7 @@ def test_job_fields() -> None:
         "checkpoint",
         "evaluate",
         "callbacks",
+        "buckets",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]

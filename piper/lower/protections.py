@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.graph import ProtectedChunk
 from piper.ir.node import LocalNode, Mirror, Node, Norm
-from piper.lower.buckets import param_slot
+from piper.lower.buckets import param_slot, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot
 from piper.plan.plan import Bucket, Slot
@@ -114,7 +114,7 @@ def bucket_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying
 def buffer_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
     """Yield the buffers that each chunk writes. All its devices hold the first one's after the step."""
     seen: set[str] = set()
-    devices = {node.chunk: node.devices for node in work.graph.nodes.values()}
+    placements = placements_of(work.graph)
     for chunk in work.graph.outline.chunks:
         names = [name for name in chunk.mutated if buffer_slot(name) in written and name not in seen]
         seen.update(names)
@@ -125,7 +125,7 @@ def buffer_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying
                 chunks=(chunk.name,),
                 slots=slots,
                 named=names[0],
-                owners={(): list(devices[chunk.name])},
+                owners={(): list(placements[chunk.name].devices)},
                 nbytes=sum(work.residents[slot].nbytes for slot in slots),
             )
 

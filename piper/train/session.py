@@ -1,5 +1,6 @@
 """One run from start to end: compile, launch, start or resume, train, and return the outcome."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -83,6 +84,24 @@ class Outcome:
         return self.done < self.steps
 
 
+class ConsoleLog(logging.Handler):
+    """Prints what the package logs, such as that a program is compiled for another shape of batches."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console, self.log = console, logging.getLogger("piper")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        self.console.print(self.format(record), markup=False)
+
+    def __enter__(self) -> None:
+        self.log.addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.log.removeHandler(self)
+
+
 class RunSummary:
     """Remembers the first and the last step, and how long all took."""
 
@@ -140,7 +159,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         blank=bool(past),
     )
     events = EventLog(folder, console.print)
-    with started(program, folder, asked, options, events) as run:
+    with ConsoleLog(console), started(program, folder, asked, options, events) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
         if past:

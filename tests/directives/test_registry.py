@@ -48,7 +48,7 @@ def test_the_json_form_follows_the_fields() -> None:
         "split": {"filter": True, "num_microbatches": True, "dim_name": False},
         "order": {"filters": True},
         "remat": {"filter": True, "budget": True, "across": False},
-        "precision": {"filter": True, "products": True},
+        "precision": {"filter": True, "products": True, "gather": False},
         "protect": {
             "filter": True, "copies": False, "apart": False, "every": False, "devices_per_machine": False,
             "stream": False,
