@@ -8,7 +8,8 @@ from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.graph import ProtectedChunk
 from piper.ir.node import LocalNode, Mirror, Node, Norm
-from piper.lower.buckets import param_slot, placements_of
+from piper.lower.buckets import param_slot
+from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot
 from piper.plan.plan import Bucket, Slot
