@@ -95,7 +95,7 @@ class RecoveringRun(Trains):
         result = self._call(act, self.done + 1)
         self.done += 1
         self.results[self.done] = result
-        self.held.pop(self.done - KEPT, None)
+        self.held.pop(self.done - max(KEPT, self.versions.every + 2), None)
         self.results.pop(self.done - RESULTS, None)
         self._passed()
         return result
@@ -121,10 +121,7 @@ class RecoveringRun(Trains):
         return min(self.options.timeout, max(LEAST, SLOWER * median(self.times)))
 
     def _call(self, act: Callable[[Recoverable], T], step: int | None = None) -> T:
-        """Return what a method of the run returns, over as many failures as there are retries.
-
-        step: the one that is under way. None: it is called between steps.
-        """
+        """Return what a method returns, over as many failures as there are retries. step: under way."""
         while True:
             self.at = self.done if step is None else step
             try:
@@ -151,16 +148,19 @@ class RecoveringRun(Trains):
         if not fresh and (version is None or not self._held(version)):
             self._start_from_disk()
             return
+        blank = not fresh and self.versions.whole
         with self._phase("start"):
-            self.run = self.starter.start(self.options if fresh else replace(self.options, blank=True))
+            self.run = self.starter.start(replace(self.options, blank=True) if blank else self.options)
         self.starter.expect(self.run, self.given_stall or self.options.timeout)
         with self._phase("load"):
+            if path is not None and not blank:
+                self.run.read(path)
             if version is None:
-                if path is not None:
-                    self.run.read(path)
                 self.unread, version = dict(self.run.unread), first
             else:
                 self.versions.forget(lambda step: step > version)  # half of one may be there
+                if not blank:
+                    self.run.protect()  # what no step writes, which was lost
                 self.run.restore(version, self.unread)
                 self.protected = True
         with self._phase("replay"):

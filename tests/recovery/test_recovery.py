@@ -47,6 +47,8 @@ class Script:
     fails: dict[str, list[Exception]] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     memory: dict[int, int] = field(default_factory=dict)  # versions, by generation
+    every: int = 1
+    whole: bool = True
     kept: bool = True  # whether versions are written
     stalls: list[float] = field(default_factory=list)
 
