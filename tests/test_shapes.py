@@ -18,8 +18,9 @@ from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.single_rank import launch_single_rank
-from piper.runtime.batch import read_shapes
+from piper.runtime.batch import read_shapes, wanted_batch
 from piper.runtime.debug.check import check
+from piper.runtime.setup import setup_of
 from piper.runtime.uneven import arranged
 from tests import plain
 from tests.launchers import sabotage
@@ -311,7 +312,7 @@ def test_outputs_are_those_of_the_last_step(normed: Program) -> None:
 def test_a_failure_in_another_shape_names_its_instruction(normed: Program) -> None:
     broken = replace(normed, shapes=dict(normed.shapes))
     rest = Sabotaged(program=normed.shaped(SEVERAL[1]), arg="F PP=1", act=sabotage.fail)
-    broken.shapes[read_shapes(SEVERAL[1], normed.outline)] = cast(Program, rest)
+    broken.shapes[read_shapes(SEVERAL[1], wanted_batch(setup_of(normed)))] = cast(Program, rest)
     with piper.launch(broken) as run:
         for batch in SEVERAL[:2]:
             run.step(batch)

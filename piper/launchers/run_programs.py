@@ -118,7 +118,7 @@ class RunsPrograms(ABC):
 
     def _prepared(self, batch: Batch, *, trains: bool) -> Prepared:
         """Return the program for batches of these shapes. Compile it and prepare the workers if it is new."""
-        key = (trains, read_shapes(batch, self.program.outline) if trains else shapes_of(batch))
+        key = (trains, read_shapes(batch, self.wanted) if trains else shapes_of(batch))
         found = self.prepared.get(key)
         if found is not None and all(self.unread.get(name) is value for name, value in found.buffers.items()):
             return found
@@ -135,7 +135,7 @@ class RunsPrograms(ABC):
 
     def _shaped(self, batch: Batch) -> ProgramLike:
         """Return the program that trains on batches of these shapes. Say so if it has to be compiled."""
-        key = read_shapes(batch, self.program.outline)
+        key = read_shapes(batch, self.wanted)
         if key in self.program.shapes:
             return self.program.shaped(batch)
         sizes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in key if name != COUNTS)
