@@ -124,7 +124,7 @@ def test_a_message_names_the_shape_that_is_compiled(
         run.step(rows(8, 12))
         run.step(rows(8, 12))
     compiling, proven = said(caplog)
-    assert compiling == "Compiling for another shape of batches: labels [8, 12], words [8, 12]"
+    assert compiling == "Compiling for another shape of batches: words [8, 12], labels [8, 12]"
     assert proven.startswith("Proven. A device takes ")
 
 
@@ -201,7 +201,7 @@ def test_batches_are_padded_to_buckets(caplog: pytest.LogCaptureFixture) -> None
     assert len(program.shapes) == 1
     with caplog.at_level(logging.WARNING, logger="piper"):
         compare(program, batches)
-    assert said(caplog)[0] == "Compiling for another shape of batches: labels [8, 7], words [8, 7]"
+    assert said(caplog)[0] == "Compiling for another shape of batches: words [8, 7], labels [8, 7]"
     assert len(said(caplog)) == 2 and len(program.shapes) == 2
     with piper.launch(program) as run:
         run.step(batches[0])
