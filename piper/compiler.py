@@ -16,7 +16,7 @@ from piper.capture.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
-from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
+from piper.directives import Directive, Place, Remat, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
@@ -197,7 +197,10 @@ def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None, who
         codes=codes,
         recordings=capturing.recordings,
         device=capturing.recordings.device,
-        warnings=uneven_slices(applied.traced, work.graph, samples),
+        warnings=(
+            *uneven_slices(applied.traced, work.graph, samples),
+            *(() if any(isinstance(d, Remat) for d in strategy) else applied.traced.recording.unheeded()),
+        ),
         cache=capturing.folder,
     )
 

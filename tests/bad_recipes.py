@@ -555,7 +555,7 @@ error: loss (net.py:<loss_detached>): the loss does not depend on any trainable 
 error: capture (net.py:<loss_branches>): the model and its loss cannot be captured
   why:   Detected data-dependent branching (e.g. `if my_tensor.sum() > 0:`). Dynamo does not support tracing dynamic control flow.
   batch: x (4, 4)
-  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside
+  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no files inside
 """,
     "net.py:data_none": """
 error: data (net.py:<data_none>): data() returned NoneType, which cannot be iterated

@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": {"files", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
     "view": {
         "files",
+        "format",
         "ids",
         "errors",
         "devices",

@@ -5,13 +5,15 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 (`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 from piper.runtime.batch import as_run, wanted_batch
@@ -126,7 +128,7 @@ class Reference:
         """
         exact = self.dtype is torch.float64 and self.program.outline.degrees
         products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
-        with Exact() if exact else nullcontext(), products:
+        with Exact() if exact else nullcontext(), products, nothing_recomputed():
             result = self.job.loss(self.model, batch)
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]
@@ -230,6 +232,28 @@ class Exact(TorchFunctionMode):
         func = Tensor.double if func is Tensor.float else func
         args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Call the functions of `torch.utils.checkpoint` directly.
+
+    A backward that runs them again would draw other random numbers than the forward was given.
+    """
+
+    class Directly:
+        @staticmethod
+        def apply(function: Callable[..., object], preserve: bool, *args: object) -> object:
+            return function(*args)
+
+    def nothing(*_: object, **__: object) -> Iterator[None]:
+        yield
+
+    with (
+        patch.object(checkpoint, "CheckpointFunction", Directly),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing),
+    ):
+        yield
 
 
 def seeded_model(program: ProgramLike) -> nn.Module:
