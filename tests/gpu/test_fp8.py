@@ -40,10 +40,10 @@ def test_tensor_cores_give_what_the_emulation_gives(
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = ((tokens, inner), (outer, inner), (tokens, outer))
-    given = [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+    x, weight, grad = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
     multiply = torch.compile(fp8_linear) if compiled else fp8_linear
-    found = products(*(each.cuda() for each in given), multiply)
-    for got, wanted in zip(found, products(*given), strict=True):
+    found = products(x.cuda(), weight.cuda(), grad.cuda(), multiply)
+    for got, wanted in zip(found, products(x, weight, grad), strict=True):
         assert (got - wanted).abs().max() <= ROUNDING * wanted.abs().max()
 
 
