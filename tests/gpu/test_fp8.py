@@ -1,6 +1,6 @@
 """Products in fp8 on tensor cores: those of the emulation, whatever the sizes, compiled or not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,11 @@ def capable() -> None:
         pytest.skip("this GPU has no fp8")
 
 
-def products(given: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+def products(
+    x: Tensor, weight: Tensor, grad: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = fp8_linear
+) -> list[Tensor]:
     """The forward and both gradients, in float64 on the host."""
-    x, weight, grad = (each.detach() for each in given)
-    x.requires_grad_()
-    weight.requires_grad_()
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = multiply(x, weight)
     y.backward(grad)
     assert x.grad is not None and weight.grad is not None
@@ -40,10 +40,10 @@ def test_tensor_cores_give_what_the_emulation_gives(
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = ((tokens, inner), (outer, inner), (tokens, outer))
-    given = [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+    x, weight, grad = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
     multiply = torch.compile(fp8_linear) if compiled else fp8_linear
-    found = products([each.cuda() for each in given], multiply)
-    for got, wanted in zip(found, products(given, fp8_linear), strict=True):
+    found = products(x.cuda(), weight.cuda(), grad.cuda(), multiply)
+    for got, wanted in zip(found, products(x, weight, grad), strict=True):
         assert (got - wanted).abs().max() <= ROUNDING * wanted.abs().max()
 
 
