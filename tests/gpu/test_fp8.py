@@ -13,7 +13,7 @@ from piper.compiler import compile
 from tests.runtime.test_fp8 import FP8, checked, data, job, pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
-ROUNDING = 2**-7  # of bf16 results, and of sums that tensor cores keep in fewer bits
+ROUNDING = 2**-6  # results are bf16, and a quotient between two numbers of fp8 may fall to the other side
 
 
 @pytest.fixture(autouse=True)
