@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,3 +170,26 @@ def test_too_little_memory(buffered: Program, monkeypatch: pytest.MonkeyPatch) -
         "--retries, on /dev/shm: there is too little shared memory to keep versions of the state in"
     )
     assert "protect: copies=1" in str(caught.value)
+
+
+def test_a_version_every_other_step(buffered: Program) -> None:
+    """A failure repeats at most two steps: the batches since the version are held."""
+    asked = buffered.plans.protection
+    assert asked is not None
+    program = replace(buffered, plans=replace(buffered.plans, protection=replace(asked, every=2)))
+    made = Versions(program.plans)
+    run = InlineRun(program, Options(), made.files)
+    run.protect()
+    found = []
+    for batch in batches(BUFFERS, 5):
+        run.step(batch)
+        found.append(made.newest())
+    run.close()
+    assert found == [0, 0, 2, 2, 4]
+    made.forget(lambda step: step > 2)
+    again = InlineRun(program, Options(blank=True), made.files)
+    again.restore(2, {})
+    again.step(batches(BUFFERS, 3)[2])
+    assert made.newest() == 2  # the step after a version begins to count again
+    again.close()
+    made.close()
