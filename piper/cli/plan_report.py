@@ -84,6 +84,10 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
         console.print()
         for reason in plans.why or ("nothing was decided against the strategy",):
             console.print(f"why: {reason}", markup=False)
+    for shape, other in program.shapes.items():
+        sizes = ", ".join(f"{name} {list(sizes)}" for name, sizes, _ in shape)
+        peak = max(timeline(plan).peak for plan in other.plans)
+        console.print(f"also for {sizes}: at most {size(peak)} a device", markup=False)
     for warning in program.warnings:
         console.print(f"\nWarning: {warning}", markup=False)
     copied = "" if survives is None else ", everything that a step writes is copied before"

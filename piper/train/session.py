@@ -320,7 +320,8 @@ def watching(
         watchers: list[Reporter] = [memory, held.enter_context(Metrics(folder, done))]
         if (written := held.enter_context(board(folder, done))) is not None:
             watchers.append(written)
-        peak = max(timeline(plan).peak for plan in program.plans)
+        programs = (program, *program.shapes.values())
+        peak = max(timeline(plan).peak for one in programs for plan in one.plans)
         unit = unit_of(program.outline.batch)
         watchers.append(held.enter_context(display(console, done, program.job.steps, peak, unit)))
 
