@@ -85,7 +85,9 @@ def test_a_process_killed_at_a_protect_instruction(cell: Cell, copies: int, tmp_
         ("failure", 1), ("recovery", 1), ("failure", 4), ("recovery", 4),
     ]  # fmt: skip
     assert all(str(e.instruction).find("protect[") > 0 for e in events if e.event == "failure"), events
-    assert (events[-1].version, events[-1].replayed) == (2, 1)  # the version of step 3 was not completed
+    # The version of step 3 was not completed, unless a replica has made a second copy of what is missing.
+    found = (events[-1].version, events[-1].replayed)
+    assert found == (2, 1) or (cell is BUFFERS and copies and found == (3, 0)), found
 
 
 @pytest.fixture(scope="module")
