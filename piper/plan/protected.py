@@ -43,7 +43,8 @@ class ProtectedState:
         for bucket in plans.buckets.values():
             for piece in bucket.pieces:
                 self.first.setdefault(piece.name, bucket.name)
-        self._owned: dict[str, dict[int, object]] = {}
+        self._owned: dict[str, dict[int, tuple[object, int]]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}  # of buckets: elements, and bytes of each with its state
 
     @cached_property
     def sections(self) -> tuple[StateSection, ...]:
@@ -102,11 +103,11 @@ class ProtectedState:
             return str(slot), None
         return str(SlotId("param", self.first[bucket.pieces[0].name])), self._slices(bucket)[device]
 
-    def _slices(self, bucket: Bucket) -> Mapping[int, object]:
+    def _slices(self, bucket: Bucket) -> Mapping[int, tuple[object, int]]:
         """Return the slice and the shard of a bucket that each device owns."""
         if bucket.name not in self._owned:
             place = {device: position for position, device in enumerate(bucket.devices)}
-            found: dict[int, object] = {}
+            found: dict[int, tuple[object, int]] = {}
             for group in bucket.groups:
                 cut = tuple(s.index(place[group[0]]) for piece in bucket.pieces for s in piece.shardings)
                 found |= {device: (cut, rank if bucket.zero else 0) for rank, device in enumerate(group)}
@@ -118,14 +119,16 @@ class ProtectedState:
         if slot.kind == "buffer":
             return plan.residents[slot].nbytes if slot in plan.residents else 0
         bucket = self.plans.buckets.get(slot.owner)
-        if bucket is None:
+        if bucket is None or device not in self._slices(bucket):
             return 0
-        longest = bucket.largest_shard if bucket.zero else bucket.numel
-        state = plan.residents.get(SlotId("state", bucket.name))
-        each = (0 if bucket.dtype in SHORT else bucket.itemsize) + (state.nbytes // longest if state else 0)
-        group = next((group for group in bucket.groups if device in group), (device,))
-        start, stop = bucket.shard(group.index(device)) if bucket.zero else (0, bucket.numel)
-        return max(0, min(stop, bucket.numel) - start) * each
+        if bucket.name not in self._sizes:
+            longest = bucket.largest_shard if bucket.zero else bucket.numel
+            state = plan.residents.get(SlotId("state", bucket.name))
+            each = 0 if bucket.dtype in SHORT else bucket.itemsize
+            self._sizes[bucket.name] = bucket.numel, each + (state.nbytes // longest if state else 0)
+        numel, each = self._sizes[bucket.name]
+        start, stop = bucket.shard(self._slices(bucket)[device][1]) if bucket.zero else (0, numel)
+        return max(0, min(stop, numel) - start) * each
 
     @cached_property
     def written(self) -> dict[Elements, SlotId]:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,9 @@ def test_a_process_killed_at_a_protect_instruction(cell: Cell, copies: int, tmp_
         ("failure", 1), ("recovery", 1), ("failure", 4), ("recovery", 4),
     ]  # fmt: skip
     assert all(str(e.instruction).find("protect[") > 0 for e in events if e.event == "failure"), events
-    assert (events[-1].version, events[-1].replayed) == (2, 1)  # the version of step 3 was not completed
+    # The version of step 3 was not completed, unless a replica has made a second copy of what is missing.
+    found = (events[-1].version, events[-1].replayed)
+    assert found == (2, 1) or (cell is BUFFERS and copies and found == (3, 0)), found
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +172,26 @@ def test_too_little_memory(buffered: Program, monkeypatch: pytest.MonkeyPatch) -
         "--retries, on /dev/shm: there is too little shared memory to keep versions of the state in"
     )
     assert "protect: copies=1" in str(caught.value)
+
+
+def test_a_version_every_other_step(buffered: Program) -> None:
+    """A failure repeats at most two steps: the batches since the version are held."""
+    asked = buffered.plans.protection
+    assert asked is not None
+    program = replace(buffered, plans=replace(buffered.plans, protection=replace(asked, every=2)))
+    made = Versions(program.plans)
+    run = InlineRun(program, Options(), made.files)
+    run.protect()
+    found = []
+    for batch in batches(BUFFERS, 5):
+        run.step(batch)
+        found.append(made.newest())
+    run.close()
+    assert found == [0, 0, 2, 2, 4]
+    made.forget(lambda step: step > 2)
+    again = InlineRun(program, Options(blank=True), made.files)
+    again.restore(2, {})
+    again.step(batches(BUFFERS, 3)[2])
+    assert made.newest() == 2  # the step after a version begins to count again
+    again.close()
+    made.close()
