@@ -115,22 +115,9 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "piper"]
 
 
-def test_a_message_names_the_shape_that_is_compiled(
-    program: Program, caplog: pytest.LogCaptureFixture
-) -> None:
-    with piper.launch(program) as run, caplog.at_level(logging.WARNING, logger="piper"):
-        run.step(rows(8, 3))
-        assert not said(caplog)
-        run.step(rows(8, 12))
-        run.step(rows(8, 12))
-    compiling, proven = said(caplog)
-    assert compiling == "Compiling for another shape of batches: words [8, 12], labels [8, 12]"
-    assert proven.startswith("Proven. A device takes ")
-
-
 @pytest.mark.parametrize("loss", [summed, mean])
 def test_an_uneven_batch_equals_one_device(loss: Any) -> None:  # noqa: ANN401
-    sizes = [8, 7, 8, 3, 1]  # of which 7, 3 and 1 do not divide into 4 slices
+    sizes = [8, 7, 8, 3, 1] if loss is summed else [8, 3]  # 7, 3 and 1 do not divide into 4 slices
     batches = [rows(size, 3, seed, ignored=loss is summed) for seed, size in enumerate(sizes)]
     compare(piper.compile(job(batches, loss=loss)), batches)
 
@@ -196,13 +183,15 @@ BUCKETS = piper.Buckets(lengths=[4, 6], pad={"words": 0, "labels": -100})
 
 def test_batches_are_padded_to_buckets(caplog: pytest.LogCaptureFixture) -> None:
     """Both lengths are compiled before the run; a longer batch is compiled when it comes."""
-    batches = [rows(8, length, length, ignored=True) for length in (3, 6, 5, 4, 2, 7)]
+    batches = [rows(8, length, length, ignored=True) for length in (3, 6, 5, 4, 2, 7, 7)]
     program = piper.compile(job(batches, buckets=BUCKETS))
     assert len(program.shapes) == 1
     with caplog.at_level(logging.WARNING, logger="piper"):
         compare(program, batches)
-    assert said(caplog)[0] == "Compiling for another shape of batches: words [8, 7], labels [8, 7]"
-    assert len(said(caplog)) == 2 and len(program.shapes) == 2
+    compiling, proven = said(caplog)  # of one shape, though it comes twice
+    assert compiling == "Compiling for another shape of batches: words [8, 7], labels [8, 7]"
+    assert proven.startswith("Proven. A device takes ")
+    assert len(program.shapes) == 2
     with piper.launch(program) as run:
         run.step(batches[0])
         got = run.evaluate([rows(8, 5, 1, ignored=True)]).loss

@@ -474,6 +474,27 @@ def test_processes_recover_from_kills_and_stops(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_processes_recover_in_a_run_over_several_shapes(programs: dict[str, Program]) -> None:
+    """One is killed before a step of another shape, one after it: that step is repeated with its program."""
+    program = programs[str(BUFFERS)]
+    sizes = (8, 4, 7, 8, 4)
+    rows = zip(sizes, batches(BUFFERS, len(sizes)), strict=True)
+    given = [{name: value[:size] for name, value in batch.items()} for size, batch in rows]
+    with launch_inline(program) as run:
+        wanted = [run.step(batch) for batch in given]
+    events: list[Event] = []
+    with recovering(program, "local", Options(), retries=3, notify=events.append) as recovered:
+        killer, got = Killer(recovered, random.Random(5)), []
+        for number, batch in enumerate(given):
+            if number in (1, 3):
+                killer.send()
+            got.append(recovered.step(batch))
+    assert got == wanted
+    assert [event.event for event in events] == ["failure", "recovery"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_fork_server_that_is_lost_is_replaced(
     programs: dict[str, Program], local: tuple[RecoveringRun, list[Event]]
 ) -> None:
