@@ -15,7 +15,7 @@ from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.launchers.transport.fork_server import ForkConnection, fork_server
 from piper.launchers.transport.shared_memory import TensorEntry, map_marks, new_marks, share
 from piper.launchers.worker_server import crowded
 from piper.runtime.setup import ProgramLike
@@ -31,7 +31,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self,
         program: ProgramLike,
         options: Options,
-        forks: ForkServer,
+        forks: ForkConnection,
         versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
     ) -> None:
         super().__init__(program, options)
@@ -101,7 +101,7 @@ def how(status: int) -> str:
 
 @contextmanager
 def launch_local(
-    program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
+    program: ProgramLike, options: Options | None = None, forks: ForkConnection | None = None
 ) -> Iterator[RemoteRun]:
     """Start a program on processes of this machine, and end them with the block.
 

@@ -9,7 +9,7 @@ state, the batch and the step's number, so it gives the same bits again. That is
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -21,11 +21,12 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
 from piper.launchers.checkpointing import with_states
+from piper.launchers.transport.fork_server import ForkConnection
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retrying import Disk, Failed, Saving, failed, no_version
 from piper.recovery.run_events import Event, Notify, failure, mismatch
-from piper.recovery.starters import InlineStarter, LocalStarter, Recoverable, Starter
+from piper.recovery.starters import Recoverable, Starter, starter_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -266,7 +267,7 @@ class RecoveringRun(Trains):
 
     def begin(self) -> None:
         """Start all workers."""
-        self._call(lambda run: None)
+        self._call(lambda run: None, None if self.failed_at is None else self.done + 1)
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
@@ -355,6 +356,15 @@ class RecoveringRun(Trains):
             run.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What outlives a driver, and how a run goes on where the driver before it was."""
+
+    versions: Versions
+    forks: ForkConnection
+    take_over: Callable[[RecoveringRun], None]
+
+
 @contextmanager
 def recovering(
     program: ProgramLike,
@@ -366,33 +376,23 @@ def recovering(
     notify: Notify = lambda event: None,
     disk: Disk | None = None,
     spares: int = 0,
+    kept: Kept | None = None,
 ) -> Iterator[RecoveringRun]:
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
     on: inline, local or ray. spares: actors more than devices, for which resources are claimed.
+    kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
-        versions = Versions(program.plans)
+        versions = Versions(program.plans) if kept is None else kept.versions
         held.callback(versions.close)
-        starter = starter_of(program, on, versions, spares)
+        starter = starter_of(program, on, versions, spares, kept and kept.forks)
         held.callback(starter.close)
         run = RecoveringRun(
             program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk
         )
         held.callback(run.close)
+        if kept is not None:
+            kept.take_over(run)
         run.begin()
         yield run
-
-
-def starter_of(program: ProgramLike, on: str, versions: Versions, spares: int) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others."""
-    match on:
-        case "inline":
-            return InlineStarter(program, versions)
-        case "local":
-            return LocalStarter(program, versions)
-        case "ray":
-            from piper.launchers.ray import RayStarter
-
-            return RayStarter(program, versions, spares)
-    raise AssertionError(f"{on} is checked")

@@ -12,7 +12,7 @@ from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
-from piper.launchers.transport.fork_server import ForkServer
+from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -70,15 +70,16 @@ class InlineStarter:
 class LocalStarter:
     """Starts workers as processes, from one fork server that stays warm."""
 
-    def __init__(self, program: ProgramLike, versions: Versions) -> None:
+    def __init__(self, program: ProgramLike, versions: Versions, forks: ForkConnection | None = None) -> None:
+        """Prepare to start workers. forks: of a supervisor. None: it starts its own fork server."""
         self.program, self.versions = program, versions
-        self.forks: ForkServer | None = None
+        self.forks = forks
         self.packed: bytes | None = None
         self.group: LocalWorkerGroup | None = None
 
     def start(self, options: Options) -> RemoteRun:
         """Start all workers, and the fork server too where it is lost."""
-        if self.forks is not None and gone(self.forks.process.pid):
+        if self.forks is not None and gone(self.forks.server):
             self._drop()
         self.forks = self.forks or ForkServer()
         group = self.group = LocalWorkerGroup(self.program, options, self.forks, self.versions.files)
@@ -115,3 +116,19 @@ class LocalStarter:
     def close(self) -> None:
         """End the fork server."""
         self._drop()
+
+
+def starter_of(
+    program: ProgramLike, on: str, versions: Versions, spares: int, forks: ForkConnection | None = None
+) -> Starter:
+    """Return what starts the workers of a launcher, without importing the others."""
+    match on:
+        case "inline":
+            return InlineStarter(program, versions)
+        case "local":
+            return LocalStarter(program, versions, forks)
+        case "ray":
+            from piper.launchers.ray import RayStarter
+
+            return RayStarter(program, versions, spares)
+    raise AssertionError(f"{on} is checked")
