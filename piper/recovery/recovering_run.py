@@ -386,7 +386,7 @@ def recovering(
     with ExitStack() as held:
         versions = Versions(program.plans) if kept is None else kept.versions
         held.callback(versions.close)
-        starter = starter_of(program, on, versions, spares, kept and kept.forks)
+        starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
         held.callback(starter.close)
         run = RecoveringRun(
             program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk

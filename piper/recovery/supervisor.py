@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.shared_memory import nameless_file
 
+Handlers = dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None]  # of signals
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that are for the driver
 
 
@@ -64,7 +65,7 @@ class Supervisor:
         return found
 
     @contextmanager
-    def _passing(self) -> Iterator[dict[int, signal.Handlers]]:
+    def _passing(self) -> Iterator[Handlers]:
         """Pass signals on inside the block. Yield the handlers that were there before."""
         numbers = [n for n in PASSED if signal.getsignal(n) != signal.SIG_IGN]  # as `nohup` leaves them
         before = {number: signal.signal(number, self._pass) for number in numbers}
@@ -99,7 +100,7 @@ class Supervisor:
     def _fork(
         self,
         act: Callable[[], bytes],
-        handlers: dict[int, signal.Handlers],
+        handlers: Handlers,
         ends: SimpleQueue[Ended | BaseException],
     ) -> None:
         """Fork a driver and wait for its end."""
@@ -129,8 +130,8 @@ class Supervisor:
 
 def drive(
     act: Callable[[], bytes],
-    handlers: dict[int, signal.Handlers],
-    mask: set[signal.Signals],
+    handlers: Handlers,
+    mask: set[int | signal.Signals],
     file: int,
     supervisor: int,
 ) -> NoReturn:

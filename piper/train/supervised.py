@@ -22,7 +22,6 @@ from piper.data.feed import Feed
 from piper.errors import PiperError, WorkerError
 from piper.launchers.base import Resumed, Run
 from piper.launchers.launch import recovers
-from piper.launchers.local import how
 from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.serialize import Codec
@@ -104,7 +103,7 @@ class Answer:
     notes: tuple[str, ...] = ()
 
 
-MONITORS = "tqdm."  # its threads only watch, and start again when they are needed
+MONITORS = ("tqdm._monitor",)  # its threads only watch, and start again when they are needed
 CODEC = Codec((Answer, Measure))
 
 
@@ -146,7 +145,7 @@ def supervises(on: str, program: Program) -> bool:
     A fork has none of the recipe's threads, and cannot use CUDA where the program was captured on it.
     """
     can = on == "local" and recovers(on) and sys.platform == "linux" and program.device == "cpu"
-    threads = [one for one in threading.enumerate() if not type(one).__module__.startswith(MONITORS)]
+    threads = [one for one in threading.enumerate() if type(one).__module__ not in MONITORS]
     return can and threads == [threading.main_thread()]
 
 
@@ -195,8 +194,8 @@ def supervise(
 def lost(ended: Ended, done: int) -> WorkerError:
     """Return the error of a driver that was killed."""
     return WorkerError(
-        f"the process {how(ended.code)}",
-        by=f"driver (process {ended.process})",
+        f"the driver was killed by {signal.Signals(-ended.code).name}",
+        by=f"process {ended.process}",
         facts={"after": f"step {done}"},
         hint="is the machine out of memory? --resume goes on from the newest checkpoint",
     )
