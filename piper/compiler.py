@@ -16,6 +16,7 @@ from torch import Tensor
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.compile.cache import CACHE, KEY, Cache
 from piper.capture.divide.request import Request
+from piper.capture.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
@@ -167,6 +168,9 @@ def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> 
 
     with placing(job, strategy, batch):
         applied = directed(capturing, strategy, samples, requests)
+        if applied.graph.precisions and job.precision != "fp64":
+            by = next(each.title for each in applied.graph.directives if each.verb == "precision")
+            check_machine(capturing.recordings.device, by)
         plans, work = lower(applied.graph, settings, completed)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
@@ -322,7 +326,8 @@ def capture_slices(
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    return {rows: capturing.differentiated(rows, requests, ways, graph.budgets) for rows in needed}
+    asked = (requests, ways, graph.budgets, graph.precisions)
+    return {rows: capturing.differentiated(rows, *asked) for rows in needed}
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:

@@ -121,7 +121,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "format",
         "devices",
     },  # experts: code calls its operators; simulate: how long a network takes
-    "recovery": {"devices", "launchers", "checkpoint", "errors", "runtime", "plan", "ir", "callbacks", "torch"},
+    "recovery": {
+        "devices",
+        "launchers",
+        "checkpoint",
+        "errors",
+        "runtime",
+        "plan",
+        "ir",
+        "callbacks",
+        "torch",
+    },
     "data": {"usercode", "files", "errors", "torch"},
     "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},

@@ -165,7 +165,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         lambda: strategies.pipeline(layers=4, pp=2, schedule="1f2b"),
         """
         schedule: there is no schedule '1f2b'
-          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, synthesised
+          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, dualpipe, synthesised
           hint:  did you mean 1f1b?
         """,
     ),
@@ -194,7 +194,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         lambda: strategies.moe(layers=4, dp=4, schedule="zbw"),
         """
         schedule: there is no schedule 'zbw'
-          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, synthesised
+          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, dualpipe, synthesised
           hint:  did you mean zbv?
         """,
     ),

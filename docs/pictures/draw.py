@@ -47,7 +47,8 @@ def pictures() -> Mapping[str, str]:
         "ring.svg": ring(),
         "tensor.svg": layer(),
         "split.svg": holdings(
-            [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
+            [replicate(at(), [0, 1]), split(at(), parts=2)],
+            "split: two microbatches of each device's samples",
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
         "remat.svg": heights(

@@ -8,6 +8,8 @@ from piper.directives.order import Order as Order
 from piper.directives.order import order
 from piper.directives.place import Place as Place
 from piper.directives.place import place
+from piper.directives.precision import Precision as Precision
+from piper.directives.precision import precision
 from piper.directives.remat import Remat as Remat
 from piper.directives.remat import remat
 from piper.directives.replicate import Replicate as Replicate
@@ -24,6 +26,7 @@ __all__ = [
     "Directive",
     "order",
     "place",
+    "precision",
     "remat",
     "replicate",
     "shard",

@@ -134,6 +134,8 @@ class Chunk:
     # ^ inputs whose storage a backward phase still uses through a saved view, though it does not read them
     phases: Mapping[Phase, PhaseSpec] = field(default_factory=dict)  # no "B": nothing to differentiate
     random: bool = False  # F draws random numbers
+    products: tuple[str, ...] = ()  # weights of linear layers whose products may run in a narrower type
+    precision: str = ""  # of these products: "fp8", or empty for the job's
     experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
     collective: Collective | None = None  # of a chunk of that kind
 

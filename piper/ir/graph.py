@@ -138,6 +138,7 @@ class Graph:
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
+    precisions: Mapping[str, str] = field(default_factory=dict)  # chunk -> the precision of its products
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
 

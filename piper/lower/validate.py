@@ -32,6 +32,7 @@ def settle(work: LoweringState) -> LoweringState:
     check_expert_regions(graph)
     check_buffers(graph)
     check_reruns(graph)
+    check_precisions(graph)
     check_batch(graph, work.settings.samples)
     return replace(work, graph=graph)
 
@@ -233,6 +234,25 @@ def check_reruns(graph: Graph) -> None:
                 facts={"buffers": ", ".join(changing)},
                 hint="leave this region out of the filter, or leave across= out",
             )
+
+
+def check_precisions(graph: Graph) -> None:
+    """Refuse a tied weight whose products would run in different precisions."""
+    placements = {node.chunk: node for node in graph.nodes.values()}
+    readers: dict[str, str] = {}  # of each weight: the first chunk that multiplies by it
+    for chunk in graph.outline.chunks:
+        for name in chunk.products:
+            first = readers.setdefault(name, chunk.name)
+            both = {each: graph.precisions.get(each, "the job's") for each in (first, chunk.name)}
+            if len(set(both.values())) > 1:
+                asked = next(each for each in both if each in graph.precisions)
+                made_by = [graph.directives[number] for number in placements[asked].origin]
+                raise ScheduleError(
+                    f"the products of {name} would have two precisions",
+                    by=next(each.title for each in reversed(made_by) if each.verb == "precision"),
+                    facts=both,
+                    hint="select both regions, or neither",
+                )
 
 
 def cells_per_device(graph: Graph) -> int:

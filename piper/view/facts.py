@@ -5,6 +5,7 @@ from math import ceil, log10
 
 from piper.devices import show
 from piper.ids import AGAIN, SlotId
+from piper.plan.instr import TRAVELS
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse, memory_of
@@ -85,12 +86,26 @@ def facts_of(subject: Subject) -> Columns:
         "measured": {device: measured_facts(subject, device, clock) for device in sorted(subject.measured)},
         "nodes": nodes.values,
         "origins": origins.values,
-        "ops": {
-            op: {"label": known.label, "short": known.caption, "needsNothing": known.needs_nothing}
-            for op, known in OPS.items()
-        },
+        "ops": op_facts(),
         "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
     }
+
+
+def op_facts() -> Columns:
+    """Return the words for each operation, and for each collective of a divided region."""
+    found: Columns = {
+        op: {
+            "label": known.label,
+            "short": known.caption,
+            "needsNothing": known.needs_nothing,
+            "carries": known.communicates or known.hands_on,
+        }
+        for op, known in OPS.items()
+    }
+    for op in TRAVELS:
+        word = op.replace("_", "-")
+        found.setdefault(op, {"label": word, "short": word, "needsNothing": False, "carries": True})
+    return found
 
 
 def paper_facts(paper: Paper) -> Columns:
@@ -113,7 +128,7 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
                 "cost": [cell.cost for cell in row],
                 "phase": [AGAIN if cell.again else cell.phase for cell in row],
                 "stage": [cell.stage for cell in row],
-                "part": [".".join(map(str, cell.part)) for cell in row],
+                "microbatch": [".".join(map(str, cell.part)) for cell in row],
                 "pair": [cell.pair for cell in row],
                 "places": [cell.places for cell in row],
             }
@@ -124,11 +139,11 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
 
 def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table) -> Columns:
     """Return the instructions of one program in columns, and the edges between them."""
-    streams, ops, comms, parts, args, indices = (Table() for _ in range(6))
+    streams, ops, comms, microbatches, args, indices = (Table() for _ in range(6))
     shades = [shade_of(ins) for ins in plan.instrs]
     names = [pattern(ins.node, subject.plans.axes) for ins in plan.instrs]
     columns: Columns = {
-        "op": [ops(ins.op) for ins in plan.instrs],
+        "op": [ops(ins.does) for ins in plan.instrs],
         "node": [nodes(template) for template, _ in names],
         "index": [indices(index) for _, index in names],
         "stream": [streams(ins.stream) for ins in plan.instrs],
@@ -136,10 +151,10 @@ def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table
         "nbytes": [ins.nbytes if ins.comm else 0 for ins in plan.instrs],
         "arg": [args(caption(ins) if ins.op == "compute" else "") for ins in plan.instrs],
         "phase": [AGAIN if shade.again else shade.phase or "" for shade in shades],
-        "part": [parts(".".join(map(str, shade.part))) for shade in shades],
+        "microbatch": [microbatches(".".join(map(str, shade.part))) for shade in shades],
         "origin": [origins(subject.origins.get(ins.node, ())) for ins in plan.instrs],
     }
-    tables = {"ops": ops, "streams": streams, "commNames": comms, "parts": parts, "args": args}
+    tables = {"ops": ops, "streams": streams, "commNames": comms, "microbatches": microbatches, "args": args}
     return {
         "devices": list(plan.devices),
         "name": show(plan.devices),

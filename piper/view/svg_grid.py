@@ -127,7 +127,7 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
     }
     stage = "" if cell.stage is None else f"stage {cell.stage}, "
     name = phase_name(cell.phase, again=cell.again)
-    name_line = f"{describe(cell)}: {name}, {stage}part {part_text(cell) or 'whole'}"
+    name_line = f"{describe(cell)}: {name}, {stage}microbatch {part_text(cell) or 'whole'}"
     inner = [element("title", name_line), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
     inner += hatched(box, cell.phase, again=cell.again)
     if frame.unit >= 13:

@@ -38,6 +38,7 @@ CHUNK: Readers = {
     "transfers": str,
     "budget": float,
     "again": str,
+    "precision": str,
     "zero": int,
     "bucket_mb": float,
     "reduce_stream": str,
@@ -69,6 +70,8 @@ def lines_of(graph: Graph) -> Iterator[str]:
             said.append(f"budget={graph.budgets[chunk.name]}")
         if chunk.name in graph.reruns:
             said.append(f"again={graph.reruns[chunk.name]}")
+        if chunk.name in graph.precisions:
+            said.append(f"precision={graph.precisions[chunk.name]}")
         if chunk.name in graph.policies:
             policy = graph.policies[chunk.name]
             said += [
@@ -143,6 +146,7 @@ class Reading:
         self.transfers: dict[str, str] = {}
         self.budgets: dict[str, float] = {}
         self.reruns: dict[str, str] = {}
+        self.precisions: dict[str, str] = {}
         self.policies: dict[str, Policy] = {}
         self.nodes: dict[str, Compute] = {}
         self.orderings: list[Ordering] = []
@@ -185,6 +189,8 @@ class Reading:
             self.budgets[name] = cast(float, budget)
         if region := values.pop("again", None):
             self.reruns[name] = str(region)
+        if precision := values.pop("precision", None):
+            self.precisions[name] = str(precision)
         if values:
             self.policies[name] = build(Policy, **values)
 
@@ -217,6 +223,7 @@ def read_graph(text: str, outline: CapturedModel, source: str = "graph") -> Grap
         transfer_streams=reading.transfers,
         budgets=reading.budgets,
         reruns=reading.reruns,
+        precisions=reading.precisions,
         orderings=tuple(reading.orderings),
         directives=tuple(reading.directives),
     )

@@ -90,7 +90,7 @@ def overlaid(svg: str) -> list[str]:
 def test_a_forward_that_runs_again_is_hatched_in_the_forwards_colour() -> None:
     subject = again()
     svg = grid(of_plans(subject.plans, subject.tags, "again"))
-    assert overlaid(svg) == [f"0R{part}: forward again, stage 0, part {part}" for part in range(4)]
+    assert overlaid(svg) == [f"0R{part}: forward again, stage 0, microbatch {part}" for part in range(4)]
     assert svg.count("url(#again)") == 4 + 1, "and one in the legend"
     cells = [group for group in parsed(svg).iter(f"{SVG}g") if "R" in (group.findtext(f"{SVG}title") or "")]
     assert [box.get("class") for group in cells for box in group.iter(f"{SVG}rect")] == [

@@ -17,6 +17,7 @@ from piper.capture.trace.blame import quiet, refused
 from piper.capture.trace.cut import cut
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
+from piper.capture.trace.linear_layers import mark_products
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
@@ -82,6 +83,7 @@ def trace(
         }
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
+    mark_products(recording)
     pieces, assembler = _cut(recording)
     results = results_of(assembler)
     outline = CapturedModel(

@@ -5,7 +5,7 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 (`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from piper.runtime.debug.fp8_products import Fp8Products
 from piper.runtime.debug.replay import Replay
 from piper.runtime.debug.slicing import slicing_of, take
 from piper.runtime.setup import ProgramLike
@@ -48,6 +49,7 @@ class Reference:
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.slicing = slicing_of(program.plans, program.outline)
         self.replay = Replay(program, self.slicing, self.params, dict(self.model.named_buffers()))
+        self.fp8 = self._fp8_products()
         self.steps = 0
         self.gradients: dict[str, Tensor] = {}
         self.grad_norm = 0.0
@@ -57,6 +59,8 @@ class Reference:
         for parameter in self.params.values():  # all of them: the optimizer may hold only some
             parameter.grad = None
         given = self.on_device(batch)
+        if self.fp8 is not None:
+            self.fp8.total = samples_in(batch)
         loss = self._sliced(given) if self.sliced else self._whole(given)
         self.gradients = {name: p.grad.clone() for name, p in self.params.items() if p.grad is not None}
         for name, master in self.masters.items():
@@ -82,10 +86,23 @@ class Reference:
             for name, value in batch.items()
         }
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32."""
+    def _fp8_products(self) -> Fp8Products | None:
+        """Return how products run whose regions the strategy puts in fp8. None: there are none."""
+        chunks = {name: c.name for c in self.program.outline.chunks if c.precision for name in c.products}
+        if not chunks:
+            return None
+        return Fp8Products({name: self.params[name] for name in chunks}, chunks, self.slicing)
+
+    def loss(
+        self, batch: Mapping[str, Tensor], samples: Sequence[int] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32.
+
+        samples: the numbers of these samples in the global batch. None: it is the global batch.
+        """
         exact = self.dtype is torch.float64 and self.program.outline.degrees
-        with Exact() if exact else nullcontext():
+        products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
+        with Exact() if exact else nullcontext(), products:
             result = self.job.loss(self.model, batch)
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]
@@ -113,7 +130,7 @@ class Reference:
                 self.set_buffers(before)
                 replica = part.replica
             with self.replay.slice(self.steps, part):
-                result = self.loss(take(batch, part.samples))
+                result = self.loss(take(batch, part.samples), part.samples)
             loss, weight = result if isinstance(result, tuple) else (result / len(slices), None)
             if weight is not None and weight.requires_grad:
                 self._add_gradients(of_weight, weight)

@@ -132,7 +132,7 @@ function dagView() {
       if (column + 1 < dagRange.low || column > dagRange.high) continue;
       const x = scene.x(column + 0.08);
       const y = top(graph.lane[place]);
-      const colour = ink(program.phase[place], program.partAt(place));
+      const colour = ink(program.phase[place], program.microbatchAt(place));
       context.globalAlpha = dimmed(number, place) ? 0.13 : 1;
       box(context, x, y, Math.max(wide, 1), NODE, colour);
       if (wide > 30) nodeText(context, program, place, x, y, wide, colour);
@@ -142,10 +142,10 @@ function dagView() {
   }
 
   function nodeText(context, program, place, x, y, wide, colour) {
-    const part = program.partAt(place);
+    const microbatch = program.microbatchAt(place);
     const word = caption(program, place);
     setFont(context, 11);
-    const choices = [part ? `${word} · ${part}` : word, word, part ? `${word.split(" ")[0]} · ${part}` : "", word.split(" ")[0]];
+    const choices = [microbatch ? `${word} · ${microbatch}` : word, word, microbatch ? `${word.split(" ")[0]} · ${microbatch}` : "", word.split(" ")[0]];
     const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide);
     if (!text) return;
     context.fillStyle = colour.text;

@@ -18,10 +18,10 @@ function paper() {
 }
 
 // The fill, the text on it, and how it is hatched, if at all. A forward that runs again has the first one's fill.
-function ink(phase, part) {
+function ink(phase, microbatch) {
   const colours = paper();
   if (!phase) return { fill: colours.quiet, text: colours.text, hatched: null };
-  const hue = Number(part.slice(part.lastIndexOf(".") + 1)) % HUES;
+  const hue = Number(microbatch.slice(microbatch.lastIndexOf(".") + 1)) % HUES;
   const { fills, text } = colours.phases[phase === "R" ? "F" : phase];
   return { fill: fills[hue], text, hatched: { BW: "up", R: "down" }[phase] ?? null };
 }

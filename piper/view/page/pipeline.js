@@ -1,4 +1,4 @@
-// The pipeline grid: a row per program, a cell per phase, stage and part.
+// The pipeline grid: a row per program, a cell per phase, stage and microbatch.
 
 const GRID_ROW = 32;
 const GRID_GAP = 7;
@@ -31,7 +31,7 @@ function pipelineView() {
         const x = scene.x(cells.start[i]);
         const width = cells.cost[i] * unit;
         const inset = unit > 8 ? 0.75 : unit > 4 ? 0.4 : 0.1;
-        const colour = ink(cells.phase[i], cells.part[i]);
+        const colour = ink(cells.phase[i], cells.microbatch[i]);
         context.globalAlpha = cellDimmed(row, cells, i) ? 0.13 : 1;
         box(context, x + inset, y + inset, width - 2 * inset, height - 2 * inset, colour);
         label(context, cells, i, x + width / 2, y, width, height, colour);
@@ -53,7 +53,7 @@ function pipelineView() {
     const cells = grid.rows[row];
     const paths = new Map();
     for (let i = firstAfter(cells.start, range.low - 2); i < cells.start.length && cells.start[i] < range.high; i += 1) {
-      const colour = ink(cells.phase[i], cells.part[i]);
+      const colour = ink(cells.phase[i], cells.microbatch[i]);
       const dim = cellDimmed(row, cells, i);
       const key = `${colour.fill}${colour.hatched}${dim}`;
       if (!paths.has(key)) paths.set(key, { colour, dim, path: new Path2D() });
@@ -89,14 +89,14 @@ function pipelineView() {
   }
 
   function label(context, cells, i, x, y, width, height, colour) {
-    const part = cells.part[i] || "•";
+    const microbatch = cells.microbatch[i] || "•";
     const shown = grid.shared && cells.stage[i] !== null && height > 24;
-    if (width < 7 + 6 * part.length) return;
+    if (width < 7 + 6 * microbatch.length) return;
     context.fillStyle = colour.text;
     context.textAlign = "center";
     context.textBaseline = "middle";
     setFont(context, 13, 600);
-    context.fillText(part, x, y + height / 2 + (shown ? 6 : 0.5));
+    context.fillText(microbatch, x, y + height / 2 + (shown ? 6 : 0.5));
     if (!shown || width < 17) return;
     setFont(context, 9.5);
     context.fillText(`s${cells.stage[i]}`, x, y + 9.5);
@@ -125,9 +125,9 @@ function pipelineView() {
     tip({ row, i }) {
       const cells = grid.rows[row];
       const stage = cells.stage[i] === null ? [] : [`stage ${cells.stage[i]}`];
-      const part = cells.part[i] === "" ? [] : [`part ${cells.part[i]}`];
+      const microbatch = cells.microbatch[i] === "" ? [] : [`microbatch ${cells.microbatch[i]}`];
       const paired = cells.pair[i] < 0 ? [] : ["overlapped with its pair"];
-      return [facts.programs[row].nodeAt(cells.places[i][0]), [PHASES[cells.phase[i]], ...stage, ...part].join(", "), grid.names[row], ...paired];
+      return [facts.programs[row].nodeAt(cells.places[i][0]), [PHASES[cells.phase[i]], ...stage, ...microbatch].join(", "), grid.names[row], ...paired];
     },
     choose({ row, i }) {
       select(row, grid.rows[row].places[i][0], { reveal: true });
@@ -207,6 +207,6 @@ function pipelineLegend() {
   if (facts.pipeline.rows.some((row) => row.pair.some((pair) => pair >= 0))) {
     items.push(make("span", {}, make("i", { class: "outline" }), "overlapped pair"));
   }
-  items.push(make("span", {}, make("i", { class: "empty" }), "idle"), make("span", {}, "a colour per part of the samples"));
+  items.push(make("span", {}, make("i", { class: "empty" }), "idle"), make("span", {}, "a colour per microbatch"));
   host.replaceChildren(...items);
 }

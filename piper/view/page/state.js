@@ -13,7 +13,7 @@ for (const program of facts.programs) {
     return facts.nodes[program.node[place]].replace(/@(?!\d)/g, () => parts[next++]); // @0,1 are devices
   };
   program.streamAt = (place) => program.streams[program.stream[place]];
-  program.partAt = (place) => program.parts[program.part[place]];
+  program.microbatchAt = (place) => program.microbatches[program.microbatch[place]];
   program.originAt = (place) => facts.origins[program.origin[place]];
   program.end = program.start.reduce((end, start, place) => Math.max(end, start + program.length[place]), 0);
 }

@@ -94,10 +94,10 @@ function pipelineTable() {
   const letter = { F: "F", R: "R", B: "B", BI: "I", BW: "W" };
   const rows = grid.names.map((name, row) => {
     const cells = grid.rows[row];
-    const words = cells.start.map((start, i) => `${cells.stage[i] ?? ""}${letter[cells.phase[i]]}${cells.part[i]}`);
+    const words = cells.start.map((start, i) => `${cells.stage[i] ?? ""}${letter[cells.phase[i]]}${cells.microbatch[i]}`);
     return { cells: [name, words.join(" ")] };
   });
-  return table([["devices"], ["in order: stage, pass, part", "code"]], rows);
+  return table([["devices"], ["in order: stage, pass, microbatch", "code"]], rows);
 }
 
 function instructionsTable() {

@@ -74,7 +74,7 @@ function timelineView() {
       reached = x + width;
       const inset = width > 4 ? 0.5 : 0;
       context.globalAlpha = dimmed(number, place) ? 0.13 : 1;
-      const colour = ink(program.phase[place], program.partAt(place));
+      const colour = ink(program.phase[place], program.microbatchAt(place));
       box(context, x + inset, y, width - 2 * inset, BAR, colour);
       if (width > 26) barText(scene, program, place, x, y, width, colour);
       if (measured) markDifference(context, place, x, y, width);
@@ -100,9 +100,9 @@ function timelineView() {
     const { context } = scene;
     const low = Math.max(x, scene.left);
     const high = Math.min(x + width, scene.right);
-    const part = program.partAt(place);
+    const microbatch = program.microbatchAt(place);
     const word = caption(program, place);
-    const choices = [part ? `${word} · ${part}` : word, word, word.split(" ")[0]];
+    const choices = [microbatch ? `${word} · ${microbatch}` : word, word, word.split(" ")[0]];
     setFont(context, 11);
     const text = choices.find((choice) => context.measureText(choice).width + 8 <= high - low);
     if (!text) return;

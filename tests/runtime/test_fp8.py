@@ -1,0 +1,128 @@
+"""Products in fp8 under layouts and schedules: the numbers of plain PyTorch on one device that rounds alike."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper import Directive, at, place, precision, remat, replicate, split
+from piper.compiler import Program, compile
+from piper.ir.select import At
+from piper.launchers.launch import launcher
+from piper.runtime.debug.check import Report, check, numbers
+from piper.runtime.debug.reference import Reference
+from piper.schedules import one_f_one_b, zero_bubble
+from tests import zoo
+
+FP8 = precision(at(), "fp8")
+WIDTH, TOKENS = 12, 3
+
+
+class Net(nn.Module):
+    """Two stages on tokens, the second of which has its samples on the second axis, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.square = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            x = torch.tanh(self.stages[1](torch.relu(self.stages[0](x))))
+        with piper.annotate("PP"):
+            x = torch.relu(self.stages[2](x.transpose(0, 1)) @ self.square).transpose(0, 1)
+            y: Tensor = self.head(torch.tanh(self.stages[3](x)))
+        return y
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def data() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(8, TOKENS, WIDTH, generator=draw) for _ in range(2)]
+    return [{"x": x, "y": x.sum(-1, keepdim=True)} for x in batches]
+
+
+def job(*strategy: Directive, **changes: object) -> piper.Job:
+    plain = piper.Job(model=Net, loss=loss, data=data, strategy=strategy, precision="fp64")
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def checked(program: Program, on: str = "inline", tol: float = 1e-9, **more: object) -> Report:
+    return check(program, lambda started, options: launcher(started, on, options), data(), tol, **more)  # type: ignore[arg-type]
+
+
+def pairs(zero: int) -> list[Directive]:
+    """Two stages, each on two replicas, as halves of backwards."""
+    stages = [replicate(at(PP=stage), [2 * stage, 2 * stage + 1], zero=zero) for stage in range(2)]
+    return [*stages, split(at(), parts=2), *zero_bubble(2, 2)]
+
+
+def test_a_composed_layout_has_the_numbers_of_one_device() -> None:
+    report = checked(compile(job(*pairs(3), FP8)))
+    assert report.ok and report.notes == (), report
+    assert report.max_grad_diff < 1e-12
+
+
+def test_the_numbers_are_not_those_without_fp8() -> None:
+    plain = compile(job())
+    narrow = compile(job(precision(at(PP=0), "fp8")), captured=plain)
+    wanted = list(numbers(Reference(plain), data()))
+    report = checked(narrow, wanted=wanted)
+    assert not report.ok and 1e-4 < report.max_loss_diff < 0.1
+    own = list(numbers(Reference(narrow), data()))
+    assert own[0].loss != wanted[0].loss
+
+
+LAYOUTS: dict[str, Sequence[Directive]] = {
+    "one device": (),
+    "microbatches": (split(at(), parts=4),),
+    **{f"zero {level}": pairs(level) for level in range(3)},
+    "fewer devices later": (place(at(PP=0), [0, 1]), place(at(PP=1), [2]), split(at(), parts=2)),
+    "more devices later": (place(at(PP=0), [0]), place(at(PP=1), [1, 2]), split(at(), parts=2)),
+    "recomputed": (remat(at(), 0.25, across="PP"), split(at(), parts=2)),
+    "budget": (remat(at(), 0.0), split(at(), parts=2)),
+    "1f1b": (place(at(PP=0), [0]), place(at(PP=1), [1]), split(at(), parts=4), *one_f_one_b(2, 4)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("where", [at(), at(PP=1)], ids=["all", "one stage"])
+def test_every_layout_has_the_numbers_of_one_device(layout: str, where: At) -> None:
+    report = checked(compile(job(*LAYOUTS[layout], precision(where, "fp8"))))
+    assert report.ok and report.notes == (), report
+
+
+@pytest.mark.slow
+def test_processes_and_compiled_code_agree(tmp_path: Path) -> None:
+    assert checked(compile(job(*pairs(3), FP8)), on="local").ok
+    compiled = compile(job(split(at(), parts=2), FP8), compile=True, cache=tmp_path)
+    assert checked(compiled).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decoder", "moe", "qwen3_hf"])
+def test_models_have_the_numbers_of_one_device(name: str) -> None:
+    case = zoo.case(name)
+    batches = [case.batch(8, seed) for seed in range(2)]
+    asked = piper.Job(
+        model=case.model, loss=case.loss, data=lambda: batches, strategy=[split(at(), parts=2), FP8]
+    )
+    program = compile(replace(asked, precision="fp64"))
+    assert sum(len(chunk.products) for chunk in program.outline.chunks if chunk.precision) > 4
+    report = check(program, lambda started, options: launcher(started, "inline", options), batches)
+    assert report.ok, report
+
+
+def test_a_job_in_bf16_trains() -> None:
+    with piper.launch(compile(job(FP8, precision="bf16"), device="cpu"), on="inline") as run:
+        first, *_, last = (run.step(data()[0]).loss for _ in range(4))
+    assert last < first
