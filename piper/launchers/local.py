@@ -36,6 +36,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
     ) -> None:
         super().__init__(program, options)
         self.forks, self.versions, self.protects = forks, versions, versions is not None
+        self.places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
         self.shares = program.device == "cuda" and crowded(len(self.devices))
 
     def connect(
@@ -56,9 +57,10 @@ class LocalWorkerGroup(SocketWorkerGroup):
     def assignment(
         self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
     ) -> Assignment:
+        place = self.devices.index(device)
         return Assignment(
             device=device,
-            local=self.devices.index(device),
+            local=place if self.places is None else self.places[place],
             store=StoreAddress(host=LOOPBACK, port=self.store.port, own=LOOPBACK),
             options=self.options,
             setup=setup,

@@ -357,6 +357,10 @@ class RayStarter:
         self.nodes = {device: location.node for device, location in group.locations.items()}
         return run
 
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on, on any bundles that live."""
+        self.program, self.versions, self.devices, self.packed = program, versions, len(places), None
+
     def _bundles(self) -> list[int]:
         """Return a bundle for each device that lies on a node that lives. Ray moves lost ones if it can.
 

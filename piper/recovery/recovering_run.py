@@ -148,7 +148,7 @@ class RecoveringRun(Trains):
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
         version = self.versions.newest()
         path, first = self.begun
-        fresh = version is None and self.done == first
+        fresh = version is None and self._held(first)
         if not fresh and (version is None or not self._held(version)):
             self._start_from_disk()
             return
@@ -377,6 +377,7 @@ def recovering(
     disk: Disk | None = None,
     spares: int = 0,
     kept: Kept | None = None,
+    make: Callable[..., RecoveringRun] = RecoveringRun,
 ) -> Iterator[RecoveringRun]:
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
@@ -388,7 +389,7 @@ def recovering(
         held.callback(versions.close)
         starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
         held.callback(starter.close)
-        run = RecoveringRun(
+        run = make(
             program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk
         )
         held.callback(run.close)

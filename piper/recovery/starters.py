@@ -1,6 +1,6 @@
 """Start the workers of a program again and again, from what stays when workers end."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +43,9 @@ class Starter(Protocol):
     def start(self, options: Options) -> Recoverable:
         """Start all workers."""
 
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on; `places`: the accelerator of each device."""
+
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""
 
@@ -60,6 +63,10 @@ class InlineStarter:
         """Start all workers."""
         return InlineRun(self.program, options, self.versions.files)
 
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on."""
+        self.program, self.versions = program, versions
+
     def expect(self, run: Recoverable, stall: float) -> None:
         """Do nothing: waits of threads have the timeout that they began with."""
 
@@ -74,6 +81,7 @@ class LocalStarter:
         """Prepare to start workers. forks: of a supervisor. None: it starts its own fork server."""
         self.program, self.versions = program, versions
         self.forks = forks
+        self.places: Sequence[int] | None = None
         self.packed: bytes | None = None
         self.group: LocalWorkerGroup | None = None
 
@@ -83,7 +91,7 @@ class LocalStarter:
             self._drop()
         self.forks = self.forks or ForkServer()
         group = self.group = LocalWorkerGroup(self.program, options, self.forks, self.versions.files)
-        group.packed = self.packed
+        group.packed, group.places = self.packed, self.places
         try:
             run = group.start()
         except OSError as error:  # the fork server went while it was asked
@@ -102,6 +110,10 @@ class LocalStarter:
             raise
         self.packed = group.packed
         return run
+
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on; `places`: the accelerator of each device."""
+        self.program, self.versions, self.places, self.packed = program, versions, places, None
 
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""

@@ -1,0 +1,148 @@
+"""A run that goes on with fewer devices when one is lost for good, and with more when they are back.
+
+A device is lost for good when its process is lost and no retry is left, or when it is lost a second time at
+the same instruction of the same step. Exceptions are no loss of a device: they would come on others too.
+After `REFILL` good steps all devices are tried again.
+
+The newest version in memory is written as a checkpoint, into memory too, and the workers of the other layout
+load it: what reads checkpoints reads any layout.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import rmtree
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
+from piper.launchers.base import StepResult
+from piper.launchers.driver import devices_of
+from piper.launchers.transport.shared_memory import MEMORY
+from piper.launchers.transport.versions import Versions
+from piper.recovery.flushing import write_version
+from piper.recovery.recovering_run import REFILL, RecoveringRun
+from piper.recovery.run_events import Event, failure
+from piper.recovery.stragglers import Stragglers
+from piper.runtime.setup import ProgramLike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How many devices an elastic job may have, and its program for each number."""
+
+    fewest: int
+    most: int
+    program: Callable[[int], ProgramLike]  # raises an error if the strategy has none for so many devices
+
+
+class ElasticRun(RecoveringRun):
+    """A run whose number of devices can change between steps."""
+
+    shrunk = False  # a device was lost; all of them are tried again later
+    folder: Path | None = None  # of the state that moves to another layout
+
+    def __init__(self, *given: Any, sizes: Sizes, **more: Any) -> None:  # noqa: ANN401  as its base has them
+        """Prepare a run that begins with all devices."""
+        super().__init__(*given, **more)
+        self.sizes = sizes
+        self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch. Try all devices first, if it is time to."""
+        if self.shrunk and self.good >= REFILL:
+            self.resize(self.sizes.most)
+            self.left = self.good = 0  # a device that fails soon has not come back
+        result = super().step(batch)
+        self._drop()  # there is a version in the new layout now
+        return result
+
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, with the same state and global batch. Call it between steps."""
+        if devices == len(self.places):
+            return
+        if not self.sizes.fewest <= devices <= self.sizes.most:
+            raise ConfigError(
+                f"the run cannot go on with {devices} devices",
+                by="resize",
+                facts={"elastic": f"{self.sizes.fewest} to {self.sizes.most} devices"},
+                hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
+            )
+        program, before = self.sizes.program(devices), len(self.places)
+        self._call(lambda run: run.protect())
+        self._end()
+        self.failed_at, self.phases = monotonic(), {}
+        self._move(program, range(devices))
+        self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
+        self.shrunk = False
+        self._call(lambda run: None)
+
+    def _move(self, program: ProgramLike, places: Sequence[int]) -> None:
+        """Take another program from the newest version on. No worker may run."""
+        version = self.versions.newest()
+        assert version is not None, "the caller has looked"
+        folder = Path(tempfile.mkdtemp(prefix="piper-resize-", dir=MEMORY if MEMORY.is_dir() else None))
+        write_version(self.program, self.versions, version, folder / "state", unread=self.unread, data=None)
+        self._drop()
+        self.folder, self.begun = folder, (folder / "state", version)
+        self.versions.close()
+        self.versions, self.protected = Versions(program.plans), False
+        self.starter.use(program, self.versions, places)
+        self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
+        self.options = replace(self.options, blank=True)
+
+    def _failed(self, error: WorkerError | LaunchError) -> None:
+        """End all workers. Go on without the device that is lost for good, or raise the error."""
+        try:
+            super()._failed(error)
+        except (WorkerError, LaunchError):
+            if not self._shrink(error):
+                raise
+
+    def _shrink(self, error: WorkerError | LaunchError) -> bool:
+        """Return whether the run can go on with fewer devices, and prepare it."""
+        device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
+        version = self.versions.newest()
+        raised = isinstance(error, WorkerError) and error.kind == "error"
+        if raised or device is None or version is None or not self._held(version):
+            return False
+        found = self._smaller()
+        if found is None:
+            return False
+        before, left = len(self.places), [place for n, place in enumerate(self.places) if n != device]
+        self.left, self.last, self.shrunk = self.retries, None, True
+        self.notify(failure(error, self.at, self.left))
+        size = len(devices_of(found.plans))
+        self._move(found, left[:size])
+        self.notify(resized(self.at, before, size, f"device {device} is lost"))
+        return True
+
+    def _smaller(self) -> ProgramLike | None:
+        """Return the program of the largest smaller size that the strategy has. None: there is none."""
+        for size in range(len(self.places) - 1, self.sizes.fewest - 1, -1):
+            try:
+                return self.sizes.program(size)
+            except (ConfigError, ScheduleError):
+                continue  # a number of devices by which the batch does not divide, for example
+        return None
+
+    def _drop(self) -> None:
+        """Give back the memory of a state that has moved."""
+        if self.folder is not None and (self.run is None or self.protected):
+            rmtree(self.folder)
+            self.folder = None
+
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+        super().close()
+        self._drop()
+        self.versions.close()
+
+
+def resized(step: int, before: int, after: int, why: str) -> Event:
+    """Return the event of a run that goes on with another number of devices."""
+    what = f"going on with {after} {'device' if after == 1 else 'devices'} instead of {before}: {why}"
+    return Event(event="resize", step=step, what=what)

@@ -1,0 +1,235 @@
+"""Elastic jobs: 4 -> 2 -> 4 devices while training, equal to one device in fp64."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import cleandoc
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper.compiler import Program, compile, resized
+from piper.errors import ConfigError, ScheduleError, WorkerError
+from piper.launchers.base import StepResult
+from piper.launchers.driver import devices_of
+from piper.launchers.inline import InlineRun
+from piper.recovery.elastic import ElasticRun, Sizes
+from piper.recovery.recovering_run import recovering
+from piper.recovery.run_events import Event
+from piper.recovery.starters import InlineStarter, Starter
+from piper.runtime.worker import Options
+from tests import plain
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("PP"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def strategy(devices: Sequence[int]) -> list[piper.Directive]:
+    """Two stages of replicas: the parameters lie elsewhere in each size."""
+    half = len(devices) // 2
+    return [
+        piper.replicate(piper.at(PP=0), devices[:half], zero=3),
+        piper.replicate(piper.at(PP=1), devices[half:], zero=1),
+        piper.split(piper.at(), parts=2),
+    ]
+
+
+def batches(steps: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [{"x": torch.randn(8, 8, generator=generator, dtype=torch.float64)} for _ in range(steps)]
+
+
+def job(**changes: object) -> piper.Job:
+    fields: dict[str, object] = {
+        "model": Net,
+        "loss": lambda model, batch: (model(batch["x"]) - batch["x"]).square().mean(),
+        "data": lambda: batches(100),
+        "strategy": strategy,
+        "elastic": (2, 4),
+        "precision": "fp64",
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.05),
+    }
+    return piper.Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return compile(job())
+
+
+@pytest.fixture(scope="module")
+def sizes(program: Program) -> Sizes:
+    made = {4: program, 2: resized(program, 2)}
+
+    def find(size: int) -> Program:
+        if size not in made:
+            raise ConfigError("no", by="test", hint="none")
+        return made[size]
+
+    return Sizes(fewest=2, most=4, program=find)
+
+
+@contextmanager
+def running(
+    program: Program, sizes: Sizes, events: list[Event], on: str = "inline", retries: int = 1
+) -> Iterator[ElasticRun]:
+    make = partial(ElasticRun, sizes=sizes)
+    with recovering(program, on, Options(), retries=retries, notify=events.append, make=make) as run:
+        assert isinstance(run, ElasticRun)
+        yield run
+
+
+def cycles(run: ElasticRun, count: int, each: int) -> list[float]:
+    """Train `each` steps in each size, over and over. Parameters move without a changed bit."""
+    losses, given = [], iter(batches(2 * count * each))
+    for size in (4, 2) * count:
+        before = run.state_dict()
+        run.resize(size)
+        assert all(torch.equal(value, before[name]) for name, value in run.state_dict().items())
+        losses += [run.step(next(given)).loss for _ in range(each)]
+    return losses
+
+
+def assert_plain(losses: list[float], state: Mapping[str, Tensor]) -> None:
+    made = job()
+    wanted = plain.train(Net, made.loss, batches(len(losses)), optimizer=made.optimizer)  # type: ignore[arg-type]
+    assert max(abs(got - want) for got, want in zip(losses, wanted.losses, strict=True)) < 1e-9
+    assert plain.largest_difference(wanted.state, state) < 1e-9
+
+
+def memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("piper-resize-*")}
+
+
+def test_four_devices_two_and_four_again(program: Program, sizes: Sizes) -> None:
+    events: list[Event] = []
+    with running(program, sizes, events) as run:
+        assert_plain(cycles(run, 2, 2), run.state_dict())
+    assert [(e.event, e.step, e.what) for e in events if e.event == "resize"] == [
+        ("resize", 2, "going on with 2 devices instead of 4: as asked"),
+        ("resize", 4, "going on with 4 devices instead of 2: as asked"),
+        ("resize", 6, "going on with 2 devices instead of 4: as asked"),
+    ]
+    assert [e.event for e in events] == ["resize", "recovery"] * 3
+
+
+@dataclass
+class Broken:
+    """A starter whose device 1 is lost in every third step, where there are four devices."""
+
+    starter: InlineStarter
+    starts: list[int] = field(default_factory=list)
+
+    def start(self, options: Options) -> InlineRun:
+        run = self.starter.start(options)
+        self.starts.append(len(devices_of(run.program.plans)))
+        steps, step = count(1), run.step
+
+        def fail(batch: Mapping[str, Tensor]) -> StepResult:
+            if next(steps) == 3 and self.starts[-1] == 4:
+                error = WorkerError("the process was killed by SIGKILL", by="device 1", hint="none")
+                error.kind, error.device, error.place = "dead", 1, len(self.starts)
+                raise error
+            return step(batch)
+
+        run.step = fail  # type: ignore[method-assign]
+        return run
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.starter, name)
+
+
+def test_a_device_that_is_lost_for_good(
+    program: Program, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No retry is left, and three devices have no program: two go on, and later all four are tried."""
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    events: list[Event] = []
+    with running(program, sizes, events) as run:
+        broken = Broken(cast(InlineStarter, run.starter))
+        run.starter, run.run = cast(Starter, broken), None
+        losses = [run.step(batch).loss for batch in batches(12)]
+        assert_plain(losses, run.state_dict())
+        assert broken.starts == [4, 4, 2, 4, 2] and [*run.places] == [0, 2]
+    assert [(e.event, e.step, e.left) for e in events if e.event != "recovery"] == [
+        ("failure", 3, 0), ("failure", 5, 1), ("resize", 5, None), ("resize", 8, None),
+        ("failure", 11, 1), ("resize", 11, None),
+    ]  # fmt: skip
+
+
+def test_an_exception_is_no_loss_of_a_device(program: Program, sizes: Sizes) -> None:
+    events: list[Event] = []
+    with running(program, sizes, events, retries=0) as run:
+        error = WorkerError("broken", by="device 1", hint="none")
+        error.kind, error.device = "error", 1
+        with pytest.raises(WorkerError):
+            run._failed(error)
+    assert events == []
+
+
+def test_a_size_outside(program: Program, sizes: Sizes) -> None:
+    with running(program, sizes, []) as run, pytest.raises(ConfigError) as caught:
+        run.resize(5)
+    assert str(caught.value) == cleandoc("""
+        resize: the run cannot go on with 5 devices
+          elastic: 2 to 4 devices
+          hint:    choose a number in this range, or widen it: piper.Job(elastic=...)
+    """)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"elastic": None},
+            "strategy is a function of the devices, and elastic does not say how many there are",
+        ),
+        ({"elastic": (4, 2)}, "elastic=(4, 2)"),
+        ({"elastic": (0, 2)}, "elastic=(0, 2)"),
+        ({"elastic": 4}, "elastic=4"),
+        ({"strategy": ()}, "elastic=(2, 4), and the strategy is tuple, for fixed devices"),
+    ],
+)
+def test_jobs_that_cannot_be(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(**changes)
+    assert caught.value.what == said
+
+
+def test_strategies_that_cannot_be() -> None:
+    other = job(strategy=lambda devices: [piper.place(piper.at(), [0, 7])])
+    with pytest.raises(ConfigError) as caught:
+        compile(other)
+    assert caught.value.what == "strategy[0] is over devices 0,7"
+    assert caught.value.hint == "use the devices that the function is given: 0-3"
+    with pytest.raises(ConfigError) as caught:
+        compile(job(strategy=lambda devices: devices[9]))
+    assert caught.value.what == "the strategy failed: IndexError: tuple index out of range"
+    with pytest.raises(ScheduleError) as uneven:
+        compile(job(elastic=(1, 3), strategy=lambda devices: [piper.replicate(piper.at(), devices)]))
+    assert uneven.value.what == "8 samples do not divide into 3 equal pieces"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize(("on", "count"), [("inline", 50), ("local", 4)])
+def test_fifty_cycles(program: Program, sizes: Sizes, on: str, count: int) -> None:
+    before = memory()
+    with running(program, sizes, [], on) as run:
+        assert_plain(cycles(run, count, 1), run.state_dict())
+    assert memory() == before
