@@ -113,7 +113,8 @@ class LocalStarter:
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
-        self.program, self.versions, self.places, self.packed = program, versions, places, None
+        self.program, self.versions, self.places = program, versions, places
+        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
 
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""

@@ -36,6 +36,9 @@ class Ended:
     answer: bytes  # what it has returned. Empty: nothing
 
 
+Ends = SimpleQueue[Ended | BaseException]
+
+
 class Supervisor:
     """Runs one driver after another, and passes signals on to the one that runs.
 
@@ -50,19 +53,20 @@ class Supervisor:
 
     def run(self, act: Callable[[], bytes]) -> Ended:
         """Return how a process ended that calls a function and returns its bytes."""
-        ends: SimpleQueue[Ended | BaseException] = SimpleQueue()
         sys.stdout.flush()  # else what is left to write there is written by both
         sys.stderr.flush()
         with self._passing() as handlers:
-            thread = threading.Thread(
-                target=self._fork, args=(act, handlers, ends), name="driver", daemon=True
-            )
-            thread.start()
-            found = ends.get()
-            thread.join()
+            found = self.start(act, handlers).get()
         if isinstance(found, BaseException):
             raise found
         return found
+
+    def start(self, act: Callable[[], bytes], handlers: Handlers) -> Ends:
+        """Start a process that calls a function, with these handlers of signals. Its end comes in a queue."""
+        ends: Ends = SimpleQueue()
+        args = (act, handlers, ends)
+        threading.Thread(target=self._fork, args=args, name="driver", daemon=True).start()
+        return ends
 
     @contextmanager
     def _passing(self) -> Iterator[Handlers]:
@@ -101,7 +105,7 @@ class Supervisor:
         self,
         act: Callable[[], bytes],
         handlers: Handlers,
-        ends: SimpleQueue[Ended | BaseException],
+        ends: Ends,
     ) -> None:
         """Fork a driver and wait for its end."""
         file = nameless_file(0)

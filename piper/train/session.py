@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from piper.train.outcome import Outcome, RunSummary
 from piper.train.profiling import check_profile, profile_of, save_profile
 from piper.train.run_folder import Metrics, choose, claim, measures, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
+from piper.train.sizes import Programs, SizeFile
 from piper.train.supervised import Driver, supervise, supervises
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
@@ -147,12 +148,14 @@ def train_program(
             interrupts(preempting, asked.grace - reserve(asked, run)) as interrupted,
         ):
             evaluations = held.enter_context(Evaluations(folder, done))
+            size_file = SizeFile(folder, console.print)
 
             def after(step: int, result: Result) -> None:
                 evaluated = run.after_step(step, cast(StepResult, result), job.steps)
                 if evaluated is not None:
                     evaluations.write(step, evaluated)
                     console.print(evaluation_line(step, evaluated))
+                size_file.obey(run)
 
             course = Course(
                 done=done,
@@ -221,6 +224,7 @@ def begin(
     return Begun(first=done, done=done, trainer=trainer)
 
 
+@contextmanager
 def started(
     program: Program,
     folder: Path,
@@ -228,21 +232,30 @@ def started(
     options: Options,
     notify: EventLog,
     kept: Kept | None = None,
-) -> AbstractContextManager[Run]:
-    """Return the launcher of a run: one that recovers, where it can and is to."""
-    if recovering_asked(asked):
-        return recovering(
-            program,
-            asked.on,
-            options,
-            retries=asked.retries,
-            stall=asked.stall,
-            notify=notify,
-            disk=disk_of(folder, program.job),
-            spares=asked.spares,
-            kept=kept,
+) -> Iterator[Run]:
+    """Start a run, one that recovers if it can and is to, and end it with the block."""
+    with ExitStack() as held:
+        if not recovering_asked(asked):
+            yield held.enter_context(launcher(program, asked.on, options))
+            return
+        programs = Programs(program)
+        held.callback(programs.close)
+        run = held.enter_context(
+            recovering(
+                program,
+                asked.on,
+                options,
+                retries=asked.retries,
+                stall=asked.stall,
+                notify=notify,
+                disk=disk_of(folder, program.job),
+                spares=asked.spares,
+                kept=kept,
+                make=programs.run,
+            )
         )
-    return launcher(program, asked.on, options)
+        programs.prepare()
+        yield run
 
 
 def recovering_asked(asked: TrainOptions) -> bool:
