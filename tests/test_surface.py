@@ -79,6 +79,7 @@ def test_job_fields() -> None:
         "checkpoint",
         "evaluate",
         "callbacks",
+        "elastic",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]

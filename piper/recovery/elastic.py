@@ -8,6 +8,7 @@ The newest version in memory is written as a checkpoint, into memory too, and th
 load it: what reads checkpoints reads any layout.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,11 @@ from piper.recovery.run_events import Event, failure
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 
+MOVED = "piper-resize-"  # begins the names of folders in which a state moves
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ElasticRange:
     """How many devices an elastic job may have, and its program for each number."""
 
     fewest: int
@@ -45,11 +48,13 @@ class ElasticRun(RecoveringRun):
     shrunk = False  # a device was lost; all of them are tried again later
     folder: Path | None = None  # of the state that moves to another layout
 
-    def __init__(self, *given: Any, sizes: Sizes, **more: Any) -> None:  # noqa: ANN401  as its base has them
+    def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
         """Prepare a run that begins with all devices."""
         super().__init__(*given, **more)
         self.sizes = sizes
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
+        self.memory: Sequence[Versions] = ()  # two, in turn, whose files outlive this process. None: its own
+        self.turn = 0
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
@@ -78,21 +83,42 @@ class ElasticRun(RecoveringRun):
         self._move(program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = False
-        self._call(lambda run: None)
+        self._call(self._protect)
+
+    def take(self, size: int, turn: int) -> None:
+        """Begin with another size, in which a driver before this one has left the state."""
+        if (size, turn) != (len(self.places), self.turn):
+            self._use(self.sizes.program(size), range(size), turn)
 
     def _move(self, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from the newest version on. No worker may run."""
         version = self.versions.newest()
         assert version is not None, "the caller has looked"
-        folder = Path(tempfile.mkdtemp(prefix="piper-resize-", dir=MEMORY if MEMORY.is_dir() else None))
+        where = MEMORY if MEMORY.is_dir() else None
+        folder = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
         write_version(self.program, self.versions, version, folder / "state", unread=self.unread, data=None)
         self._drop()
         self.folder, self.begun = folder, (folder / "state", version)
-        self.versions.close()
-        self.versions, self.protected = Versions(program.plans), False
+        self._use(program, places, 1 - self.turn)
+        self.versions.forget(lambda step: True)
+        self.protected = False
+        self.options = replace(self.options, blank=True)
+
+    def _use(self, program: ProgramLike, places: Sequence[int], turn: int) -> None:
+        """Take another program and the memory of its versions. No worker may run."""
+        if self.versions not in self.memory:
+            self.versions.close()
+        self.versions, self.turn = Versions(program.plans), turn
+        if self.memory:
+            files = self.memory[turn].descriptors
+            self.versions.close()
+            self.versions.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
         self.starter.use(program, self.versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
-        self.options = replace(self.options, blank=True)
+
+    def _unchanged(self, first: int) -> bool:
+        """Return whether the state that has moved here, with steps repeated, leads to the next step."""
+        return self._held(first) if self.folder is not None else super()._unchanged(first)
 
     def _failed(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Go on without the device that is lost for good, or raise the error."""
@@ -146,3 +172,9 @@ def resized(step: int, before: int, after: int, why: str) -> Event:
     """Return the event of a run that goes on with another number of devices."""
     what = f"going on with {after} {'device' if after == 1 else 'devices'} instead of {before}: {why}"
     return Event(event="resize", step=step, what=what)
+
+
+def clear(process: int) -> None:
+    """Remove the state that a process was moving when it was killed."""
+    for folder in MEMORY.glob(f"{MOVED}{process}-*"):
+        rmtree(folder, ignore_errors=True)

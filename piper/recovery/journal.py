@@ -18,6 +18,7 @@ from piper.errors import ConfigError
 from piper.launchers.base import StepResult
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.shared_memory import nameless_file
+from piper.recovery.elastic import ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
 
 HEAD = struct.Struct("=qq")  # the number of the note, or 0 while it is written, and its bytes
@@ -44,6 +45,7 @@ class Progress:
     good: int  # steps since the last failure
     results: Mapping[int, StepResult]  # of the last steps
     options: Mapping[int, list[tuple[int, str, float]]]  # of the optimizer, that were set, by step
+    size: tuple[int, int] | None  # of an elastic run: its devices, and which of two memories it uses
     saving: tuple[int, str, int | None] | None  # the step, the path and the `keep` of a save under way
     states: object  # encoded: positions of the data by step, states of callbacks, the data of the save
 
@@ -110,6 +112,7 @@ class Journal:
                 good=run.good,
                 results={step: run.results[step] for step in [*run.results][-KEPT:]},
                 options=run.set_after,
+                size=(len(run.places), run.turn) if isinstance(run, ElasticRun) else None,
                 saving=None if saving is None else (saving.step, str(saving.path), saving.keep),
                 states=encoded,
             )

@@ -9,7 +9,7 @@ state, the batch and the step's number, so it gives the same bits again. That is
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -21,12 +21,11 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
 from piper.launchers.checkpointing import with_states
-from piper.launchers.transport.fork_server import ForkConnection
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retrying import Disk, Failed, Saving, failed, no_version
 from piper.recovery.run_events import Event, Notify, failure, mismatch
-from piper.recovery.starters import Recoverable, Starter, starter_of
+from piper.recovery.starters import Kept, Recoverable, Starter, starter_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -148,7 +147,7 @@ class RecoveringRun(Trains):
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
         version = self.versions.newest()
         path, first = self.begun
-        fresh = version is None and self._held(first)
+        fresh = version is None and self._unchanged(first)
         if not fresh and (version is None or not self._held(version)):
             self._start_from_disk()
             return
@@ -188,6 +187,10 @@ class RecoveringRun(Trains):
                 self._set_again(self.run, step)
         self.source = str(path)
         self._recovered(found.step)
+
+    def _unchanged(self, first: int) -> bool:
+        """Return whether the state that the run began with, after step `first`, leads to the next step."""
+        return self.done == first
 
     def _held(self, version: int) -> bool:
         """Return whether the batches of the steps after a version are all held."""
@@ -354,15 +357,6 @@ class RecoveringRun(Trains):
         if self.run is not None:
             run, self.run = self.run, None
             run.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What outlives a driver, and how a run goes on where the driver before it was."""
-
-    versions: Versions
-    forks: ForkConnection
-    take_over: Callable[[RecoveringRun], None]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Start the workers of a program again and again, from what stays when workers end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -51,6 +52,15 @@ class Starter(Protocol):
 
     def close(self) -> None:
         """End what outlives workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What outlives a driver, and how a run goes on where the driver before it was."""
+
+    versions: Versions
+    forks: ForkConnection
+    take_over: Callable[..., None]  # is given the run before it starts
 
 
 class InlineStarter:

@@ -20,13 +20,15 @@ from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher, recovers
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
-from piper.recovery.recovering_run import Kept, RecoveringRun, recovering
+from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
+from piper.recovery.starters import Kept
 from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
+from piper.train.elastic_programs import Programs, SizeFile
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.event_log import EventLog
 from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
@@ -38,7 +40,6 @@ from piper.train.outcome import Outcome, RunSummary
 from piper.train.profiling import check_profile, profile_of, save_profile
 from piper.train.run_folder import Metrics, choose, claim, measures, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
-from piper.train.sizes import Programs, SizeFile
 from piper.train.supervised import Driver, supervise, supervises
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most

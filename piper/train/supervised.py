@@ -26,10 +26,12 @@ from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.versions import Versions
+from piper.recovery.elastic import ElasticRun, clear
 from piper.recovery.journal import Journal, Progress, states_of
-from piper.recovery.recovering_run import Kept, RecoveringRun
+from piper.recovery.recovering_run import RecoveringRun
 from piper.recovery.retrying import Saving
 from piper.recovery.run_events import failure
+from piper.recovery.starters import Kept
 from piper.recovery.supervisor import Ended, Supervisor
 from piper.train.event_log import EventLog
 from piper.train.interrupt import PreemptedError
@@ -41,7 +43,7 @@ from piper.train.outcome import Outcome
 class Driver:
     """The place of one driver in a run."""
 
-    versions: Versions
+    memory: tuple[Versions, Versions]  # an elastic run uses them in turn, any other the first
     journal: Journal
     forks: ForkConnection
     left: int  # retries
@@ -51,18 +53,22 @@ class Driver:
     def kept(self, feed: Feed, positions: dict[int, object]) -> Kept:
         """Return what outlives this driver. positions: of the data by step, which are filled in."""
         take = partial(self.take_over, feed=feed, positions=positions)
-        return Kept(versions=self.versions, forks=self.forks, take_over=take)
+        return Kept(versions=self.memory[0], forks=self.forks, take_over=take)
 
     def take_over(self, run: RecoveringRun, feed: Feed, positions: dict[int, object]) -> None:
         """Let a run and its data go on where the driver before it was."""
         run.left, run.failed_at = self.left, self.failed_at
         progress = self.progress
+        if isinstance(run, ElasticRun):
+            run.memory = self.memory
+            if progress is not None and progress.size is not None:
+                run.take(*progress.size)
         if progress is None:
-            self.versions.forget(lambda step: True)
+            run.versions.forget(lambda step: True)
             return
         found, callbacks, data = states_of(progress)
         positions |= found
-        self.versions.forget(lambda step: step > progress.done)
+        run.versions.forget(lambda step: step > progress.done)
         begun = self.journal.beginning()
         run.begun, run.unread, run.results = (None, begun.done), dict(begun.unread), dict(progress.results)
         run.set_after = {step: [*options] for step, options in progress.options.items()}
@@ -70,7 +76,7 @@ class Driver:
             step, path, keep = progress.saving
             run.saving = Saving(step=step, path=Path(path), data=data, keep=keep)
         run.resumed(Resumed(step=progress.done, callbacks=callbacks))
-        version = self.versions.newest()
+        version = run.versions.newest()
         first = version if version in positions else progress.done
         assert first is not None
         feed.seek(first, cast("Mapping[str, object] | None", positions.get(first)))
@@ -156,8 +162,10 @@ def supervise(
     supervisor, left, failed_at, progress = Supervisor(), retries, None, None
     before: tuple[int, int] | None = None  # how and after which step the last driver ended
     with ExitStack() as held:
-        versions, journal, servers = Versions(program.plans), Journal(), [ForkServer()]
-        held.callback(versions.close)
+        memory = (Versions(program.plans), Versions(program.plans))
+        journal, servers = Journal(), [ForkServer()]
+        for versions in memory:
+            held.callback(versions.close)
         held.callback(journal.close)
         held.callback(lambda: servers[0].close())
         while True:
@@ -166,7 +174,7 @@ def supervise(
                 servers[0] = ForkServer()
             forks = servers[0].lend()
             driver = Driver(
-                versions=versions,
+                memory=memory,
                 journal=journal,
                 forks=forks,
                 left=left,
@@ -179,6 +187,7 @@ def supervise(
                 return result(ended, folder)
             if supervisor.asked:
                 raise PreemptedError if supervisor.preempted else KeyboardInterrupt
+            clear(ended.process)
             progress, failed_at = journal.progress(), monotonic()
             done = 0 if progress is None else progress.done
             if progress is not None and (before is None or before[1] != done):

@@ -1,5 +1,9 @@
 """Elastic jobs: 4 -> 2 -> 4 devices while training, equal to one device in fp64."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,16 +18,19 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.compiler import Program, compile, resized
+from piper.compiler import Program, compile, strategy_of
 from piper.errors import ConfigError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
 from piper.launchers.inline import InlineRun
-from piper.recovery.elastic import ElasticRun, Sizes
+from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import recovering
 from piper.recovery.run_events import Event
 from piper.recovery.starters import InlineStarter, Starter
+from piper.recovery.supervisor import Ended
+from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.train.elastic_programs import Programs, SentProgram, SizeFile
 from tests import plain
 
 
@@ -73,20 +80,29 @@ def program() -> Program:
 
 
 @pytest.fixture(scope="module")
-def sizes(program: Program) -> Sizes:
-    made = {4: program, 2: resized(program, 2)}
+def programs(program: Program) -> Iterator[Programs]:
+    """Those of fewer devices are compiled in another process."""
+    made = Programs(program)
+    made.prepare()
+    ended = made.ends.get(timeout=120)
+    assert isinstance(ended, Ended) and ended.code == 0
+    yield made
+    made.close()
 
-    def find(size: int) -> Program:
-        if size not in made:
+
+@pytest.fixture(scope="module")
+def sizes(programs: Programs) -> ElasticRange:
+    def find(size: int) -> ProgramLike:
+        if size == 3:
             raise ConfigError("no", by="test", hint="none")
-        return made[size]
+        return programs.program(size)
 
-    return Sizes(fewest=2, most=4, program=find)
+    return ElasticRange(fewest=2, most=4, program=find)
 
 
 @contextmanager
 def running(
-    program: Program, sizes: Sizes, events: list[Event], on: str = "inline", retries: int = 1
+    program: Program, sizes: ElasticRange, events: list[Event], on: str = "inline", retries: int = 1
 ) -> Iterator[ElasticRun]:
     make = partial(ElasticRun, sizes=sizes)
     with recovering(program, on, Options(), retries=retries, notify=events.append, make=make) as run:
@@ -116,7 +132,7 @@ def memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("piper-resize-*")}
 
 
-def test_four_devices_two_and_four_again(program: Program, sizes: Sizes) -> None:
+def test_four_devices_two_and_four_again(program: Program, sizes: ElasticRange) -> None:
     events: list[Event] = []
     with running(program, sizes, events) as run:
         assert_plain(cycles(run, 2, 2), run.state_dict())
@@ -155,7 +171,7 @@ class Broken:
 
 
 def test_a_device_that_is_lost_for_good(
-    program: Program, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+    program: Program, sizes: ElasticRange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No retry is left, and three devices have no program: two go on, and later all four are tried."""
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
@@ -172,7 +188,32 @@ def test_a_device_that_is_lost_for_good(
     ]  # fmt: skip
 
 
-def test_an_exception_is_no_loss_of_a_device(program: Program, sizes: Sizes) -> None:
+def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
+    found = programs.program(2)
+    assert isinstance(found, SentProgram) and [*devices_of(found.plans)] == [0, 1]
+    assert [directive.devices for directive in strategy_of(found.job)[:2]] == [(0,), (1,)]  # type: ignore[attr-defined]
+    assert found.evaluation(batches(1)[0]).plans.buckets.keys() == found.plans.buckets.keys()
+
+
+def test_a_file_asks_for_a_number_of_devices(program: Program, sizes: ElasticRange, tmp_path: Path) -> None:
+    said: list[str] = []
+    file = SizeFile(tmp_path, said.append)
+    with running(program, sizes, []) as run:
+        run.step(batches(1)[0])
+        found = []
+        for text in ("2\n", "2", "many", "9", "4"):
+            (tmp_path / "devices").write_text(text)
+            file.obey(run)
+            file.obey(run)
+            found.append(len(run.places))
+    assert found == [2, 2, 2, 2, 4]
+    assert [line.partition("\n")[0] for line in said] == [
+        f"warning: {tmp_path / 'devices'} asks for 'many', which is not a number of devices",
+        "warning: resize: the run cannot go on with 9 devices",
+    ]
+
+
+def test_an_exception_is_no_loss_of_a_device(program: Program, sizes: ElasticRange) -> None:
     events: list[Event] = []
     with running(program, sizes, events, retries=0) as run:
         error = WorkerError("broken", by="device 1", hint="none")
@@ -182,7 +223,7 @@ def test_an_exception_is_no_loss_of_a_device(program: Program, sizes: Sizes) -> 
     assert events == []
 
 
-def test_a_size_outside(program: Program, sizes: Sizes) -> None:
+def test_a_size_outside(program: Program, sizes: ElasticRange) -> None:
     with running(program, sizes, []) as run, pytest.raises(ConfigError) as caught:
         run.resize(5)
     assert str(caught.value) == cleandoc("""
@@ -228,8 +269,59 @@ def test_strategies_that_cannot_be() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 @pytest.mark.parametrize(("on", "count"), [("inline", 50), ("local", 4)])
-def test_fifty_cycles(program: Program, sizes: Sizes, on: str, count: int) -> None:
+def test_fifty_cycles(program: Program, sizes: ElasticRange, on: str, count: int) -> None:
     before = memory()
     with running(program, sizes, [], on) as run:
         assert_plain(cycles(run, count, 1), run.state_dict())
+    assert memory() == before
+
+
+RECIPE = """
+import os, time
+from pathlib import Path
+import torch
+import piper
+from piper.data import Samples
+from tests.recovery.test_elastic import Net, strategy
+
+class Asks(piper.callbacks.Callback):
+    def on_step(self, run, step, result):
+        if step in SIZES:
+            Path("RUN/devices").write_text(SIZES[step])
+        mark = Path(f"RUN/killed-{step}")
+        if step in (9, 14) and KILLS and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), 9)
+
+def job():
+    rows = [{"x": row} for row in torch.randn(50, 8, generator=torch.Generator().manual_seed(0))]
+    return piper.Job(
+        model=Net, loss=lambda model, batch: (model(batch["x"]) - batch["x"]).square().mean(),
+        data=lambda: Samples(rows, batch=8, seed=1), strategy=strategy, elastic=(2, 4), steps=20, callbacks=[Asks()],
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_drivers_of_a_run_that_changes_its_size_are_killed(tmp_path: Path) -> None:
+    """At two devices and at four again: the metrics of a run whose driver was never killed."""
+    before, found = memory(), {}
+    for name, kills in (("killed", "True"), ("whole", "False")):
+        text = RECIPE.replace("RUN", name).replace("KILLS", kills).replace("SIZES", '{6: "2", 12: "4"}')
+        (tmp_path / f"{name}.py").write_text(text)
+        words = [sys.executable, "-m", "piper", "train", f"{name}.py:job", "--on", "local", "--out", name]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=140, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [(m["step"], m["loss"], m["grad_norm"]) for m in lines]
+        events = [
+            json.loads(line)["event"] for line in (tmp_path / name / "events.jsonl").read_text().splitlines()
+        ]
+        again = ["failure", "recovery"] if kills == "True" else []
+        assert events == ["resize", "recovery", *again, "resize", "recovery", *again]
+    assert found["killed"] == found["whole"] and len(found["whole"]) == 20
     assert memory() == before

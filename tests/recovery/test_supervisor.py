@@ -101,7 +101,7 @@ def test_a_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
 
 def progress(done: int) -> Progress:
     return Progress(
-        done=done, ended=False, left=3, good=done, results={}, options={}, saving=None, states=None
+        done=done, ended=False, left=3, good=done, results={}, options={}, size=None, saving=None, states=None
     )
 
 

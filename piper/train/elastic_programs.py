@@ -23,9 +23,9 @@ from piper.launchers.base import Run
 from piper.launchers.messages import pack_setup, unpack_setup
 from piper.launchers.transport.shared_memory import nameless_file
 from piper.plan.plan import Plans
-from piper.recovery.elastic import ElasticRun, Sizes
+from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
-from piper.recovery.supervisor import PASSED, Supervisor
+from piper.recovery.supervisor import PASSED, Ends, Supervisor
 from piper.runtime.setup import Code, ProgramLike, Setup, setup_of
 
 PRIORITY = 19  # the lowest
@@ -87,21 +87,21 @@ class Programs:
         self.fewest, self.most = program.job.elastic or (0, 0)  # of a job that is not elastic there is one
         self.whole, self.made = program, dict[int, ProgramLike]({self.most: program})
         self.files: dict[int, int] = {}  # of programs that another process compiles
-        self.compiler = Supervisor()
+        self.compiler, self.ends = Supervisor(), Ends()
 
     @property
     def run(self) -> Callable[..., RecoveringRun]:
         """Return the class of the run."""
         if self.whole.job.elastic is None:
             return RecoveringRun
-        sizes = Sizes(fewest=self.fewest, most=self.most, program=self.program)
+        sizes = ElasticRange(fewest=self.fewest, most=self.most, program=self.program)
         return partial(ElasticRun, sizes=sizes)
 
     def prepare(self) -> None:
         """Begin to compile the programs of fewer devices in another process, which cannot capture on CUDA."""
         if self.whole.device == "cpu" and self.fewest < self.most:
             self.files = {size: nameless_file(LENGTH.size) for size in range(self.fewest, self.most)}
-            self.compiler.start(self._compile, {})
+            self.ends = self.compiler.start(self._compile, {})
 
     def _compile(self) -> bytes:
         os.nice(PRIORITY)
