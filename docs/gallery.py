@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pictures.lanes import lanes
+from pictures.placement import placement
+
 from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
@@ -24,8 +27,6 @@ from piper.schedules.synthesis.alike import Alike, synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
-from piper.view.lanes import lanes
-from piper.view.placement import placement
 from piper.view.shade import shade_of
 from piper.view.svg_grid import grid
 

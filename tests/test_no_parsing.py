@@ -61,7 +61,6 @@ ALLOWED = {
     "cli/profile_report.py": "microbatches shown together: `MB=*` for each of them in a printed name",
     "view/colours.py": "colours written in one line",
     "view/facts.py": "names that differ in their microbatch alone are sent to the page once",
-    "view/lanes.py": "the first word of a caption, where there is room for one",
     "view/report.py": "the page's template",
     "view/subject.py": "strategy.txt of a run folder",
 }

@@ -12,6 +12,7 @@ from piper.cli import app
 
 def test_public_names() -> None:
     assert piper.__all__ == [
+        "Buckets",
         "CaptureError",
         "Checkpoint",
         "ConfigError",
@@ -79,6 +80,7 @@ def test_job_fields() -> None:
         "checkpoint",
         "evaluate",
         "callbacks",
+        "buckets",
         "elastic",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]

@@ -153,3 +153,23 @@ def _rewritten(body: Body) -> Body:
         copies[node] = graph.call_function(fp8_linear, (copies[found.x], weight, bias))
         copies[node].meta = dict(node.meta)
     return replace(body, graph=graph)
+
+
+def merge_rounding(graph: fx.Graph) -> None:
+    """Round a value once that several products read, once in the forward and once in the backward.
+
+    If the backward used what the forward had rounded, each microbatch would hold that in between.
+    """
+    known: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        made = node.meta.get("val")
+        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(made, Tensor):
+            continue
+        copies = node.target is torch.ops.aten.clone.default and made.dtype not in LARGEST
+        if copies or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue  # a copy is there because its memory is its own
+        side = node.meta.get("partitioner_tag")
+        first = known.setdefault(f"{side} {node.target} {node.args} {node.kwargs}", node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)

@@ -73,6 +73,7 @@ def of_background(
         origins=background.origins,
         temporal=background.temporal,
         measured=profile.timelines() if profile else {},
+        on=profile.on if profile and profile.accelerator == CPU else "",
         about=about_run(profile) if profile else "",
         source=background.source,
         source_name=background.source_name,

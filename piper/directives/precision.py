@@ -33,6 +33,7 @@ class Precision(Directive):
 
     at: At
     products: str = spelt("products", 'the precision of products: "fp8"')
+    gather: str | None = None  # "fp8": under zero=3 their weights are gathered in it
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
@@ -41,6 +42,12 @@ class Precision(Directive):
                 f"products={self.products!r} is no precision of products",
                 by=by,
                 hint='products run in "fp8"; Job(precision=...) is the precision of everything else',
+            )
+        if self.gather not in (None, FP8):
+            raise ScheduleError(
+                f"gather={self.gather!r} is no precision of gathers",
+                by=by,
+                hint='weights are gathered in "fp8", or with gather=None in the job\'s precision',
             )
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
@@ -54,7 +61,12 @@ class Precision(Directive):
                 facts={"asked": str(self.at), "left out": "attention, routers, grouped experts, the head"},
                 hint="select the regions of linear layers",
             )
-        graph = replace(graph, precisions={**graph.precisions, **dict.fromkeys(chosen, self.products)})
+        narrow = chosen if self.gather is not None else ()
+        graph = replace(
+            graph,
+            precisions={**graph.precisions, **dict.fromkeys(chosen, self.products)},
+            gathered_in_fp8=graph.gathered_in_fp8.difference(names).union(narrow),
+        )
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check_undivided(self, graph: Graph, names: list[str], by: str) -> None:
@@ -70,10 +82,11 @@ class Precision(Directive):
                 )
 
 
-def precision(at: At, products: str) -> Precision:
+def precision(at: At, products: str, gather: str | None = None) -> Precision:
     """Run the products of the selected regions' linear layers in `products`, which is "fp8".
 
     Attention, routers, grouped experts and the head stay in the job's precision, and so do parameters,
     their gradients' sums and the optimizer.
+    gather: "fp8" lets the weights of these products travel in fp8 where zero=3 gathers them.
     """
-    return Precision(at=given_filter("precision", at), products=products)
+    return Precision(at=given_filter("precision", at), products=products, gather=gather)

@@ -9,7 +9,7 @@ import signal
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from piper.plan.plan import Plans
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
 from piper.recovery.supervisor import PASSED, Ends, Supervisor
-from piper.runtime.setup import Code, ProgramLike, Setup, setup_of
+from piper.runtime.batch import as_run, read_shapes, wanted_batch
+from piper.runtime.setup import Code, ProgramLike, Setup, Shapes, setup_of
 
 PRIORITY = 19  # the lowest
 LENGTH = struct.Struct("=q")  # of a program, before it; 0: it is not complete
@@ -41,6 +42,8 @@ class SentProgram:
     setup: Setup
     whole: Program  # for all devices
     size: int
+    shapes: dict[Shapes, ProgramLike] = field(default_factory=dict)  # programs of other batches
+    here: list[Program] = field(default_factory=list)  # the same, compiled here for what was not sent
 
     @property
     def job(self) -> Job:
@@ -75,9 +78,22 @@ class SentProgram:
         """Return no directives: they stay where the program was compiled."""
         return []
 
+    def compiled(self) -> Program:
+        """Return the same program, compiled in this process."""
+        if not self.here:
+            self.here.append(resized(self.whole, self.size))
+        return self.here[0]
+
     def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
         """Compile the forward of this program, to evaluate what it trains."""
-        return resized(self.whole, self.size).evaluation(batch)
+        return self.compiled().evaluation(batch)
+
+    def shaped(self, batch: Mapping[str, Tensor]) -> ProgramLike:
+        """Return the program that trains on batches like `batch`."""
+        rows, first = as_run(self, batch, wanted_batch(self.setup))
+        if first:
+            return self
+        return self.shapes.setdefault(read_shapes(rows, self.outline), self.compiled().shaped(batch))
 
 
 class Programs:

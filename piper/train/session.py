@@ -1,5 +1,6 @@
 """One run from start to end: compile, launch, start or resume, train, and return the outcome."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,24 @@ class TrainOptions:
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
+class ConsoleLog(logging.Handler):
+    """Prints what the package logs, such as that a program is compiled for another shape of batches."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console, self.log = console, logging.getLogger("piper")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        self.console.print(self.format(record), markup=False)
+
+    def __enter__(self) -> None:
+        self.log.addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.log.removeHandler(self)
+
+
 def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     check_launcher(asked.on, "piper train")
@@ -132,7 +151,7 @@ def train_program(
     )
     events = EventLog(folder, console.print)
     kept = None if driver is None else driver.kept(feed, positions)
-    with started(program, folder, asked, options, events, kept) as run:
+    with ConsoleLog(console), started(program, folder, asked, options, events, kept) as run:
         begun = begin(run, driver, past, feed, positions, console)
         done = begun.done
         check_profile(asked.profile, job.steps - done)

@@ -12,6 +12,7 @@ from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
+from piper.view.sentences import WHOLE_UNITS, planned_and_measured, two_idles
 from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
@@ -19,6 +20,7 @@ DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak
 MOST_GROUPS = 4  # of a communicator that are listed
 Columns = dict[str, object]
+NETWORK = {"needsNothing": False, "carries": True, "computes": False}
 
 
 class Table:
@@ -58,6 +60,7 @@ class TickScale:
 def facts_of(subject: Subject) -> Columns:
     """Return all data of the page."""
     clock, nodes, origins = TickScale(subject), Table(), Table()
+    pipeline = of_plans(subject.plans, subject.tags, subject.title, subject.orderings)
     programs = [
         {
             **instruction_facts(subject, plan, nodes, origins),
@@ -70,7 +73,7 @@ def facts_of(subject: Subject) -> Columns:
         "title": subject.title,
         "clock": subject.clock,
         "about": subject.about,
-        "seconds": subject.clock != "whole units",
+        "seconds": subject.clock != WHOLE_UNITS,
         "ticks": clock.rate,
         "step": clock(subject.planned.step),
         "bubble": round(subject.planned.bubble, 6),
@@ -79,7 +82,9 @@ def facts_of(subject: Subject) -> Columns:
         "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
         "source": subject.source,
         "sourceName": subject.source_name,
-        "pipeline": pipeline_facts(of_plans(subject.plans, subject.tags, subject.title, subject.orderings)),
+        "pipeline": pipeline_facts(pipeline),
+        "idles": two_idles(subject, pipeline),
+        "compared": planned_and_measured(subject),
         "programs": programs,
         "path": [[link.program, link.place, link.reason] for link in subject.planned.path],
         "comms": list(comm_facts(subject)),
@@ -99,12 +104,12 @@ def op_facts() -> Columns:
             "short": known.caption,
             "needsNothing": known.needs_nothing,
             "carries": known.communicates or known.hands_on,
+            "computes": known.takes == "device",
         }
         for op, known in OPS.items()
     }
-    for op in TRAVELS:
-        word = op.replace("_", "-")
-        found.setdefault(op, {"label": word, "short": word, "needsNothing": False, "carries": True})
+    for op, travels in TRAVELS.items():
+        found.setdefault(op, {"label": op.replace("_", "-"), "short": OPS[travels].caption, **NETWORK})
     return found
 
 

@@ -1,7 +1,6 @@
 """Draws the pipeline grid as SVG: a colour per microbatch, a shade per phase, bubbles left white.
 
-`grid(of_schedule(...))` draws a schedule, `grid(of_plans(...))` the plans of a program. `piper.view.lanes`
-draws the streams of one device, `piper.view.placement` what each device holds.
+`grid(of_schedule(...))` draws a schedule, `grid(of_plans(...))` the plans of a program.
 """
 
 from collections.abc import Iterator

@@ -126,6 +126,35 @@ def test_saved_values_are_those_of_the_job_s_precision() -> None:
     assert largest == 2 * 8 * 8  # the largest magnitude of each token, for each product
 
 
+class Twice(nn.Module):
+    """Two products of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 4), nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            x = self.stem(x)
+        with piper.annotate("PP"):
+            made: Tensor = self.head(torch.sin(self.first(x)) + self.second(x))
+        return made
+
+
+def test_a_value_is_rounded_once_for_all_its_products() -> None:
+    found = trace(Twice, zoo.regression, zoo.vectors(4, 0), 4, "fp64")
+    code = differentiate(found, precisions={"PP=1": "fp8"})
+    key = code.outline.chunks[1].key
+    cast = torch.ops.aten._to_copy.default
+    counts = {}
+    for phase in ("F", "BI", "BW"):
+        module = code.phase(key, phase)
+        assert isinstance(module, torch.fx.GraphModule)
+        counts[phase] = sum(node.target is cast for node in module.graph.nodes)
+    assert counts == {"F": 3, "BI": 4, "BW": 3}  # x once and each weight; each gradient and weight; x once
+
+
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")

@@ -6,7 +6,7 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.directives import Directive, apply, order, precision, split
+from piper.directives import Directive, apply, order, precision, replicate, split
 from piper.directives.json import parse_strategy
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
@@ -51,9 +51,10 @@ def test_regions_with_products_are_selected() -> None:
 def test_it_is_read_from_json_and_from_the_text_of_a_graph() -> None:
     entry = '[{"op": "precision", "filter": {"PP": "*"}, "products": "fp8"}]'
     assert parse_strategy(entry) == [precision(at(PP="*"), "fp8")]
-    graph = after(precision(at(PP=1), "fp8"))
-    assert "chunk  PP=1  precision=fp8" in show_graph(graph)
-    assert read_graph(show_graph(graph), DENSE).precisions == {"PP=1": "fp8"}
+    graph = after(precision(at(PP=1), "fp8", gather="fp8"))
+    assert "chunk  PP=1  precision=fp8  gather=fp8" in show_graph(graph)
+    read = read_graph(show_graph(graph), DENSE)
+    assert read.precisions == {"PP=1": "fp8"} and read.gathered_in_fp8 == {"PP=1"}
 
 
 def test_another_precision() -> None:
@@ -61,6 +62,27 @@ def test_another_precision() -> None:
         precision #0 (here): products='fp4' is no precision of products
           hint: products run in "fp8"; Job(precision=...) is the precision of everything else
     """)
+
+
+def test_another_precision_of_gathers() -> None:
+    assert said(precision(at(), "fp8", gather="bf16")) == cleandoc("""
+        precision #0 (here): gather='bf16' is no precision of gathers
+          hint: weights are gathered in "fp8", or with gather=None in the job's precision
+    """)
+
+
+def test_nothing_is_gathered() -> None:
+    kept = replicate(at(), [0, 1], zero=2)
+    assert said(precision(at(PP=1), "fp8", gather="fp8"), kept) == cleandoc("""
+        precision #0 (here): none of these regions gathers its parameters
+          PP=1: zero=2
+          hint: gather applies to replicate(..., zero=3); leave it out elsewhere
+    """)
+
+
+def test_the_last_one_says_how_weights_are_gathered() -> None:
+    both = after(precision(at(), "fp8", gather="fp8"), precision(at(PP=0), "fp8"))
+    assert both.gathered_in_fp8 == {"PP=1"} and set(both.precisions) == {"PP=0", "PP=1"}
 
 
 def test_a_part_of_a_chunk() -> None:

@@ -39,5 +39,5 @@ def test_the_json_form_follows_the_fields() -> None:
         "split": {"filter": True, "num_microbatches": True, "dim_name": False},
         "order": {"filters": True},
         "remat": {"filter": True, "budget": True, "across": False},
-        "precision": {"filter": True, "products": True},
+        "precision": {"filter": True, "products": True, "gather": False},
     }  # fmt: skip

@@ -39,6 +39,7 @@ CHUNK: Readers = {
     "budget": float,
     "again": str,
     "precision": str,
+    "gather": str,
     "zero": int,
     "bucket_mb": float,
     "reduce_stream": str,
@@ -66,12 +67,9 @@ def lines_of(graph: Graph) -> Iterator[str]:
         said = [f"parts={show_pairs(graph.parts[chunk.name])}"] if graph.parts[chunk.name] else []
         if chunk.name in graph.transfer_streams:
             said.append(f"transfers={graph.transfer_streams[chunk.name]}")
-        if chunk.name in graph.budgets:
-            said.append(f"budget={graph.budgets[chunk.name]}")
-        if chunk.name in graph.reruns:
-            said.append(f"again={graph.reruns[chunk.name]}")
-        if chunk.name in graph.precisions:
-            said.append(f"precision={graph.precisions[chunk.name]}")
+        asked_of = {"budget": graph.budgets, "again": graph.reruns, "precision": graph.precisions}
+        asked_of["gather"] = dict.fromkeys(graph.gathered_in_fp8, "fp8")
+        said += [f"{key}={found[chunk.name]}" for key, found in asked_of.items() if chunk.name in found]
         if chunk.name in graph.policies:
             policy = graph.policies[chunk.name]
             said += [
@@ -147,6 +145,7 @@ class Reading:
         self.budgets: dict[str, float] = {}
         self.reruns: dict[str, str] = {}
         self.precisions: dict[str, str] = {}
+        self.narrow: set[str] = set()
         self.policies: dict[str, Policy] = {}
         self.nodes: dict[str, Compute] = {}
         self.orderings: list[Ordering] = []
@@ -191,6 +190,8 @@ class Reading:
             self.reruns[name] = str(region)
         if precision := values.pop("precision", None):
             self.precisions[name] = str(precision)
+        if values.pop("gather", None):
+            self.narrow.add(name)
         if values:
             self.policies[name] = build(Policy, **values)
 
@@ -224,6 +225,7 @@ def read_graph(text: str, outline: CapturedModel, source: str = "graph") -> Grap
         budgets=reading.budgets,
         reruns=reading.reruns,
         precisions=reading.precisions,
+        gathered_in_fp8=frozenset(reading.narrow),
         orderings=tuple(reading.orderings),
         directives=tuple(reading.directives),
     )

@@ -361,6 +361,28 @@ def test_threads_recover(programs: dict[str, Program], cell: Cell) -> None:
         assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
 
 
+def test_a_run_over_several_shapes_recovers(programs: dict[str, Program]) -> None:
+    """Workers that are started again get the programs of the other shapes; nothing is compiled again."""
+    program = programs[str(BUFFERS)]
+    given = [
+        {name: value[: 4 if n % 2 else 8] for name, value in b.items()}
+        for n, b in enumerate(batches(BUFFERS, 6))
+    ]
+    found, compiled = [], []
+    chunk = next(chunk.name for chunk in program.outline.chunks if "B" in chunk.phases)
+    for at in ((), (5,)):
+        sometimes = Sabotaged(program=program, arg=f"F {chunk}", act=Sometimes(at))
+        events: list[Event] = []
+        with recovering(sometimes, "inline", Options(), retries=2, notify=events.append) as run:
+            found.append(([run.step(batch) for batch in given], run.state_dict()))
+        assert [event.event for event in events] == ["failure", "recovery"] * len(at)
+        compiled.append(len(program.shapes))
+    assert compiled == [1, 1]
+    (wanted, whole), (got, state) = found
+    assert got == wanted
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+
+
 def test_threads_that_fail_again_and_again(programs: dict[str, Program]) -> None:
     """In every second step of new workers: three retries lead to step 5."""
     broken = Sabotaged(program=programs[str(PAIR)], arg="F PP=1", act=sabotage.fail)

@@ -19,6 +19,7 @@ from piper.schedules import one_f_one_b, zero_bubble
 from tests import zoo
 
 FP8 = precision(at(), "fp8")
+GATHERED = precision(at(), "fp8", gather="fp8")
 WIDTH, TOKENS = 12, 3
 
 
@@ -27,7 +28,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        shapes = ((WIDTH, WIDTH), (WIDTH, 9), (9, WIDTH), (WIDTH, WIDTH))  # a shard of a stage cuts a row
+        self.stages = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
         self.square = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.head = nn.Linear(WIDTH, 1)
 
@@ -65,10 +67,24 @@ def pairs(zero: int) -> list[Directive]:
     return [*stages, split(at(), parts=2), *zero_bubble(2, 2)]
 
 
+def gathered(program: Program) -> dict[str, int]:
+    """The bytes of one gather of each bucket that the first devices gather."""
+    plan = next(iter(program.plans))
+    return {ins.bucket: ins.nbytes for ins in plan.instrs if ins.op == "gather"}
+
+
 def test_a_composed_layout_has_the_numbers_of_one_device() -> None:
-    report = checked(compile(job(*pairs(3), FP8)))
+    plain = compile(job(*pairs(3), FP8))
+    report = checked(plain)
     assert report.ok and report.notes == (), report
     assert report.max_grad_diff < 1e-12
+    narrow = compile(job(*pairs(3), GATHERED), captured=plain)
+    report = checked(narrow)
+    assert report.ok and report.notes == (), report
+    # Of 252 elements of weights and 21 of biases each device sends half, rounded up: of 8 bytes, or of 1
+    # with a scale of 8 bytes for the 11 rows that lie in a shard.
+    assert gathered(plain) == {"PP=0/0": 137 * 8}
+    assert gathered(narrow) == {"PP=0/0": 126 + 11 * 8, "PP=0/1": 11 * 8}
 
 
 def test_the_numbers_are_not_those_without_fp8() -> None:
@@ -87,6 +103,8 @@ LAYOUTS: dict[str, Sequence[Directive]] = {
     **{f"zero {level}": pairs(level) for level in range(3)},
     "fewer devices later": (place(at(PP=0), [0, 1]), place(at(PP=1), [2]), split(at(), parts=2)),
     "more devices later": (place(at(PP=0), [0]), place(at(PP=1), [1, 2]), split(at(), parts=2)),
+    "level 3": pairs(3),
+    "buckets": (replicate(at(), [0, 1], zero=3, bucket_mb=0.002), split(at(), parts=2)),
     "recomputed": (remat(at(), 0.25, across="PP"), split(at(), parts=2)),
     "budget": (remat(at(), 0.0), split(at(), parts=2)),
     "1f1b": (place(at(PP=0), [0]), place(at(PP=1), [1]), split(at(), parts=4), *one_f_one_b(2, 4)),
@@ -102,8 +120,28 @@ def test_every_layout_has_the_numbers_of_one_device(layout: str, where: At) -> N
 
 
 @pytest.mark.slow
-def test_processes_and_compiled_code_agree(tmp_path: Path) -> None:
-    assert checked(compile(job(*pairs(3), FP8)), on="local").ok
+@pytest.mark.parametrize("layout", ["level 3", "buckets"])
+def test_gathers_in_fp8_have_the_numbers_of_one_device(layout: str) -> None:
+    report = checked(compile(job(*LAYOUTS[layout], GATHERED)))
+    assert report.ok and report.notes == (), report
+
+
+@pytest.mark.slow
+def test_processes_have_the_numbers_of_one_device() -> None:
+    assert checked(compile(job(*pairs(3), GATHERED)), on="local").ok
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_whole_tensors_gathers_uneven_shards_in_fp8() -> None:
+    asked = job(*pairs(3), GATHERED, optimizer=lambda params: torch.optim.Adafactor(params, lr=0.01))
+    program = compile(asked)
+    assert any(bucket.bounds and bucket.gathered_as for bucket in program.plans.buckets.values())
+    assert checked(program).ok
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a C++ compiler works for each kernel
+def test_compiled_code_has_the_numbers_of_one_device(tmp_path: Path) -> None:
     compiled = compile(job(split(at(), parts=2), FP8), compile=True, cache=tmp_path)
     assert checked(compiled).ok
 

@@ -52,6 +52,26 @@ def chunk_of(*kernels: Kernel, dtype: str = "float32") -> Chunk:
     return Chunk(name="PP=0", tags=(("PP", 0),), key="k", outputs=(out,), phases={"F": spec})
 
 
+def test_products_in_fp8_have_their_own_speed() -> None:
+    forward = Kernel(kind="product", dtype="float8_e4m3fn", flops=100, nbytes=20)
+    gradient = replace(forward, dtype="float8_e5m2")
+    cast = Kernel(kind="traffic", dtype="float8_e4m3fn", nbytes=20)
+    fast = replace(SMALL, flops={**SMALL.flops, "float8_e4m3fn": 100.0})
+    assert Roofline(fast).kernel(forward) == Roofline(fast).kernel(gradient) == 0.125 + 2
+    assert Roofline(SMALL).kernel(cast) == 0.125 + 1
+    emulated = replace(SMALL, cores=2)
+    assert Roofline(emulated).kernel(forward) == 0.125 + 20  # as float32
+    with pytest.raises(piper.ConfigError) as caught:
+        Roofline(SMALL).kernel(forward)
+    assert str(caught.value) == (
+        "--cluster: the devices of small have no products in fp8\n"
+        "  flops: float32, bfloat16\n"
+        "  hint:  leave precision out of the strategy, or give float8_e4m3fn in [flops] of its file"
+    )
+    speeds = {name: load_cluster(name).flops.get("float8_e4m3fn") for name in ("h100", "h200", "a100")}
+    assert speeds == {"h100": 1979e12, "h200": 1979e12, "a100": None}
+
+
 def test_each_kernel_has_its_own_roofline() -> None:
     """One is bound by arithmetic (100 / 50 = 2 s), one by memory (60 / 20 = 3 s): 5 s, not 3 s of the sums."""
     product = Kernel(kind="product", dtype="bfloat16", flops=100, nbytes=20)

@@ -113,6 +113,7 @@ class Assembler:
             experts=self.experts.get(cut.name, 0),
             fixed=tuple(index for index, node in enumerate(results) if node in self.regions.fixed),
             products=() if cut.kind == "expert" else weights_of(nodes),
+            rowwise=() if cut.kind == "expert" else weights_of(nodes, rowwise=True),
         )
         body = self._body(nodes, results, _experts(chunk))
         parts = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)

@@ -62,8 +62,8 @@ def factors_of(node: fx.Node) -> LinearProduct | None:
 def mark_products(recording: Recording) -> None:
     """Note on each product of a linear layer the name of its weight.
 
-    A weight counts if it is a parameter, or a view of one, and if all products with it are of that kind:
-    then a weight has one precision, whichever product reads it.
+    A weight counts if it is a parameter, or a view of one, and nothing but such products reads it. So a
+    weight has one precision.
     """
     owners = {
         memory_of(node): origin.name
@@ -72,21 +72,17 @@ def mark_products(recording: Recording) -> None:
     }
     scores = _scores(recording.graph, set(recording.results))
     products: dict[str, list[fx.Node]] = {}
-    others: set[str] = set()
+    others: set[str] = set()  # parameters that something else reads too
     for node in recording.graph.nodes:
-        if not multiplies(node):
-            continue
+        read = {name for each in node.all_input_nodes if (name := owners.get(memory_of(each))) is not None}
         found = factors_of(node)
-        names = {owners[memory] for each in node.all_input_nodes if (memory := memory_of(each)) in owners}
-        if found is not None:
-            name = owners.get(memory_of(found.weight))
-            fits = _fits(found) and not recording.modes[node].autocast and node not in scores
-            if name is not None and fits:
-                products.setdefault(name, []).append(node)
-                names.discard(name)
-            if isinstance(found.bias, fx.Node):
-                names.discard(owners.get(memory_of(found.bias), ""))
-        others |= names
+        name = None if found is None else owners.get(memory_of(found.weight))
+        fits = found is not None and _fits(found) and not recording.modes[node].autocast
+        if name is not None and fits and node not in scores:
+            products.setdefault(name, []).append(node)
+            read.discard(name)
+        if memory_of(node) not in owners:  # else it is a view of a parameter
+            others |= read
     for name, nodes in products.items():
         for node in nodes if name not in others else ():
             node.meta[WEIGHT] = name
@@ -118,6 +114,16 @@ def _scores(graph: fx.Graph, results: Collection[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def weights_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Return the weights of the marked products among nodes, each once."""
-    return tuple(dict.fromkeys(node.meta[WEIGHT] for node in nodes if WEIGHT in node.meta))
+def weights_of(nodes: Sequence[fx.Node], *, rowwise: bool = False) -> tuple[str, ...]:
+    """Return the weights of the marked products among nodes, each once.
+
+    rowwise: only those that are multiplied as they are stored, with a row for each output.
+    """
+    marked = [node for node in nodes if WEIGHT in node.meta]
+    left_out = {node.meta[WEIGHT] for node in marked if rowwise and not _as_stored(node)}
+    return tuple(name for name in dict.fromkeys(n.meta[WEIGHT] for n in marked) if name not in left_out)
+
+
+def _as_stored(node: fx.Node) -> bool:
+    found = factors_of(node)
+    return found is not None and not found.transposed and found.weight.op == "placeholder"

@@ -146,8 +146,7 @@ function dagView() {
     const word = caption(program, place);
     setFont(context, 11);
     const choices = [microbatch ? `${word} · ${microbatch}` : word, word, microbatch ? `${word.split(" ")[0]} · ${microbatch}` : "", word.split(" ")[0]];
-    const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide);
-    if (!text) return;
+    const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide) ?? shortened(context, choices[3], wide - 4);
     context.fillStyle = colour.text;
     context.textAlign = "center";
     context.textBaseline = "middle";
@@ -162,7 +161,7 @@ function dagView() {
     height: () => top(dag().lanes.length) - NODE_GAP + 18,
     draw(scene) {
       const graph = dag();
-      left = Math.max(timeLeft(), 20);
+      left = timeLeft();
       graph.lanes.forEach((lane, row) => {
         const { context } = scene;
         context.strokeStyle = paper().line;

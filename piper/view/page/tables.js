@@ -37,7 +37,7 @@ function fillComms() {
   const rows = facts.comms.slice(0, 40).map((comm) => ({
     cells: [make("span", { title: `groups ${comm.groups.join("; ")}` }, comm.name), facts.ops[comm.op].label, String(comm.times), showBytes(comm.nbytes), bar(comm.nbytes / most)],
   }));
-  host.append(table([["communicator", "code"], ["does"], ["times", "right"], ["bytes", "right"], ["", "bar"]], rows));
+  host.append(table([["communicator", "code"], ["does", "short"], ["times", "right"], ["bytes", "right"], ["", "bar"]], rows));
   if (facts.comms.length > 40) host.append(make("p", { class: "faint" }, `and ${facts.comms.length - 40} smaller ones`));
 }
 

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lanes import draw_phases
+
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
 from piper.view.css import hatched, hatching, hue, sheet
 from piper.view.legend import LETTER, Legend
-from piper.view.shade import caption, draw_phases, shade_of
+from piper.view.shade import caption, shade_of
 from piper.view.svg_writer import drawing, element, number, words
 
 MARGIN, HEADER, BAR, HEIGHT, GAP, LEGEND = 20.0, 64.0, 26.0, 64.0, 20.0, 34.0
