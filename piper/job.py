@@ -188,7 +188,7 @@ def check_elastic(strategy: object, elastic: object) -> None:
         case None:
             asks = "strategy is a function of the devices, and elastic does not say how many there are"
             need(not callable(strategy), "Job", asks, "give the fewest and the most: elastic=(2, 4)")
-        case (low, high) if whole(low, 1) and whole(high, low):
+        case (int(low), high) if whole(low, 1) and whole(high, low):
             fixed = f"elastic={elastic!r}, and the strategy is {type(strategy).__name__}, for fixed devices"
             hint = "give a function: strategy=lambda devices: [piper.replicate(piper.at(), devices)]"
             need(callable(strategy), "Job", fixed, hint)
