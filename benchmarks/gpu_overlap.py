@@ -30,7 +30,7 @@ from piper.plan.plan import Plan
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.timeline import Span
-from piper.simulate.trace import profile_trace
+from piper.simulate.trace_events import profile_trace
 from piper.train.profiling import profile_of
 
 RATIO = 0.5  # of exchanges to compute

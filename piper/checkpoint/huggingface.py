@@ -130,25 +130,54 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], ties: list[list[s
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from drawing a progress bar."""
+    """Keep transformers from drawing a progress bar, and from reports that our errors make."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
 
-def import_hf(folder: Path | str) -> Mapping[str, Tensor]:
+def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Mapping[str, Tensor]:
     """Return the weights in a Hugging Face folder, by their transformers names, each read when asked for.
 
     A folder stores every expert of Qwen3-MoE by itself; transformers, and so this, has those of a layer in
     one tensor.
+
+    model: of the class and config that the weights are for. Where a folder has other names, as those of
+    Mixtral do, transformers then converts them, and all weights are read at once.
     """
-    return Weights(Path(folder))
+    found = Weights(Path(folder))
+    if model is None or all(any(name in found for name in names) for names in ties_of(model)):
+        return found
+    return converted(Path(folder), model)
+
+
+def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
+    """Return the weights in a folder as transformers loads them into a model of this class and config."""
+    try:
+        with quiet():
+            made, info = type(model).from_pretrained(
+                folder, config=model.config, output_loading_info=True, use_safetensors=True
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise unusable(folder, str(error)) from error
+    facts = {key: listed(sorted(info[f"{key}_keys"])) for key in ("missing", "unexpected")}
+    if any(facts.values()):
+        raise ConfigError(
+            f"the weights are not all of a {type(model).__name__}",
+            by="import_hf",
+            facts={"path": str(folder), **{key: text for key, text in facts.items() if text}},
+            hint="to let the model make what is missing, build it with from_pretrained in the recipe",
+        )
+    state: dict[str, Tensor] = made.state_dict()
+    return state
 
 
 class Weights(Mapping[str, Tensor]):

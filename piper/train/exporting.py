@@ -61,7 +61,8 @@ def import_start(recipe: str, job: Job, weights: Path, out: Path | None) -> Path
             by=recipe,
             hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
         )
-    values = import_hf(weights)
+    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    values = import_hf(weights, model if hasattr(model, "save_pretrained") else None)
     program = compile(job)
     folder = choose(out, recipe, resume=False)
     claim(folder)

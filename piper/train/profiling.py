@@ -9,7 +9,7 @@ from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
-from piper.simulate.trace import profile_trace
+from piper.simulate.trace_events import profile_trace
 from piper.view.provenance import FILE
 
 TRACE = "trace.json"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from piper.devices import show
-from piper.simulate.trace import Process, chrome_trace
+from piper.simulate.trace_events import Process, chrome_trace
 from piper.view.subject import Subject
 
 

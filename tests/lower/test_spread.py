@@ -5,8 +5,9 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.directives import Directive, apply, place, replicate, shard, split
+from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.errors import ScheduleError
+from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
@@ -62,6 +63,22 @@ SETS: dict[str, Sets] = {
 def test_microbatches_on_any_sets(outline: CapturedModel, sets: Sets, zero: int) -> None:
     last = len({dict(chunk.tags)["PP"] for chunk in outline.chunks})
     compiled(outline, spread({stage: homes for stage, homes in sets.items() if stage < last}, zero))
+
+
+@pytest.mark.parametrize("devices", [[1, 2], [2, 3]], ids=["one shared", "apart"])
+def test_neighbouring_backwards_on_sets_that_share_a_device(devices: list[int]) -> None:
+    """One reduction takes what both sets have, of a device in both the sum, and one the rest."""
+    sets = {stage: [([0, 1, 2], [0, 1]), ([3], devices)] for stage in range(2)}
+    backwards = [[at(PP=stage, PASS="B")] for stage in (1, 0)]
+    graph = apply(
+        start(chain(2, width=8)),
+        [split(at(), parts=PARTS), *spread(sets, 2), order([[at(PASS="F")], *backwards])],
+    )
+    plans, work = lower(graph)
+    examine(plans, work.graph, 0, 1)
+    for plan in plans:
+        reduced = [ins.bucket for ins in plan.instrs if ins.op == "reduce_scatter"]
+        assert sorted(reduced) == ["PP=0/0", "PP=0/0", "PP=1/0", "PP=1/0"]
 
 
 @pytest.mark.parametrize("zero", [0, 2, *(pytest.param(z, marks=pytest.mark.slow) for z in (1, 3))])

@@ -13,6 +13,7 @@ from piper import Directive, at, place, precision, remat, replicate, split
 from piper.compiler import Program, compile
 from piper.ir.select import At
 from piper.launchers.launch import launcher
+from piper.models import decoder
 from piper.runtime.debug.check import Report, check, numbers
 from piper.runtime.debug.reference import Reference
 from piper.schedules import one_f_one_b, zero_bubble
@@ -164,3 +165,39 @@ def test_a_job_in_bf16_trains() -> None:
     with piper.launch(compile(job(FP8, precision="bf16"), device="cpu"), on="inline") as run:
         first, *_, last = (run.step(data()[0]).loss for _ in range(4))
     assert last < first
+
+
+def texts(steps: int) -> list[dict[str, Tensor]]:
+    """Batches of a random chain in which each of 64 tokens is followed by one of four."""
+    draw = torch.Generator().manual_seed(0)
+    follow = torch.randint(64, (64, 4), generator=draw)
+    found = []
+    for _ in range(steps):
+        tokens = [torch.randint(64, (16,), generator=draw)]
+        for _ in range(16):
+            tokens.append(follow[tokens[-1], torch.randint(4, (16,), generator=draw)])
+        rows = torch.stack(tokens, 1)
+        found.append({"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+    return found
+
+
+@pytest.mark.slow
+def test_a_training_in_fp8_ends_where_the_plain_one_does() -> None:
+    config = decoder.Config(
+        vocab=64, dim=32, layers=2, heads=4, kv_heads=4, head_dim=8, hidden=64, qk_norm=True
+    )
+    batches = texts(150)
+    ends = []
+    for strategy in ((), (FP8,)):
+        asked = piper.Job(
+            model=lambda: decoder.Decoder(config),
+            loss=decoder.token_loss,
+            data=lambda: batches,
+            strategy=strategy,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=5e-3),
+        )
+        with piper.launch(compile(asked, device="cpu"), on="inline") as run:
+            losses = [run.step(batch).loss for batch in batches]
+        assert losses[-1] < 0.5 * losses[0]
+        ends.append(sum(losses[-20:]) / 20)
+    assert ends[1] == pytest.approx(ends[0], rel=0.005) and ends[0] != ends[1]

@@ -37,7 +37,7 @@ MODELS = [
     Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3, rows=1),
     Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
     Cell(case="convnet", schedule="zero-bubble", dp=2, zero=3),
-    Cell(case="dropout", schedule="zero-bubble", dp=2, zero=2),
+    Cell(case="dropout", schedule="dualpipe", dp=2, zero=2, parts=4),
 ]
 
 

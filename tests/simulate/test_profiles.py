@@ -18,7 +18,7 @@ from piper.simulate.profile import (
     write_profile,
 )
 from piper.simulate.simulate import Simulation
-from piper.simulate.trace import profile_trace
+from piper.simulate.trace_events import profile_trace
 from tests.simulate.pipelines import pipeline
 from tests.simulate.test_simulate import Timed, job, run, step
 
