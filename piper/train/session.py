@@ -122,7 +122,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     record(folder, program, asked.recipe, asked.on, job.steps)
     devices = sum(len(plan.devices) for plan in program.plans)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
-    if not (recovering_asked(asked) and supervises(asked.on, program)):
+    if not (recovering_asked(asked) and supervises(asked.on, program, console.file)):
         return train_program(folder, program, asked, console, past, None)
 
     def drive(driver: Driver) -> Outcome:

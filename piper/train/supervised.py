@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import cast
+from typing import IO, cast
 
 from piper.callbacks import named_callbacks
 from piper.checkpoint.metadata import Trainer
@@ -145,11 +145,16 @@ def result(ended: Ended, folder: Path) -> Outcome:
     raise error
 
 
-def supervises(on: str, program: Program) -> bool:
-    """Return whether a killed driver of a run can be replaced.
+def supervises(on: str, program: Program, shown: IO[str]) -> bool:
+    """Return whether a killed driver of a run can be replaced; `shown`: where it prints to.
 
-    A fork has none of the recipe's threads, and cannot use CUDA where the program was captured on it.
+    A fork has none of the recipe's threads, cannot use CUDA where the program was captured on it, and what it
+    prints into memory, in a notebook for example, is not seen.
     """
+    try:
+        shown.fileno()
+    except OSError:
+        return False
     can = on == "local" and recovers(on) and sys.platform == "linux" and program.device == "cpu"
     threads = [one for one in threading.enumerate() if type(one).__module__ not in MONITORS]
     return can and threads == [threading.main_thread()]

@@ -6,13 +6,18 @@ import random
 import signal
 import sys
 import time
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from piper.compiler import Program
 from piper.recovery.journal import Note, Progress
 from piper.recovery.supervisor import Supervisor
+from piper.train.supervised import supervises
 from tests.launchers.family import family
 from tests.train.test_kill import RECIPE
 
@@ -97,6 +102,12 @@ def test_a_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
     while driver.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_driver_that_prints_into_memory_is_not_forked() -> None:
+    """Only this process could read it."""
+    program = cast(Program, SimpleNamespace(device="cpu"))
+    assert not supervises("local", program, StringIO())
 
 
 def progress(done: int) -> Progress:
