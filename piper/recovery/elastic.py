@@ -4,8 +4,8 @@ A device is lost for good when its process is lost and no retry is left, or when
 the same instruction of the same step. Exceptions are no loss of a device: they would come on others too.
 After `REFILL` good steps all devices are tried again.
 
-The newest version in memory is written as a checkpoint, into memory too, and the workers of the other layout
-load it: what reads checkpoints reads any layout.
+The state, or its newest version where workers are lost, is written as a checkpoint into memory, and the
+workers of the other layout load it: what reads checkpoints reads any layout.
 """
 
 import os
@@ -77,10 +77,11 @@ class ElasticRun(RecoveringRun):
                 hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
             )
         program, before = self.sizes.program(devices), len(self.places)
-        self._call(lambda run: run.protect())
+        state = self._folder() / "state"
+        self._call(lambda run: run.write(state, None, wait=True, keep=None))
         self._end()
         self.failed_at, self.phases = monotonic(), {}
-        self._move(program, range(devices))
+        self._move(state, self.done, program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = False
         self._call(self._protect)
@@ -90,15 +91,15 @@ class ElasticRun(RecoveringRun):
         if (size, turn) != (len(self.places), self.turn):
             self._use(self.sizes.program(size), range(size), turn)
 
-    def _move(self, program: ProgramLike, places: Sequence[int]) -> None:
-        """Take another program from the newest version on. No worker may run."""
-        version = self.versions.newest()
-        assert version is not None, "the caller has looked"
+    def _folder(self) -> Path:
+        """Return a new folder in memory."""
         where = MEMORY if MEMORY.is_dir() else None
-        folder = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
-        write_version(self.program, self.versions, version, folder / "state", unread=self.unread, data=None)
+        return Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
+
+    def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
+        """Take another program from a state after a step on. No worker may run."""
         self._drop()
-        self.folder, self.begun = folder, (folder / "state", version)
+        self.folder, self.begun = state.parent, (state, step)
         self._use(program, places, 1 - self.turn)
         self.versions.forget(lambda step: True)
         self.protected = False
@@ -142,7 +143,9 @@ class ElasticRun(RecoveringRun):
         self.left, self.last, self.shrunk = self.retries, None, True
         self.notify(failure(error, self.at, self.left))
         size = len(devices_of(found.plans))
-        self._move(found, left[:size])
+        state = self._folder() / "state"
+        write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
+        self._move(state, version, found, left[:size])
         self.notify(resized(self.at, before, size, f"device {device} is lost"))
         return True
 

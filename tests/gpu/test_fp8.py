@@ -13,7 +13,7 @@ from piper.compiler import compile
 from tests.runtime.test_fp8 import FP8, checked, data, job, pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
-ROUNDING = 2**-7  # of bf16 results, and of sums that tensor cores keep in fewer bits
+ROUNDING = 2**-6  # results are bf16, and a quotient between two numbers of fp8 may fall to the other side
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +40,10 @@ def test_tensor_cores_give_what_the_emulation_gives(
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = ((tokens, inner), (outer, inner), (tokens, outer))
-    given = [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+    x, weight, grad = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
     multiply = torch.compile(fp8_linear) if compiled else fp8_linear
-    found = products(*(each.cuda() for each in given), multiply)
-    for got, wanted in zip(found, products(*given), strict=True):
+    found = products(x.cuda(), weight.cuda(), grad.cuda(), multiply)
+    for got, wanted in zip(found, products(x, weight, grad), strict=True):
         assert (got - wanted).abs().max() <= ROUNDING * wanted.abs().max()
 
 
