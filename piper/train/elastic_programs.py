@@ -90,10 +90,11 @@ class SentProgram:
 
     def shaped(self, batch: Mapping[str, Tensor]) -> ProgramLike:
         """Return the program that trains on batches like `batch`."""
-        rows, first = as_run(self, batch, wanted_batch(self.setup))
+        wanted = wanted_batch(self.setup)
+        rows, first = as_run(self, batch, wanted)
         if first:
             return self
-        return self.shapes.setdefault(read_shapes(rows, self.outline), self.compiled().shaped(batch))
+        return self.shapes.setdefault(read_shapes(rows, wanted), self.compiled().shaped(batch))
 
 
 class Programs:
