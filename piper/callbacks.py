@@ -42,6 +42,9 @@ class Running(Protocol):
     def stop(self) -> None:
         """End the training after this step."""
 
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, if the job is elastic."""
+
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None: ...

@@ -22,7 +22,7 @@ from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
-from piper.job import Batch, Job
+from piper.job import Batch, Job, directives_for
 from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
@@ -282,10 +282,25 @@ def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[N
 
 
 def strategy_of(job: Job) -> list[Directive]:
-    """Return a job's directives, read from its file where it names one."""
+    """Return a job's directives, read from its file where it names one; if elastic, for all devices."""
     if isinstance(job.strategy, Path | str):
         return load_strategy(Path(job.strategy))
+    if job.elastic is not None:
+        return list(directives_for(job, job.elastic[1]))
+    assert not callable(job.strategy), "a function comes with `elastic`"
     return list(job.strategy)
+
+
+def resized(program: Program, size: int) -> Program:
+    """Compile an elastic job for fewer devices than its program has. What is captured is used again."""
+    job = replace(program.job, strategy=directives_for(program.job, size), elastic=None)
+    return compile(
+        job,
+        device=program.device,
+        compile=program.cache is not None,
+        cache=program.cache or CACHE,
+        captured=program,
+    )
 
 
 def first_batch(job: Job) -> Batch:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from piper.callbacks import Callback
+from piper.devices import show
 from piper.directives import Directive
 from piper.directives.base import known_directives
-from piper.errors import ConfigError
-from piper.usercode import calling_line
+from piper.errors import ConfigError, PiperError
+from piper.usercode import calling_line, said
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
     from torch import Tensor, nn
@@ -22,6 +23,7 @@ Precision = Literal["fp32", "bf16", "fp64"]
 Mean = Union["Tensor", "tuple[Tensor, Tensor]"]  # a mean, or a sum and its weight
 Metrics = Mapping[str, "tuple[Tensor, Tensor | float]"]  # the sum and the weight of each
 Loss = Callable[["nn.Module", Batch], Mean | tuple[Mean, Metrics]]
+Strategy = Sequence[Directive]
 SEEDS = 2**63  # what every generator takes
 
 
@@ -113,7 +115,7 @@ class Job:
     model: "Callable[[], nn.Module]"
     loss: "Loss"
     data: Callable[[], Iterable[Batch]]
-    strategy: Sequence[Directive] | Path | str = ()
+    strategy: Strategy | Path | str | Callable[[Sequence[int]], Strategy] = ()
     optimizer: "Callable[[Iterable[Tensor]], Optimizer]" = adamw
     scheduler: "Callable[[Optimizer], LRScheduler] | None" = None
     precision: Precision = "fp32"
@@ -124,6 +126,7 @@ class Job:
     evaluate: Evaluate | None = None
     callbacks: Sequence[Callback] = ()
     buckets: Buckets | None = None
+    elastic: tuple[int, int] | None = None  # the fewest and the most devices of a strategy that is a function
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "data", "optimizer"):
@@ -174,8 +177,48 @@ class Job:
                 "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
             )
             object.__setattr__(self, "optimizer", callback.wrap_optimizer(self.optimizer))
-        if not isinstance(self.strategy, Path | str):
+        check_elastic(self.strategy, self.elastic)
+        if not isinstance(self.strategy, Path | str) and not callable(self.strategy):
             check_strategy(self.strategy)
+
+
+def check_elastic(strategy: object, elastic: object) -> None:
+    """Refuse a range of devices that is none, or that does not go with the strategy."""
+    match elastic:
+        case None:
+            asks = "strategy is a function of the devices, and elastic does not say how many there are"
+            need(not callable(strategy), "Job", asks, "give the fewest and the most: elastic=(2, 4)")
+        case (int(low), high) if whole(low, 1) and whole(high, low):
+            fixed = f"elastic={elastic!r}, and the strategy is {type(strategy).__name__}, for fixed devices"
+            hint = "give a function: strategy=lambda devices: [piper.replicate(piper.at(), devices)]"
+            need(callable(strategy), "Job", fixed, hint)
+        case _:
+            hint = "give the fewest and the most devices, from 1: elastic=(2, 4)"
+            need(False, "Job", f"elastic={elastic!r}", hint)
+
+
+def directives_for(job: Job, size: int) -> Strategy:
+    """Return the strategy of an elastic job for so many devices, 0 to size - 1."""
+    assert job.elastic is not None and callable(job.strategy), "the job is elastic"
+    devices = tuple(range(size))
+    by = f"strategy({list(devices)})"
+    try:
+        strategy = job.strategy(devices)
+    except PiperError:
+        raise
+    except Exception as error:
+        hint = "return directives for every number of devices from the fewest to the most"
+        raise ConfigError(f"the strategy failed: {said(error)}", by=by, hint=hint) from error
+    check_strategy(strategy)
+    for number, directive in enumerate(strategy):
+        named = getattr(directive, "devices", ())
+        need(
+            set(named) <= set(devices),
+            by,
+            f"strategy[{number}] is over devices {show(tuple(sorted(named)))}",
+            f"use the devices that the function is given: {show(devices)}",
+        )
+    return strategy
 
 
 def check_strategy(strategy: object) -> None:

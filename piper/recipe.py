@@ -51,7 +51,7 @@ def load_recipe(spec: str, strategy: Path | None = None) -> Job:
             by=defined_at(function) or spec,
             hint="end the function with `return piper.Job(...)`",
         )
-    return job if strategy is None else replace(job, strategy=strategy)
+    return job if strategy is None else replace(job, strategy=strategy, elastic=None)
 
 
 def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], object]:

@@ -94,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # experts: the markers at which a region is cut
     "models": {"losses", "errors", "experts", "capture", "torch"},
     "callbacks": {"usercode", "errors", "torch"},
-    "job": {"callbacks", "usercode", "errors", "ir", "directives", "torch"},
+    "job": {"devices", "callbacks", "usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "runtime", "torch"},
     "runtime": {
         "callbacks",  # a job has some

@@ -82,6 +82,7 @@ def test_job_fields() -> None:
         "evaluate",
         "callbacks",
         "buckets",
+        "elastic",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]

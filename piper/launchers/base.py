@@ -117,6 +117,14 @@ class Trains(ABC):
         """End the training after this step. For callbacks."""
         self.stopping = True
 
+    def resize(self, devices: int) -> None:
+        """Go on with another number of devices. For callbacks of an elastic job."""
+        raise ConfigError(
+            f"this run cannot go on with {devices} devices: their number is fixed",
+            by="resize",
+            hint="let piper train recover (--retries) and make the job elastic: piper.Job(elastic=(2, 4))",
+        )
+
     def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
         """Evaluate where it is due, and call the callbacks. Return the result of an evaluation."""
         self.done = step

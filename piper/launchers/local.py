@@ -15,7 +15,7 @@ from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.launchers.transport.fork_server import ForkConnection, fork_server
 from piper.launchers.transport.shared_memory import TensorEntry, map_marks, new_marks, share
 from piper.launchers.worker_server import crowded
 from piper.runtime.setup import ProgramLike
@@ -31,11 +31,12 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self,
         program: ProgramLike,
         options: Options,
-        forks: ForkServer,
+        forks: ForkConnection,
         versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
     ) -> None:
         super().__init__(program, options)
         self.forks, self.versions, self.protects = forks, versions, versions is not None
+        self.places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
         self.shares = program.device == "cuda" and crowded(len(self.devices))
 
     def connect(
@@ -56,9 +57,10 @@ class LocalWorkerGroup(SocketWorkerGroup):
     def assignment(
         self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
     ) -> Assignment:
+        place = self.devices.index(device)
         return Assignment(
             device=device,
-            local=self.devices.index(device),
+            local=place if self.places is None else self.places[place],
             store=StoreAddress(host=LOOPBACK, port=self.store.port, own=LOOPBACK),
             options=self.options,
             setup=setup,
@@ -101,7 +103,7 @@ def how(status: int) -> str:
 
 @contextmanager
 def launch_local(
-    program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
+    program: ProgramLike, options: Options | None = None, forks: ForkConnection | None = None
 ) -> Iterator[RemoteRun]:
     """Start a program on processes of this machine, and end them with the block.
 

@@ -23,7 +23,7 @@ from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, no_version
 from piper.recovery.run_events import Event, Notify, failure, mismatch
-from piper.recovery.starters import InlineStarter, LocalStarter, Recoverable, Starter
+from piper.recovery.starters import Kept, Recoverable, Starter, starter_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -137,7 +137,7 @@ class RecoveringRun(Trains):
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
         version = self.versions.newest()
         path, first = self.begun
-        fresh = version is None and self.done == first
+        fresh = version is None and self._unchanged(first)
         if not fresh and (version is None or not self._held(version)):
             self._start_from_disk()
             return
@@ -180,6 +180,10 @@ class RecoveringRun(Trains):
                 self._set_again(self.run, step)
         self.source = str(path)
         self._recovered(found.step)
+
+    def _unchanged(self, first: int) -> bool:
+        """Return whether the state that the run began with, after step `first`, leads to the next step."""
+        return self.done == first
 
     def _held(self, version: int) -> bool:
         """Return whether the batches of the steps after a version are all held."""
@@ -259,7 +263,7 @@ class RecoveringRun(Trains):
 
     def begin(self) -> None:
         """Start all workers."""
-        self._call(lambda run: None)
+        self._call(lambda run: None, None if self.failed_at is None else self.done + 1)
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
@@ -359,33 +363,24 @@ def recovering(
     notify: Notify = lambda event: None,
     disk: Disk | None = None,
     spares: int = 0,
+    kept: Kept | None = None,
+    make: Callable[..., RecoveringRun] = RecoveringRun,
 ) -> Iterator[RecoveringRun]:
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
     on: inline, local or ray. spares: actors more than devices, for which resources are claimed.
+    kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
-        versions = Versions(program.plans)
+        versions = Versions(program.plans) if kept is None else kept.versions
         held.callback(versions.close)
-        starter = starter_of(program, on, versions, spares)
+        starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
         held.callback(starter.close)
-        run = RecoveringRun(
+        run = make(
             program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk
         )
         held.callback(run.close)
+        if kept is not None:
+            kept.take_over(run)
         run.begin()
         yield run
-
-
-def starter_of(program: ProgramLike, on: str, versions: Versions, spares: int) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others."""
-    match on:
-        case "inline":
-            return InlineStarter(program, versions)
-        case "local":
-            return LocalStarter(program, versions)
-        case "ray":
-            from piper.launchers.ray import RayStarter
-
-            return RayStarter(program, versions, spares)
-    raise AssertionError(f"{on} is checked")

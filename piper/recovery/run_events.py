@@ -13,10 +13,10 @@ class Event:
     """Something that happened to a run's workers.
 
     failure: a worker was lost, and the step ended. recovery: all workers run again. mismatch: a repeated step
-    gave another result than before.
+    gave another result than before. resize: the run goes on with another number of devices.
     """
 
-    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption"]
+    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption", "resize"]
     step: int
     device: int | None = None
     who: str | None = None

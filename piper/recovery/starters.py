@@ -1,6 +1,7 @@
 """Start the workers of a program again and again, from what stays when workers end."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
-from piper.launchers.transport.fork_server import ForkServer
+from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -43,11 +44,23 @@ class Starter(Protocol):
     def start(self, options: Options) -> Recoverable:
         """Start all workers."""
 
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on; `places`: the accelerator of each device."""
+
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""
 
     def close(self) -> None:
         """End what outlives workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What outlives a driver, and how a run goes on where the driver before it was."""
+
+    versions: Versions
+    forks: ForkConnection
+    take_over: Callable[..., None]  # is given the run before it starts
 
 
 class InlineStarter:
@@ -60,6 +73,10 @@ class InlineStarter:
         """Start all workers."""
         return InlineRun(self.program, options, self.versions.files)
 
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on."""
+        self.program, self.versions = program, versions
+
     def expect(self, run: Recoverable, stall: float) -> None:
         """Do nothing: waits of threads have the timeout that they began with."""
 
@@ -70,19 +87,21 @@ class InlineStarter:
 class LocalStarter:
     """Starts workers as processes, from one fork server that stays warm."""
 
-    def __init__(self, program: ProgramLike, versions: Versions) -> None:
+    def __init__(self, program: ProgramLike, versions: Versions, forks: ForkConnection | None = None) -> None:
+        """Prepare to start workers. forks: of a supervisor. None: it starts its own fork server."""
         self.program, self.versions = program, versions
-        self.forks: ForkServer | None = None
+        self.forks = forks
+        self.places: Sequence[int] | None = None
         self.packed: bytes | None = None
         self.group: LocalWorkerGroup | None = None
 
     def start(self, options: Options) -> RemoteRun:
         """Start all workers, and the fork server too where it is lost."""
-        if self.forks is not None and gone(self.forks.process.pid):
+        if self.forks is not None and gone(self.forks.server):
             self._drop()
         self.forks = self.forks or ForkServer()
         group = self.group = LocalWorkerGroup(self.program, options, self.forks, self.versions.files)
-        group.packed = self.packed
+        group.packed, group.places = self.packed, self.places
         try:
             run = group.start()
         except OSError as error:  # the fork server went while it was asked
@@ -102,6 +121,11 @@ class LocalStarter:
         self.packed = group.packed
         return run
 
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on; `places`: the accelerator of each device."""
+        self.program, self.versions, self.places = program, versions, places
+        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
+
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""
         assert self.group is not None
@@ -115,3 +139,19 @@ class LocalStarter:
     def close(self) -> None:
         """End the fork server."""
         self._drop()
+
+
+def starter_of(
+    program: ProgramLike, on: str, versions: Versions, spares: int, forks: ForkConnection | None = None
+) -> Starter:
+    """Return what starts the workers of a launcher, without importing the others."""
+    match on:
+        case "inline":
+            return InlineStarter(program, versions)
+        case "local":
+            return LocalStarter(program, versions, forks)
+        case "ray":
+            from piper.launchers.ray import RayStarter
+
+            return RayStarter(program, versions, spares)
+    raise AssertionError(f"{on} is checked")

@@ -1,7 +1,7 @@
 """The closing message of a run: its result, and where its files are."""
 
+from piper.train.outcome import Outcome
 from piper.train.run_folder import METRICS
-from piper.train.session import Outcome
 
 
 def ending(outcome: Outcome) -> str:

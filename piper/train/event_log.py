@@ -57,6 +57,6 @@ def described(event: Event) -> str:
             return f"Warning: step {event.step} gave another result when it was repeated: {event.what}"
         case "straggler":
             return f"Step {event.step}: {event.who} is a straggler: {event.what}"
-        case "preemption":
+        case "preemption" | "resize":
             return f"Step {event.step}: {event.what}"
     assert_never(event.event)

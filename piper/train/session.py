@@ -3,8 +3,8 @@
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import cast
 
 from rich.console import Console
 
-from piper.checkpoint.metadata import read_record
+from piper.checkpoint.metadata import DamagedError, Trainer, read_record
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.errors import ConfigError
@@ -24,11 +24,13 @@ from piper.plan.plan import Plans
 from piper.recipe import load_recipe
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
+from piper.recovery.starters import Kept
 from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
 from piper.train.display import display
+from piper.train.elastic_programs import Programs, SizeFile
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.event_log import EventLog
 from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
@@ -36,9 +38,11 @@ from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
+from piper.train.outcome import Outcome, RunSummary
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.run_folder import Metrics, choose, claim, prepare, record
+from piper.train.run_folder import Metrics, choose, claim, measures, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
+from piper.train.supervised import Driver, supervise, supervises
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
 KEPT = 3  # steps after which the position of the data is known, at least
@@ -65,25 +69,6 @@ class TrainOptions:
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The outcome of a run."""
-
-    folder: Path
-    done: int
-    steps: int
-    saved: bool  # the last step is in a checkpoint
-    seconds: float  # of steps
-    first: Measure | None  # step of this run, after a resume too; none, if there was nothing left to do
-    last: Measure | None
-    preempted: bool = False  # stopped by SIGTERM
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the run was stopped before its last step."""
-        return self.done < self.steps
-
-
 class ConsoleLog(logging.Handler):
     """Prints what the package logs, such as that a program is compiled for another shape of batches."""
 
@@ -100,20 +85,6 @@ class ConsoleLog(logging.Handler):
 
     def __exit__(self, *error: object) -> None:
         self.log.removeHandler(self)
-
-
-class RunSummary:
-    """Remembers the first and the last step, and how long all took."""
-
-    def __init__(self) -> None:
-        self.first: Measure | None = None
-        self.last: Measure | None = None
-        self.seconds = 0.0
-
-    def __call__(self, measure: Measure) -> None:
-        self.first = self.first or measure
-        self.last = measure
-        self.seconds += measure.step_s
 
 
 def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
@@ -152,6 +123,27 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     record(folder, program, asked.recipe, asked.on, job.steps)
     devices = sum(len(plan.devices) for plan in program.plans)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
+    if not (recovering_asked(asked) and supervises(asked.on, program, console.file)):
+        return train_program(folder, program, asked, console, past, None)
+
+    def drive(driver: Driver) -> Outcome:
+        again = driver.failed_at is not None and job.checkpoint is not None
+        return train_program(folder, program, asked, console, past_of(folder, job) if again else past, driver)
+
+    return supervise(drive, program, folder, asked.retries, EventLog(folder, console.print))
+
+
+def train_program(
+    folder: Path,
+    program: Program,
+    asked: TrainOptions,
+    console: Console,
+    past: Sequence[Path | DamagedError],
+    driver: Driver | None,
+) -> Outcome:
+    """Train a compiled job. driver: the place of this process under a supervisor. None: there is none."""
+    job = program.job
+    feed, positions, memory = Feed(job.data, job.seed), dict[int, object](), RunSummary()
     options = Options(
         keep_outputs=asked.detect_nan,
         profile=asked.profile,
@@ -159,15 +151,13 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         blank=bool(past),
     )
     events = EventLog(folder, console.print)
-    with ConsoleLog(console), started(program, folder, asked, options, events) as run:
-        feed = Feed(job.data, job.seed)
-        done, trainer = 0, None
-        if past:
-            begin, done = go_on(run, past, feed, console.print)
-            trainer = read_record(begin).trainer
-            console.print(f"Going on from {begin}, after step {done}")
-            check_profile(asked.profile, job.steps - done)
-        memory, positions = RunSummary(), dict[int, object]()
+    kept = None if driver is None else driver.kept(feed, positions)
+    with ConsoleLog(console), started(program, folder, asked, options, events, kept) as run:
+        begun = begin(run, driver, past, feed, positions, console)
+        done = begun.done
+        check_profile(asked.profile, job.steps - done)
+        for measure in measures(folder, begun.first, done):
+            memory(measure)
         preempting = partial(stopping_now, console, events, memory, asked.grace)
 
         def culprit() -> str | None:
@@ -179,33 +169,37 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
             interrupts(preempting, asked.grace - reserve(asked, run)) as interrupted,
         ):
             evaluations = held.enter_context(Evaluations(folder, done))
+            size_file = SizeFile(folder, console.print)
 
             def after(step: int, result: Result) -> None:
                 evaluated = run.after_step(step, cast(StepResult, result), job.steps)
                 if evaluated is not None:
                     evaluations.write(step, evaluated)
                     console.print(evaluation_line(step, evaluated))
+                size_file.obey(run)
 
             course = Course(
                 done=done,
-                steps=job.steps,
+                steps=done if begun.ended else job.steps,
                 tell=partial(noting, tell, feed, positions, kept_positions(program.plans)),
                 saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
                 stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
                 after=after,
+                complete=lambda last: None if driver is None else driver.commit(run, positions, ended=last),
             )
             sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-            rate = Rate(job, program.plans.buckets.values(), trainer, sizes)
+            rate = Rate(job, program.plans.buckets.values(), begun.trainer, sizes)
+            for step in range(begun.first + 1, done + 1):
+                rate.advance(step)
             batches = checked(feed, wanted_batch(setup_of(program)))
-            begun = done
             try:
                 done = train(run, batches, rate, course)
                 run.after_training(done)
             except PreemptedError:
                 done = flushed(run, folder, job, positions)
         if asked.profile:
-            console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun), folder))
+            console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun.first), folder))
     return Outcome(
         folder=folder,
         done=done,
@@ -218,22 +212,76 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """Where a run has begun: in this process, or in the first of its drivers."""
+
+    first: int  # steps before
+    done: int  # steps so far
+    trainer: Trainer | None = None  # of the checkpoint that it began from
+    ended: bool = False  # no step is left
+
+
+def begin(
+    run: Run,
+    driver: Driver | None,
+    past: Sequence[Path | DamagedError],
+    feed: Feed,
+    positions: dict[int, object],
+    console: Console,
+) -> Begun:
+    """Return where a run begins. Let it take up its newest checkpoint, if there is no driver before it."""
+    if driver is not None and driver.progress is not None:
+        origin, so_far = driver.journal.beginning(), driver.progress
+        return Begun(first=origin.done, done=so_far.done, trainer=origin.trainer, ended=so_far.ended)
+    done, trainer = 0, None
+    if past:
+        path, done = go_on(run, past, feed, console.print)
+        console.print(f"Going on from {path}, after step {done}")
+        trainer = read_record(path).trainer
+    positions[done] = feed.state_dict() if done else None
+    if driver is not None:
+        driver.begin(run, positions, trainer)
+    return Begun(first=done, done=done, trainer=trainer)
+
+
+@contextmanager
 def started(
-    program: Program, folder: Path, asked: TrainOptions, options: Options, notify: EventLog
-) -> AbstractContextManager[Run]:
-    """Return the launcher of a run: one that recovers, where it can and is to."""
-    if asked.retries and not asked.profile and recovers(asked.on):
-        return recovering(
-            program,
-            asked.on,
-            options,
-            retries=asked.retries,
-            stall=asked.stall,
-            notify=notify,
-            disk=disk_of(folder, program.job),
-            spares=asked.spares,
+    program: Program,
+    folder: Path,
+    asked: TrainOptions,
+    options: Options,
+    notify: EventLog,
+    kept: Kept | None = None,
+) -> Iterator[Run]:
+    """Start a run, one that recovers if it can and is to, and end it with the block."""
+    with ExitStack() as held:
+        if not recovering_asked(asked):
+            yield held.enter_context(launcher(program, asked.on, options))
+            return
+        programs = Programs(program)
+        held.callback(programs.close)
+        run = held.enter_context(
+            recovering(
+                program,
+                asked.on,
+                options,
+                retries=asked.retries,
+                stall=asked.stall,
+                notify=notify,
+                disk=disk_of(folder, program.job),
+                spares=asked.spares,
+                kept=kept,
+                make=programs.run,
+            )
         )
-    return launcher(program, asked.on, options)
+        programs.prepare()
+        yield run
+
+
+def recovering_asked(asked: TrainOptions) -> bool:
+    """Return whether a run is to recover from failures, and can."""
+    return asked.retries > 0 and not asked.profile and recovers(asked.on)
 
 
 def stopping(run: Run, interrupted: Interrupts) -> bool:

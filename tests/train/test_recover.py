@@ -1,11 +1,13 @@
 """`piper train` over failures: the metrics of an undisturbed run, each step once, and a record of events."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from piper.checkpoint.folder import verify
+from piper.recovery.supervisor import Supervisor
 from tests.train.conftest import Piper, command
 
 LOST = """
@@ -17,10 +19,28 @@ def descendants(pid):
     return children + [found for child in children for found in descendants(child)]
 
 def lost():
-    def kill(batch):
-        os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
+    def kill(number, batch):
+        once = Path(f"killed-{number}")  # another driver reads the same batches again
+        if number in (3, 5) and not once.exists():
+            once.touch()
+            workers = [pid for pid in descendants(os.getppid()) if pid != os.getpid()]
+            os.kill(workers[-1] if number == 3 else os.getpid(), signal.SIGKILL)
         return batch
-    return job(data=changed(3, kill))
+    def data():
+        for number, batch in enumerate(Samples(rows(), batch=8, seed=1), start=1):
+            yield kill(number, batch)
+    return job(data=data, callbacks=[Counts()])
+
+class Counts(piper.callbacks.Callback):
+    steps = 0
+    def on_step(self, run, step, result):
+        self.steps += 1
+    def on_end(self, run, step):
+        Path("counted").write_text(str(self.steps))
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
 
 def stuck():
     import time
@@ -41,28 +61,45 @@ def metrics(folder: Path) -> list[tuple[int, float, float]]:
     return [(m["step"], m["loss"], m["grad_norm"]) for m in map(json.loads, lines)]
 
 
-@pytest.mark.timeout(120)
-def test_a_killed_worker_leaves_no_trace_in_the_metrics(
-    piper: Piper, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def supervised(words: list[str], shown: Path) -> int:
+    """Run the command line in a process of its own, without the threads of pytest-xdist. Return its exit code."""
     from piper.cli import main
 
+    def act() -> bytes:
+        sys.stdout = sys.stderr = shown.open("a", buffering=1)
+        with command(words):
+            main()
+        return b""
+
+    return Supervisor().run(act).code
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_worker_and_a_killed_driver_leave_no_trace_in_the_metrics(
+    piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
     (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
     assert piper("lost.py:job", "--out", "whole").returncode == 0
     words = ["train", "lost.py:lost", "--on", "local", "--out", "run"]
-    with command(words), pytest.raises(SystemExit, match=r"^0$"):
-        main()
-    shown = capsys.readouterr().out
+    assert supervised(words, tmp_path / "shown") == 0
+    shown = (tmp_path / "shown").read_text()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert [m[0] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [(e["event"], e["step"]) for e in events] == [("failure", 3), ("recovery", 3)]
-    assert events[0]["what"] == "the process was killed by SIGKILL" and events[0]["left"] == 2
+    assert [(e["event"], e["step"], e["left"]) for e in events] == [
+        ("failure", 3, 2), ("recovery", 3, 2), ("failure", 5, 1), ("recovery", 5, 1),
+    ]  # fmt: skip
+    assert events[0]["what"] == "the process was killed by SIGKILL"
+    assert events[2]["what"] == "the driver was killed by SIGKILL"
     assert events[1]["version"] == 2 and set(events[1]["phases"]) == {"end", "start", "load", "replay"}
+    assert events[3]["version"] in (3, 4) and events[3]["source"] == "memory"
     assert (
         "Step 3: recovered in " in shown
         and "from the state after step 2 in memory, 0 steps repeated" in shown
     )
+    assert "Trained 6 steps in " in shown, "what an earlier driver has trained counts too"
+    assert (tmp_path / "counted").read_text() == "6", "callbacks go on where they were"
+    assert verify(tmp_path / "run" / "checkpoints" / "step-00000006").step == 6
     assert not (tmp_path / "whole" / "events.jsonl").exists()
 
 

@@ -24,7 +24,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic
-from typing import NoReturn
 
 from piper.errors import LaunchError
 from piper.launchers.processes import StopWatch, gone, stopped
@@ -37,6 +36,7 @@ PROGRAM = (
 WORKER = "piper.launchers.worker_server"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
+FORK, LEND = b"f", b"n"  # requests: start a worker; from now on serve another driver
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
 MOST = 8  # descriptors that a worker may be given
 START = 120.0  # seconds that importing torch may take
@@ -45,16 +45,11 @@ LOOK = 0.1  # seconds between two looks at processes
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-class ForkServer:
-    """The driver's handle of the fork server: starts workers and learns how they end."""
+class ForkConnection:
+    """A connection to a fork server: starts workers and learns how they end."""
 
-    def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
-        """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
-        here, there = socket.socketpair()
-        words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
-        with there:
-            self.process = start_with_thread(words, there.fileno())
-        self.end = here
+    def __init__(self, end: socket.socket, server: int) -> None:
+        self.end, self.server = end, server
         self.ready = False
         self.exits: dict[int, int] = {}
 
@@ -62,7 +57,7 @@ class ForkServer:
         """Start a worker that owns these descriptors. Return its process id."""
         if not self.ready:
             self._notice(READY)
-        socket.send_fds(self.end, [b"f"], descriptors)
+        socket.send_fds(self.end, [FORK], descriptors)
         return self._notice(FORKED)[0]
 
     def _notice(self, wanted: int) -> tuple[int, int]:
@@ -74,8 +69,8 @@ class ForkServer:
                 while not wait([self.end], LOOK):
                     if monotonic() > until:
                         raise TimeoutError(f"it does not answer within {START:g} s")
-                    if stop.lasting(self.process.pid, stopped(self.process.pid)):
-                        raise TimeoutError(f"process {self.process.pid} is stopped by a signal")
+                    if stop.lasting(self.server, stopped(self.server)):
+                        raise TimeoutError(f"process {self.server} is stopped by a signal")
                 kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
                 if kind == ENDED:
                     self.exits[pid] = status
@@ -110,14 +105,37 @@ class ForkServer:
         """Wait until these processes have ended, but not for longer, even if the fork server is stopped."""
         until = monotonic() + timeout
         while not all(pid in self.ended() for pid in pids):
-            silent = stopped(self.process.pid) or self.process.poll() is not None
+            silent = stopped(self.server) or gone(self.server)
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
             wait([self.end], LOOK)
 
     def close(self) -> None:
-        """End the fork server and every process it started, whatever state it is in."""
+        """End every process that was started through this connection."""
         self.end.close()
+
+
+class ForkServer(ForkConnection):
+    """The handle of the process that starts a fork server, and ends it."""
+
+    def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
+        """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
+        here, there = socket.socketpair()
+        words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
+        with there:
+            self.process = start_with_thread(words, there.fileno())
+        super().__init__(here, self.process.pid)
+
+    def lend(self) -> ForkConnection:
+        """Return a connection for another driver. Workers of the one before are killed."""
+        here, there = socket.socketpair()
+        with there:
+            socket.send_fds(self.end, [LEND], [there.fileno()])
+        return ForkConnection(here, self.server)
+
+    def close(self) -> None:
+        """End the fork server and every process it started, whatever state it is in."""
+        super().close()
         try:
             self.process.wait(0 if stopped(self.process.pid) else END)
         except subprocess.TimeoutExpired:
@@ -190,7 +208,11 @@ def read_exactly(end: socket.socket, size: int) -> bytes:
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:
-    """Fork workers for the driver until it is gone. Runs in the process of the fork server."""
+    """Fork workers for the driver until it is gone. Runs in the process of the fork server.
+
+    A supervisor keeps the first connection and gives each driver one of its own. When a driver is gone, its
+    workers are killed and the fork server waits for the next driver.
+    """
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     importlib.import_module(preload)
@@ -201,35 +223,47 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the driver, which saves first
     children: set[int] = set()
-    notify(end, READY, os.getpid(), 0)
+    driver = end
+    notify(driver, READY, os.getpid(), 0)
     try:
         while True:
-            ready = wait([end, awake])  # any number of descriptors, unlike `select`
+            ready = wait([*{end, driver}, awake])  # any number of descriptors, unlike `select`
             if awake in ready:
                 os.read(awake, 4096)
                 for pid, status in reap():
                     children.discard(pid)
-                    notify(end, ENDED, pid, status)
-            if end in ready:
-                descriptors = asked(end)
-                if descriptors is None:
+                    notify(driver, ENDED, pid, status)
+            for source in [one for one in {end, driver} if one in ready]:
+                if source not in (end, driver):
+                    continue  # another driver has just taken its place
+                request, descriptors = asked(source)
+                if request == FORK:
+                    pid = fork(main, [end.fileno(), driver.fileno(), awake, waker], descriptors)
+                    children.add(pid)
+                    notify(driver, FORKED, pid, 0)
+                    continue
+                if source is end and request != LEND:
                     return
-                pid = fork(main, [end.fileno(), awake, waker], descriptors)
-                children.add(pid)
-                notify(end, FORKED, pid, 0)
+                kill(children)
+                if source is end:
+                    driver = socket.socket(fileno=descriptors[0])
+                    notify(driver, READY, os.getpid(), 0)
+                else:
+                    driver = end  # until the next one comes
     finally:  # whatever happens, no worker outlives the fork server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
-        end_all(children)
+        kill(children)
+        os._exit(0)
 
 
-def asked(end: socket.socket) -> list[int] | None:
-    """Return the descriptors of the next worker to fork. None: the driver is gone."""
+def asked(end: socket.socket) -> tuple[bytes, list[int]]:
+    """Return a request and the descriptors that came with it. An empty request: the driver is gone."""
     try:
         request, descriptors, _, _ = socket.recv_fds(end, 1, MOST)
     except ConnectionResetError:  # the driver went without reading every notice
-        return None
-    return descriptors if request else None
+        return b"", []
+    return request, descriptors
 
 
 def notify(end: socket.socket, what: int, pid: int, status: int) -> None:
@@ -252,13 +286,13 @@ def reap() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
-def end_all(children: set[int]) -> NoReturn:
-    """Kill the children, stopped or not, and end this process."""
+def kill(children: set[int]) -> None:
+    """End all children, stopped or not."""
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     for pid in children:
         os.waitpid(pid, 0)
-    os._exit(0)
+    children.clear()
 
 
 def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
@@ -271,7 +305,7 @@ def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
     die_with(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for descriptor in ours:
+    for descriptor in {*ours}:
         os.close(descriptor)
     code = 1
     try:

@@ -1,0 +1,183 @@
+"""A run that goes on with fewer devices when one is lost for good, and with more when they are back.
+
+A device is lost for good when its process is lost and no retry is left, or when it is lost a second time at
+the same instruction of the same step. Exceptions are no loss of a device: they would come on others too.
+After `REFILL` good steps all devices are tried again.
+
+The state, or its newest version where workers are lost, is written as a checkpoint into memory, and the
+workers of the other layout load it: what reads checkpoints reads any layout.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import rmtree
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
+from piper.launchers.base import StepResult
+from piper.launchers.driver import devices_of
+from piper.launchers.transport.shared_memory import MEMORY
+from piper.launchers.transport.versions import Versions
+from piper.recovery.flushing import write_version
+from piper.recovery.recovering_run import REFILL, RecoveringRun
+from piper.recovery.run_events import Event, failure
+from piper.recovery.stragglers import Stragglers
+from piper.runtime.setup import ProgramLike
+
+MOVED = "piper-resize-"  # begins the names of folders in which a state moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticRange:
+    """How many devices an elastic job may have, and its program for each number."""
+
+    fewest: int
+    most: int
+    program: Callable[[int], ProgramLike]  # raises an error if the strategy has none for so many devices
+
+
+class ElasticRun(RecoveringRun):
+    """A run whose number of devices can change between steps."""
+
+    shrunk = False  # a device was lost; all of them are tried again later
+    folder: Path | None = None  # of the state that moves to another layout
+
+    def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
+        """Prepare a run that begins with all devices."""
+        super().__init__(*given, **more)
+        self.sizes = sizes
+        self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
+        self.memory: Sequence[Versions] = ()  # two, in turn, whose files outlive this process. None: its own
+        self.turn = 0
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Train on one global batch. Try all devices first, if it is time to."""
+        if self.shrunk and self.good >= REFILL:
+            self.resize(self.sizes.most)
+            self.left = self.good = 0  # a device that fails soon has not come back
+        result = super().step(batch)
+        self._drop()  # there is a version in the new layout now
+        return result
+
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, with the same state and global batch. Call it between steps."""
+        if devices == len(self.places):
+            return
+        if not self.sizes.fewest <= devices <= self.sizes.most:
+            raise ConfigError(
+                f"the run cannot go on with {devices} devices",
+                by="resize",
+                facts={"elastic": f"{self.sizes.fewest} to {self.sizes.most} devices"},
+                hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
+            )
+        program, before = self.sizes.program(devices), len(self.places)
+        state = self._folder() / "state"
+        self._call(lambda run: run.write(state, None, wait=True, keep=None))
+        self._end()
+        self.failed_at, self.phases = monotonic(), {}
+        self._move(state, self.done, program, range(devices))
+        self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
+        self.shrunk = False
+        self._call(self._protect)
+
+    def take(self, size: int, turn: int) -> None:
+        """Begin with another size, in which a driver before this one has left the state."""
+        if (size, turn) != (len(self.places), self.turn):
+            self._use(self.sizes.program(size), range(size), turn)
+
+    def _folder(self) -> Path:
+        """Return a new folder in memory."""
+        where = MEMORY if MEMORY.is_dir() else None
+        return Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
+
+    def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
+        """Take another program from a state after a step on. No worker may run."""
+        self._drop()
+        self.folder, self.begun = state.parent, (state, step)
+        self._use(program, places, 1 - self.turn)
+        self.versions.forget(lambda step: True)
+        self.protected = False
+        self.options = replace(self.options, blank=True)
+
+    def _use(self, program: ProgramLike, places: Sequence[int], turn: int) -> None:
+        """Take another program and the memory of its versions. No worker may run."""
+        if self.versions not in self.memory:
+            self.versions.close()
+        self.versions, self.turn = Versions(program.plans), turn
+        if self.memory:
+            files = self.memory[turn].descriptors
+            self.versions.close()
+            self.versions.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
+        self.starter.use(program, self.versions, places)
+        self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
+
+    def _unchanged(self, first: int) -> bool:
+        """Return whether the state that has moved here, with steps repeated, leads to the next step."""
+        return self._held(first) if self.folder is not None else super()._unchanged(first)
+
+    def _failed(self, error: WorkerError | LaunchError) -> None:
+        """End all workers. Go on without the device that is lost for good, or raise the error."""
+        try:
+            super()._failed(error)
+        except (WorkerError, LaunchError):
+            if not self._shrink(error):
+                raise
+
+    def _shrink(self, error: WorkerError | LaunchError) -> bool:
+        """Return whether the run can go on with fewer devices, and prepare it."""
+        device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
+        version = self.versions.newest()
+        raised = isinstance(error, WorkerError) and error.kind == "error"
+        if raised or device is None or version is None or not self._held(version):
+            return False
+        found = self._smaller()
+        if found is None:
+            return False
+        before, left = len(self.places), [place for n, place in enumerate(self.places) if n != device]
+        self.left, self.last, self.shrunk = self.retries, None, True
+        self.notify(failure(error, self.at, self.left))
+        size = len(devices_of(found.plans))
+        state = self._folder() / "state"
+        write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
+        self._move(state, version, found, left[:size])
+        self.notify(resized(self.at, before, size, f"device {device} is lost"))
+        return True
+
+    def _smaller(self) -> ProgramLike | None:
+        """Return the program of the largest smaller size that the strategy has. None: there is none."""
+        for size in range(len(self.places) - 1, self.sizes.fewest - 1, -1):
+            try:
+                return self.sizes.program(size)
+            except (ConfigError, ScheduleError):
+                continue  # a number of devices by which the batch does not divide, for example
+        return None
+
+    def _drop(self) -> None:
+        """Give back the memory of a state that has moved."""
+        if self.folder is not None and (self.run is None or self.protected):
+            rmtree(self.folder)
+            self.folder = None
+
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+        super().close()
+        self._drop()
+        self.versions.close()
+
+
+def resized(step: int, before: int, after: int, why: str) -> Event:
+    """Return the event of a run that goes on with another number of devices."""
+    what = f"going on with {after} {'device' if after == 1 else 'devices'} instead of {before}: {why}"
+    return Event(event="resize", step=step, what=what)
+
+
+def clear(process: int) -> None:
+    """Remove the state that a process was moving when it was killed."""
+    for folder in MEMORY.glob(f"{MOVED}{process}-*"):
+        rmtree(folder, ignore_errors=True)

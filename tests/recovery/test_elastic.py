@@ -1,0 +1,327 @@
+"""Elastic jobs: 4 -> 2 -> 4 devices while training, equal to one device in fp64."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import cleandoc
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper.compiler import Program, compile, strategy_of
+from piper.errors import ConfigError, ScheduleError, WorkerError
+from piper.launchers.base import StepResult
+from piper.launchers.driver import devices_of
+from piper.launchers.inline import InlineRun
+from piper.recovery.elastic import ElasticRange, ElasticRun
+from piper.recovery.recovering_run import recovering
+from piper.recovery.run_events import Event
+from piper.recovery.starters import InlineStarter, Starter
+from piper.recovery.supervisor import Ended
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from piper.train.elastic_programs import Programs, SentProgram, SizeFile
+from tests import plain
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("PP"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def strategy(devices: Sequence[int]) -> list[piper.Directive]:
+    """Two stages of replicas: the parameters lie elsewhere in each size."""
+    half = len(devices) // 2
+    return [
+        piper.replicate(piper.at(PP=0), devices[:half], zero=3),
+        piper.replicate(piper.at(PP=1), devices[half:], zero=1),
+        piper.split(piper.at(), parts=2),
+    ]
+
+
+def batches(steps: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [{"x": torch.randn(8, 8, generator=generator, dtype=torch.float64)} for _ in range(steps)]
+
+
+def job(**changes: object) -> piper.Job:
+    fields: dict[str, object] = {
+        "model": Net,
+        "loss": lambda model, batch: (model(batch["x"]) - batch["x"]).square().mean(),
+        "data": lambda: batches(100),
+        "strategy": strategy,
+        "elastic": (2, 4),
+        "precision": "fp64",
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.05),
+    }
+    return piper.Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return compile(job())
+
+
+@pytest.fixture(scope="module")
+def programs(program: Program) -> Iterator[Programs]:
+    """Those of fewer devices are compiled in another process."""
+    made = Programs(program)
+    made.prepare()
+    ended = made.ends.get(timeout=120)
+    assert isinstance(ended, Ended) and ended.code == 0
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def sizes(programs: Programs) -> ElasticRange:
+    def find(size: int) -> ProgramLike:
+        if size == 3:
+            raise ConfigError("no", by="test", hint="none")
+        return programs.program(size)
+
+    return ElasticRange(fewest=2, most=4, program=find)
+
+
+@contextmanager
+def running(
+    program: Program, sizes: ElasticRange, events: list[Event], on: str = "inline", retries: int = 1
+) -> Iterator[ElasticRun]:
+    make = partial(ElasticRun, sizes=sizes)
+    with recovering(program, on, Options(), retries=retries, notify=events.append, make=make) as run:
+        assert isinstance(run, ElasticRun)
+        yield run
+
+
+def cycles(run: ElasticRun, count: int, each: int) -> list[float]:
+    """Train `each` steps in each size, over and over. Parameters move without a changed bit."""
+    losses, given = [], iter(batches(2 * count * each))
+    for size in (4, 2) * count:
+        before = run.state_dict()
+        run.resize(size)
+        assert all(torch.equal(value, before[name]) for name, value in run.state_dict().items())
+        losses += [run.step(next(given)).loss for _ in range(each)]
+    return losses
+
+
+def assert_plain(losses: list[float], state: Mapping[str, Tensor]) -> None:
+    made = job()
+    wanted = plain.train(Net, made.loss, batches(len(losses)), optimizer=made.optimizer)  # type: ignore[arg-type]
+    assert max(abs(got - want) for got, want in zip(losses, wanted.losses, strict=True)) < 1e-9
+    assert plain.largest_difference(wanted.state, state) < 1e-9
+
+
+def memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("piper-resize-*")}
+
+
+def test_four_devices_two_and_four_again(program: Program, sizes: ElasticRange) -> None:
+    events: list[Event] = []
+    with running(program, sizes, events) as run:
+        assert_plain(cycles(run, 2, 2), run.state_dict())
+    assert [(e.event, e.step, e.what) for e in events if e.event == "resize"] == [
+        ("resize", 2, "going on with 2 devices instead of 4: as asked"),
+        ("resize", 4, "going on with 4 devices instead of 2: as asked"),
+        ("resize", 6, "going on with 2 devices instead of 4: as asked"),
+    ]
+    assert [e.event for e in events] == ["resize", "recovery"] * 3
+
+
+@dataclass
+class Broken:
+    """A starter whose device 1 is lost in every third step, where there are four devices."""
+
+    starter: InlineStarter
+    starts: list[int] = field(default_factory=list)
+
+    def start(self, options: Options) -> InlineRun:
+        run = self.starter.start(options)
+        self.starts.append(len(devices_of(run.program.plans)))
+        steps, step = count(1), run.step
+
+        def fail(batch: Mapping[str, Tensor]) -> StepResult:
+            if next(steps) == 3 and self.starts[-1] == 4:
+                error = WorkerError("the process was killed by SIGKILL", by="device 1", hint="none")
+                error.kind, error.device, error.place = "dead", 1, len(self.starts)
+                raise error
+            return step(batch)
+
+        run.step = fail  # type: ignore[method-assign]
+        return run
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.starter, name)
+
+
+def test_a_device_that_is_lost_for_good(
+    program: Program, sizes: ElasticRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No retry is left, and three devices have no program: two go on, and later all four are tried."""
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    events: list[Event] = []
+    with running(program, sizes, events) as run:
+        broken = Broken(cast(InlineStarter, run.starter))
+        run.starter, run.run = cast(Starter, broken), None
+        losses = [run.step(batch).loss for batch in batches(12)]
+        assert_plain(losses, run.state_dict())
+        assert broken.starts == [4, 4, 2, 4, 2] and [*run.places] == [0, 2]
+    assert [(e.event, e.step, e.left) for e in events if e.event != "recovery"] == [
+        ("failure", 3, 0), ("failure", 5, 1), ("resize", 5, None), ("resize", 8, None),
+        ("failure", 11, 1), ("resize", 11, None),
+    ]  # fmt: skip
+
+
+def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
+    found = programs.program(2)
+    assert isinstance(found, SentProgram) and [*devices_of(found.plans)] == [0, 1]
+    assert [directive.devices for directive in strategy_of(found.job)[:2]] == [(0,), (1,)]  # type: ignore[attr-defined]
+    assert found.evaluation(batches(1)[0]).plans.buckets.keys() == found.plans.buckets.keys()
+
+
+def test_a_file_asks_for_a_number_of_devices(program: Program, sizes: ElasticRange, tmp_path: Path) -> None:
+    said: list[str] = []
+    file = SizeFile(tmp_path, said.append)
+    with running(program, sizes, []) as run:
+        run.step(batches(1)[0])
+        found = []
+        for text in ("2\n", "2", "many", "9", "4"):
+            (tmp_path / "devices").write_text(text)
+            file.obey(run)
+            file.obey(run)
+            found.append(len(run.places))
+    assert found == [2, 2, 2, 2, 4]
+    assert [line.partition("\n")[0] for line in said] == [
+        f"warning: {tmp_path / 'devices'} asks for 'many', which is not a number of devices",
+        "warning: resize: the run cannot go on with 9 devices",
+    ]
+
+
+def test_an_exception_is_no_loss_of_a_device(program: Program, sizes: ElasticRange) -> None:
+    events: list[Event] = []
+    with running(program, sizes, events, retries=0) as run:
+        error = WorkerError("broken", by="device 1", hint="none")
+        error.kind, error.device = "error", 1
+        with pytest.raises(WorkerError):
+            run._failed(error)
+    assert events == []
+
+
+def test_a_size_outside(program: Program, sizes: ElasticRange) -> None:
+    with running(program, sizes, []) as run, pytest.raises(ConfigError) as caught:
+        run.resize(5)
+    assert str(caught.value) == cleandoc("""
+        resize: the run cannot go on with 5 devices
+          elastic: 2 to 4 devices
+          hint:    choose a number in this range, or widen it: piper.Job(elastic=...)
+    """)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"elastic": None},
+            "strategy is a function of the devices, and elastic does not say how many there are",
+        ),
+        ({"elastic": (4, 2)}, "elastic=(4, 2)"),
+        ({"elastic": (0, 2)}, "elastic=(0, 2)"),
+        ({"elastic": 4}, "elastic=4"),
+        ({"strategy": ()}, "elastic=(2, 4), and the strategy is tuple, for fixed devices"),
+    ],
+)
+def test_jobs_that_cannot_be(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(**changes)
+    assert caught.value.what == said
+
+
+def test_strategies_that_cannot_be() -> None:
+    other = job(strategy=lambda devices: [piper.place(piper.at(), [0, 7])])
+    with pytest.raises(ConfigError) as caught:
+        compile(other)
+    assert caught.value.what == "strategy[0] is over devices 0,7"
+    assert caught.value.hint == "use the devices that the function is given: 0-3"
+    with pytest.raises(ConfigError) as caught:
+        compile(job(strategy=lambda devices: devices[9]))
+    assert caught.value.what == "the strategy failed: IndexError: tuple index out of range"
+    with pytest.raises(ScheduleError) as uneven:
+        compile(job(elastic=(1, 3), strategy=lambda devices: [piper.replicate(piper.at(), devices)]))
+    assert uneven.value.what == "8 samples do not divide into 3 equal pieces"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize(("on", "count"), [("inline", 50), ("local", 4)])
+def test_fifty_cycles(program: Program, sizes: ElasticRange, on: str, count: int) -> None:
+    before = memory()
+    with running(program, sizes, [], on) as run:
+        assert_plain(cycles(run, count, 1), run.state_dict())
+    assert memory() == before
+
+
+RECIPE = """
+import os, time
+from pathlib import Path
+import torch
+import piper
+from piper.data import Samples
+from tests.recovery.test_elastic import Net, strategy
+
+class Asks(piper.callbacks.Callback):
+    def on_step(self, run, step, result):
+        if step in SIZES:
+            Path("RUN/devices").write_text(SIZES[step])
+        mark = Path(f"RUN/killed-{step}")
+        if step in (9, 14) and KILLS and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), 9)
+
+def job():
+    rows = [{"x": row} for row in torch.randn(50, 8, generator=torch.Generator().manual_seed(0))]
+    return piper.Job(
+        model=Net, loss=lambda model, batch: (model(batch["x"]) - batch["x"]).square().mean(),
+        data=lambda: Samples(rows, batch=8, seed=1), strategy=strategy, elastic=(2, 4), steps=20, callbacks=[Asks()],
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_drivers_of_a_run_that_changes_its_size_are_killed(tmp_path: Path) -> None:
+    """At two devices and at four again: the metrics of a run whose driver was never killed."""
+    before, found = memory(), {}
+    for name, kills in (("killed", "True"), ("whole", "False")):
+        text = RECIPE.replace("RUN", name).replace("KILLS", kills).replace("SIZES", '{6: "2", 12: "4"}')
+        (tmp_path / f"{name}.py").write_text(text)
+        words = [sys.executable, "-m", "piper", "train", f"{name}.py:job", "--on", "local", "--out", name]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=140, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [(m["step"], m["loss"], m["grad_norm"]) for m in lines]
+        events = [
+            json.loads(line)["event"] for line in (tmp_path / name / "events.jsonl").read_text().splitlines()
+        ]
+        again = ["failure", "recovery"] if kills == "True" else []
+        assert events == ["resize", "recovery", *again, "resize", "recovery", *again]
+    assert found["killed"] == found["whole"] and len(found["whole"]) == 20
+    assert memory() == before
