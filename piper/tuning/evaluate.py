@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from piper.directives import Directive
 from piper.gc_pause import no_collection
-from piper.plan.memory_timeline import timeline
+from piper.runtime.cuda.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
@@ -44,7 +44,7 @@ def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: flo
         found = simulate(program.plans, program.outline, model.costs)
     busy, exposed = averages(found)
     peaks = [
-        max(memory.peak, timeline(plan).peak)  # as simulated, and as issued, whatever the times are
+        max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
         for memory, plan in zip(found.memories, program.plans, strict=True)
     ]
     needs = [
