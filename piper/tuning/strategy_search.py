@@ -28,7 +28,7 @@ from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, m
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
 REFINED = 2  # candidates whose orders are searched for longer at the end
-AGAIN = 2  # syntheses of a candidate whose plan does not fit, each with less memory
+AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
 PICO = 1e12
 
@@ -50,6 +50,7 @@ class Leaf:
     held: LeastMemory
     grid: Grid | None = None
     tries: int = 0  # syntheses so far
+    beyond: tuple[int, ...] = ()  # by rank: bytes that its plans held beyond the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,13 @@ class StrategySearch:
             if self.best is None or found.step < self.best.step:
                 self.best = found
         elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
-            yield from self.synthesised(leaf, limit - (found.needs - limit) * leaf.tries, trials)
+            before = leaf.beyond or (0,) * len(found.held)
+            all_ranks = (leaf.tries - 1) * (found.needs - limit)  # an order for less may need more elsewhere
+            beyond = [
+                known + max(all_ranks, leaf.tries * (held - limit), 0)
+                for known, held in zip(before, found.held, strict=True)
+            ]
+            yield from self.synthesised(replace(leaf, beyond=tuple(beyond)), limit, trials)
 
     def evaluate(self, leaf: Leaf) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
@@ -309,7 +316,7 @@ class StrategySearch:
         """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
         trials = self.synthesis_trials if trials is None else trials
         choice, layers = leaf.choice, self.layers(leaf.choice)
-        memory = synthesis_memory(choice, layers, self.model.state, limit)
+        memory = synthesis_memory(choice, layers, self.model.state, limit, leaf.beyond)
         costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
         if memory is None or costs is None:
             self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
