@@ -130,6 +130,12 @@ def test_two_recordings_give_the_costs_of_every_size(sizes: tuple[int, ...]) -> 
         assert (one.held, one.parameters, one.sends) == (other.held, other.parameters, other.sends)
 
 
+def test_a_deferred_weight_gradient_holds_the_gradient_of_its_output(search: StrategySearch) -> None:
+    layer = search.model.layers(2, Recompute()).layers[1]
+    assert layer.late["LAYER=1", "gradient0", -1] == 2 * 8 * 64 * 4
+    assert layer.late["LAYER=0", "out0", -1] == 2 * 8 * 64 * 4  # what the layer reads
+
+
 def test_nothing_fits(search: StrategySearch) -> None:
     captured = search.model.capturing.recordings
     with pytest.raises(piper.ConfigError) as error:
