@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from exposure import Exposure, exposure, main_phase
 from torch import Tensor
 
 import piper
@@ -28,9 +29,8 @@ from piper.plan.ops import Op
 from piper.plan.plan import Plan
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
-from piper.simulate.exposure import Exposure, exposure, main_phase
-from piper.simulate.profile_trace import chrome_trace
 from piper.simulate.timeline import Span
+from piper.simulate.trace_events import profile_trace
 from piper.train.profiling import profile_of
 
 RATIO = 0.5  # of exchanges to compute
@@ -230,7 +230,7 @@ def measure(
             }
             times = {streams: after(side, batch, WARM + RECORDED) for streams, side in sides.items()}
             if trace is not None:
-                trace.write_text(chrome_trace(profile_of(sides[True], program, "", on)))
+                trace.write_text(profile_trace(profile_of(sides[True], program, "", on)))
             for _ in range(ROUNDS):
                 for side in sides.values():
                     for _ in range(STEPS):

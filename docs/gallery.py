@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pictures.lanes import lanes
+from pictures.placement import placement
+
 from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
@@ -24,8 +27,6 @@ from piper.schedules.synthesis.alike import Alike, synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
-from piper.view.lanes import lanes
-from piper.view.placement import placement
 from piper.view.shade import shade_of
 from piper.view.svg_grid import grid
 
@@ -71,6 +72,12 @@ SCHEDULES = {
         "DualPipe-V",
         "The same V, in which a forward of one direction and a backward of the other overlap: the"
         " communication of each hides behind the computation of the other.",
+    ),
+    "dualpipe": (
+        "DualPipe",
+        "Both directions at once, as in DeepSeek-V3: microbatches 0 to 3 enter at rank 0, microbatches 4 to 7"
+        " at rank 3, and each stage lives on two ranks. A DualPipe-V over half of the ranks, and its mirror"
+        " image over the rest.",
     ),
 }
 
@@ -157,12 +164,13 @@ def paper_pictures() -> Iterator[Picture]:
     yield Picture(
         name="gallery-paper-overlap",
         heading="An overlapped pair and its streams",
-        text="One pair of that schedule, as compiled for a mixture of experts: a forward of stage 0 on part 3"
-        " and a backward of stage 3 on part 1. While the rows of one travel, the other computes.",
+        text="One pair of that schedule, as compiled for a mixture of experts: a forward of stage 0 on"
+        " microbatch 3 and a backward of stage 3 on microbatch 1. While the rows of one travel, the other"
+        " computes.",
         svg=lanes(
             plan,
             times.timelines[0],
-            title="F of stage 0 on part 3 beside B of stage 3 on part 1, devices 0 and 1",
+            title="F of stage 0 on microbatch 3 with B of stage 3 on microbatch 1, devices 0 and 1",
             only=[number for number, ins in enumerate(plan.instrs) if in_pair(ins)],
         ),
     )
@@ -193,7 +201,7 @@ def program_pictures() -> Iterator[Picture]:
         name="gallery-placement",
         heading="Who holds what",
         text="Two stages, each on two devices: stage 0 replicated, stage 1 with its parameters, gradients and"
-        " optimizer state sharded (ZeRO-3). Each device sees half of the samples, in four parts.",
+        " optimizer state sharded (ZeRO-3). Each device sees half of the samples, in four microbatches.",
         svg=placement(placed(), title="Two stages on two devices each"),
     )
 

@@ -18,6 +18,7 @@ from piper.errors import PiperError as PiperError
 from piper.errors import ScheduleError as ScheduleError
 from piper.errors import WorkerError as WorkerError
 from piper.ir.select import at as at
+from piper.job import Buckets as Buckets
 from piper.job import Checkpoint as Checkpoint
 from piper.job import Evaluate as Evaluate
 from piper.job import Job as Job
@@ -64,6 +65,7 @@ _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "Schedule
 _MODULES = ("checkpoint", "data", "losses")  # they need torch
 _OTHERS = (
     *_MODULES,
+    "Buckets",
     "Checkpoint",
     "Directive",
     "Evaluate",

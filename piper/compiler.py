@@ -1,25 +1,22 @@
 """Compiles a job into a proven program: capture, directives, lowering, proof."""
 
-import atexit
 import math
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.compile.cache import CACHE, KEY, Cache
+from piper.capture.compile.cache import CACHE, usable_cache
 from piper.capture.divide.request import Request
+from piper.capture.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
-from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split, apply
+from piper.directives import Directive, Place, Remat, Replicate, Shard, ShardAxis, Split, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
@@ -33,7 +30,8 @@ from piper.lower.state import Completed, LoweringState, Settings
 from piper.lower.validate import parts_of
 from piper.optimizer_probe import Probe, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.runtime.setup import device_kind
+from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
+from piper.runtime.setup import Shapes, device_kind, setup_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 from piper.usercode import defined_at, named
 
@@ -57,6 +55,7 @@ class Program:
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
     cache: Path | None = None  # of compiled code. None: chunks run operation by operation
+    shapes: dict[Shapes, "Program"] = field(default_factory=dict, repr=False, compare=False)  # see `shaped`
 
     @property
     def outline(self) -> CapturedModel:
@@ -115,6 +114,20 @@ class Program:
 
         return compile_evaluation(self, batch)
 
+    def shaped(self, batch: Batch) -> "Program":
+        """Return the program that trains on batches like `batch`; compile and prove it if it is not known.
+
+        It has plans of its own, for the parameters that this program holds, and is kept in `shapes`. A batch
+        of the sizes that this program was compiled for gives this program.
+        """
+        from piper.shapes import compile_shape  # it uses this module
+
+        rows, first = as_run(self, batch, wanted_batch(setup_of(self)))
+        key = read_shapes(rows, self.outline)
+        if not first and key not in self.shapes:
+            self.shapes[key] = compile_shape(self, rows)
+        return self if first else self.shapes[key]
+
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
     job: Job,
@@ -136,14 +149,17 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
     kept = usable_cache(Path(cache)) if compile else None
     folder = Path(cache) if compile else None
-    return build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
+    program = build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
+    for rows in bucket_batches(batch, job.buckets):
+        program.shaped(rows)
+    return program
 
 
-def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> Program:
+def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None, whole: bool = False) -> Program:
     """Compile a job whose model is captured as `capturing` does.
 
     state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
-    None: it is tried.
+    None: it is tried. whole: that compilation found that it needs whole parameters.
     """
     strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
@@ -161,12 +177,15 @@ def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> 
         codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
         if before is None:
-            return Completed(outline=outline, state_bytes=state_bytes)
+            return Completed(outline=outline, state_bytes=state_bytes, whole=whole)
         probe = probed(job, replace(graph, outline=outline), settings, before)
         return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
 
     with placing(job, strategy, batch):
         applied = directed(capturing, strategy, samples, requests)
+        if applied.graph.precisions and job.precision != "fp64":
+            by = next(each.title for each in applied.graph.directives if each.verb == "precision")
+            check_machine(capturing.recordings.device, by)
         plans, work = lower(applied.graph, settings, completed)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
@@ -177,7 +196,10 @@ def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None) -> 
         codes=codes,
         recordings=capturing.recordings,
         device=capturing.recordings.device,
-        warnings=uneven_slices(applied.traced, work.graph, samples),
+        warnings=(
+            *uneven_slices(applied.traced, work.graph, samples),
+            *(() if any(isinstance(d, Remat) for d in strategy) else applied.traced.recording.unheeded()),
+        ),
         cache=capturing.folder,
     )
 
@@ -241,26 +263,6 @@ def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]
     )
 
 
-def usable_cache(folder: Path) -> Cache:
-    """Return the cache in a folder. One that cannot be written is replaced by one for this process alone."""
-    try:
-        there = folder.expanduser()
-        there.mkdir(mode=0o700, parents=True, exist_ok=True)
-        keys = KEY.expanduser().parent
-        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=there), tempfile.TemporaryFile(dir=keys):
-            return Cache(folder=folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        warnings.warn(
-            f"the cache {folder} cannot be written ({error}), so compiled code is not kept for the next run; "
-            "name another folder with compile(job, compile=True, cache=...)",
-            stacklevel=3,
-        )
-        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
-        return Cache(folder=made, key=made / "key")
-
-
 @contextmanager
 def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
     """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
@@ -286,13 +288,13 @@ def strategy_of(job: Job) -> list[Directive]:
 
 
 def first_batch(job: Job) -> Batch:
-    """Return the first batch of a job's data: its shapes and types stand for all."""
+    """Return the first batch of a job's data, padded as all are: its types stand for all."""
     batch = next(batches_of(job.data), None)
     if batch is None:
         raise ConfigError(
             "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
         )
-    return batch
+    return padded(batch, job.buckets)
 
 
 def likely_rows(strategy: list[Directive], samples: int) -> int:
@@ -322,7 +324,8 @@ def capture_slices(
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    return {rows: capturing.differentiated(rows, requests, ways, graph.budgets) for rows in needed}
+    asked = (requests, ways, graph.budgets, graph.precisions)
+    return {rows: capturing.differentiated(rows, *asked) for rows in needed}
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from piper.capture.autodiff.differentiate import Captured
+from piper.capture.compile.cache import usable_cache
 from piper.capture.divide.request import Request
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler import (
@@ -14,7 +15,6 @@ from piper.compiler import (
     outline_by_slice,
     placing,
     strategy_of,
-    usable_cache,
 )
 from piper.devices import show
 from piper.errors import CaptureError
@@ -97,12 +97,11 @@ def with_parameters_of(trained: CapturedModel, outline: CapturedModel, program: 
 
 def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> None:
     """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
-    homes = {node.chunk: node.devices for node in program.graph.nodes.values()}
+    homes, placed = (homes_of(each) for each in (program.graph, graph))
     trained: dict[str, set[int]] = {}
     for chunk in program.outline.chunks:
         for name in chunk.buffers:
             trained.setdefault(name, set()).update(homes[chunk.name])
-    placed = {node.chunk: node.devices for node in graph.nodes.values()}
     for chunk in outline.chunks:
         for name in chunk.buffers:
             if name in trained and not trained[name].issuperset(placed[chunk.name]):
@@ -111,10 +110,18 @@ def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> Non
                     by="model",
                     facts={
                         "training": f"uses it on {show(tuple(sorted(trained[name])))}",
-                        chunk.name: f"uses it on {show(placed[chunk.name])}",
+                        chunk.name: f"uses it on {show(tuple(sorted(placed[chunk.name])))}",
                     },
                     hint="place the regions that share the buffer on the same devices",
                 )
+
+
+def homes_of(graph: Graph) -> dict[str, set[int]]:
+    """Return the devices that run some microbatch of each chunk."""
+    homes: dict[str, set[int]] = {}
+    for node in graph.nodes.values():
+        homes.setdefault(node.chunk, set()).update(node.devices)
+    return homes
 
 
 def layout_of(parameter: Parameter) -> object:

@@ -78,6 +78,35 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The lengths that batches are padded to, so that few programs are compiled.
+
+    lengths: sizes of axis 1. A program for each is compiled and proven before the first step.
+    pad: the fields that are padded, each with the value that is added at the end of axis 1. A batch is padded
+    to the shortest of the lengths that it fits in; one that is longer than all of them stays as it is.
+    """
+
+    lengths: Sequence[int]
+    pad: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        lengths = self.lengths if isinstance(self.lengths, Sequence) else ()
+        need(
+            len(lengths) > 0 and all(whole(length, 1) for length in lengths),
+            "Buckets",
+            f"lengths={self.lengths!r}",
+            "give at least one length, each a whole number: lengths=[128, 256, 512]",
+        )
+        pad = self.pad if isinstance(self.pad, Mapping) else {}
+        need(
+            len(pad) > 0 and all(isinstance(value, int | float) for value in pad.values()),
+            "Buckets",
+            f"pad={self.pad!r}",
+            'name the fields to pad, each with a number: pad={"tokens": 0, "labels": -100}',
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A training job. It checks its fields; nothing runs until it is compiled and launched."""
 
@@ -94,6 +123,7 @@ class Job:
     checkpoint: Checkpoint | None = None
     evaluate: Evaluate | None = None
     callbacks: Sequence[Callback] = ()
+    buckets: Buckets | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "data", "optimizer"):
@@ -129,6 +159,12 @@ class Job:
             "Job",
             f"evaluate is {type(self.evaluate).__name__}, not an Evaluate",
             "give a piper.Evaluate(data=..., every=...), or leave it out",
+        )
+        need(
+            self.buckets is None or isinstance(self.buckets, Buckets),
+            "Job",
+            f"buckets is {type(self.buckets).__name__}, not a Buckets",
+            'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out',
         )
         for number, callback in enumerate(self.callbacks):
             need(

@@ -17,9 +17,15 @@ from piper.usercode import defined_at, said, users_frames
 MOST = 16  # functions of a file that are listed
 
 
+def file_and_function(spec: str) -> tuple[str, str]:
+    """Return the file and the function that a recipe is given as: `file.py:function`."""
+    file, _, function = spec.rpartition(":")
+    return file, function
+
+
 def load_recipe(spec: str, strategy: Path | None = None) -> Job:
     """Import a recipe's file and call its function. strategy: a JSON file that takes its strategy's place."""
-    file, _, name = spec.rpartition(":")
+    file, name = file_and_function(spec)
     if not file or not name:
         raise ConfigError(
             "this is not a recipe",

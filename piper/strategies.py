@@ -3,20 +3,21 @@
 `piper.annotate_layers` tags the layers of a model so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 from piper.directives import Directive, place, replicate, shard, split
 from piper.directives.base import is_whole
 from piper.directives.replicate import ZERO_LEVELS
 from piper.errors import ScheduleError
-from piper.ir.select import at
+from piper.ir.select import At, at
 from piper.schedules.grid import Grid, need_whole, orders
 from piper.schedules.names import grid_for
 from piper.schedules.pairs import pairs
 
 __all__ = ["boundaries", "ddp", "fsdp", "moe", "pipeline", "tensor"]
 
+Placing = Callable[[At, range], Directive]
 PER_RANK = 4  # microbatches for each rank of a pipeline, unless asked otherwise: its bubble is then small
 
 
@@ -45,11 +46,7 @@ def pipeline(
     need_whole(by, microbatches=microbatches)
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
-    return [
-        *over_ranks(stages, grid, dp, zero, bucket_mb),
-        split(at(), axis="MB", parts=microbatches),
-        *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
-    ]
+    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb))
 
 
 def fsdp(dp: int, zero: int = 3, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
@@ -103,13 +100,11 @@ def moe(
         everything, *others = data_parallel(by, dp, zero, microbatches, bucket_mb)
         return [everything, shard(at(), range(dp), ways=ep), *others]
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
-    homes = devices_of(grid, dp)
-    return [
-        *over_ranks(stages, grid, dp, zero, bucket_mb),
-        *(shard(at(LAYER=stage), homes[number], ways=ep) for number, stage in enumerate(stages)),
-        split(at(), axis="MB", parts=microbatches),
-        *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
-    ]
+
+    def divided(stage: At, devices: range) -> Directive:
+        return shard(stage, devices, ways=ep)
+
+    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb), divided)
 
 
 def tensor(
@@ -165,16 +160,11 @@ def tensor(
         return [*replicas, groups, *parts, *(pairs(microbatches) if overlap else [])]
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
-    homes = devices_of(grid, tp * dp)
-    return [
-        *(over_ranks(stages, grid, tp * dp, zero, bucket_mb) if dp > 1 else []),
-        *(
-            shard(at(LAYER=stage), homes[number], ways=tp, axis="TP", weights=weights, between=between)
-            for number, stage in enumerate(stages)
-        ),
-        split(at(), axis="MB", parts=microbatches),
-        *orders(grid, stage=[at(LAYER=stage) for stage in stages]),
-    ]
+
+    def divided(stage: At, devices: range) -> Directive:
+        return shard(stage, devices, ways=tp, axis="TP", weights=weights, between=between)
+
+    return over_ranks(stages, grid, tp * dp, *([copies(dp, zero, bucket_mb)] if dp > 1 else []), divided)
 
 
 def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:
@@ -213,27 +203,39 @@ def data_parallel(by: str, dp: int, zero: int, microbatches: int, bucket_mb: flo
     return [everything, *([split(at(), axis="MB", parts=microbatches)] if microbatches > 1 else [])]
 
 
-def over_ranks(
-    stages: list[range], grid: Grid, dp: int, zero: int, bucket_mb: float | None
-) -> list[Directive]:
-    """Return the directives that put each stage on the devices of its rank."""
-    homes = devices_of(grid, dp)
-    if dp == 1:
-        return [place(at(LAYER=stage), homes[number]) for number, stage in enumerate(stages)]
-    return [
-        replicate(at(LAYER=stage), homes[number], zero=zero, bucket_mb=bucket_mb)
-        for number, stage in enumerate(stages)
+def over_ranks(stages: list[range], grid: Grid, width: int, *kinds: Placing) -> list[Directive]:
+    """Return the directives of a pipeline: the stages on their ranks of `width` devices, split and in order.
+
+    kinds: make a directive of a stage, or of some of its microbatches, and of the devices of a rank.
+    """
+    homes: dict[int, dict[int, dict[int, None]]] = {}  # stage -> rank -> its microbatches
+    for rank, row in enumerate(grid.rows):
+        for action in (action for group in row for action in group):
+            homes.setdefault(action.stage, {}).setdefault(rank, {})[action.microbatch] = None
+    both_ways = any(len(ranks) > 1 for ranks in homes.values())
+    placed = [
+        kind(
+            at(LAYER=layers, MB=sorted(parts)) if both_ways else at(LAYER=layers),
+            range(rank * width, (rank + 1) * width),
+        )
+        for kind in kinds
+        for stage, layers in enumerate(stages)
+        for rank, parts in sorted(homes[stage].items(), key=lambda home: min(home[1]))
     ]
+    parts = split(at(), axis="MB", parts=grid.microbatches)
+    order = orders(grid, stage=[at(LAYER=stage) for stage in stages])
+    return [parts, *placed, *order] if both_ways else [*placed, parts, *order]
 
 
-def devices_of(grid: Grid, dp: int) -> dict[int, range]:
-    """Return the devices of each stage: those of the rank whose row has it."""
-    return {
-        action.stage: range(rank * dp, (rank + 1) * dp)
-        for rank, row in enumerate(grid.rows)
-        for group in row
-        for action in group
-    }
+def copies(dp: int, zero: int, bucket_mb: float | None) -> Placing:
+    """Return what puts a stage on the devices of a rank, of which `dp` share the samples."""
+
+    def placed(stage: At, devices: range) -> Directive:
+        if dp == 1 and not zero:
+            return place(stage, devices)
+        return replicate(stage, devices, zero=zero, bucket_mb=bucket_mb)
+
+    return placed
 
 
 def check_numbers(by: str, zero: int, **numbers: int) -> None:

@@ -259,8 +259,8 @@ def data_without_samples():
 def data_ragged():
     return piper.Job(**good(data=lambda: [{"x": torch.ones(4, 4), "y": torch.ones(3)}]))  # data_ragged
 
-def data_smaller_later():
-    return piper.Job(**good(data=lambda: batches({"x": torch.ones(3, 4)})))  # data_smaller_later
+def data_wider_later():
+    return piper.Job(**good(data=lambda: batches({"x": torch.ones(4, 5)})))  # data_wider_later
 
 def data_type_later():
     return piper.Job(**good(data=lambda: batches({"x": torch.ones(4, 4, dtype=torch.int64)})))  # data_type_later
@@ -461,7 +461,7 @@ error: Job (net.py:<one_directive>): strategy is Place, not a list of directives
 """,
     "net.py:nested_strategy": """
 error: Job (net.py:<nested_strategy>): strategy[3] is list, not a directive
-  hint: a strategy is a flat list of place, replicate, shard, split, order, remat; add a schedule with +, not inside the list
+  hint: a strategy is a flat list of place, replicate, shard, split, order, remat, precision; add a schedule with +, not inside the list
 """,
     "net.py:checkpoint_as_text": """
 error: Job (net.py:<checkpoint_as_text>): checkpoint is str, not a Checkpoint
@@ -555,7 +555,7 @@ error: loss (net.py:<loss_detached>): the loss does not depend on any trainable 
 error: capture (net.py:<loss_branches>): the model and its loss cannot be captured
   why:   Detected data-dependent branching (e.g. `if my_tensor.sum() > 0:`). Dynamo does not support tracing dynamic control flow.
   batch: x (4, 4)
-  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside
+  hint:  the loss must trace as one graph: no branch on a tensor's value, no .item(), no files inside
 """,
     "net.py:data_none": """
 error: data (net.py:<data_none>): data() returned NoneType, which cannot be iterated
@@ -643,29 +643,29 @@ error: data (net.py:<data_ragged>): the fields of a batch disagree on the number
   y:    3 samples
   hint: the first axis of every field is the samples
 """,
-    "net.py:data_smaller_later": """
-error: data (net.py:<data_smaller_later>), step 3: the batch is not like the one that was compiled
-  wanted: x (4, 4)
-  got:    x (3, 4)
-  hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
+    "net.py:data_wider_later": """
+error: capture (net.py:15): the loss, or the model in it, raised an exception
+  why:   RuntimeError('a and b must have same reduction dim, but got [4, 5] X [4, 4].')
+  batch: x (4, 5)
+  hint:  call loss(model(), batch) without Piper to see the whole traceback
 """,
     "net.py:data_type_later": """
 error: data (net.py:<data_type_later>), step 3: the batch is not like the one that was compiled
   wanted: x of a floating type
   got:    x of int64
-  hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
+  hint:   give every step a batch of the same fields and types, of the same number of axes; sizes may differ
 """,
     "net.py:data_field_later": """
 error: data (net.py:<data_field_later>), step 3: the batch is not like the one that was compiled
   wanted: x
   got:    also y
-  hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
+  hint:   give every step a batch of the same fields and types, of the same number of axes; sizes may differ
 """,
     "net.py:data_missing_later": """
 error: data (net.py:<data_missing_later>), step 3: the batch is not like the one that was compiled
   wanted: x (4, 4)
   got:    no such field
-  hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
+  hint:   give every step a batch of the same fields and types, of the same number of axes; sizes may differ
 """,
     "net.py:data_does_not_divide": """
 error: strategy (net.py:<data_does_not_divide>): 4 samples do not divide into 3 equal pieces
@@ -752,7 +752,7 @@ error: broken.json:4: this is not JSON
 """,
     "net.py:strategy_unknown_op": """
 error: op.json[0]: there is no directive 'replace'
-  known: place, replicate, shard, split, order, remat
+  known: place, replicate, shard, split, order, remat, precision
   hint:  did you mean 'place'?
 """,
     "net.py:strategy_unknown_key": """

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from piper.capture.compile.cache import Cache, CacheEntry
+from piper.capture.compile.cache import Cache, CacheEntry, usable_cache
 from piper.cli import main
-from piper.compiler import usable_cache
 from tests.bad_recipes import TEXT
 
 CODE = CacheEntry(artifact=b"code", files={})

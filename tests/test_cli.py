@@ -245,7 +245,7 @@ def test_an_unknown_schedule(piper: Piper) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == cleandoc("""
         error: schedule: there is no schedule 'zbw'
-          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, synthesised
+          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, dualpipe, synthesised
           hint:  did you mean zbv?
     """)
 

@@ -38,6 +38,7 @@ PACKAGES = {
     "plan",
     "optimizer_probe",
     "recipe",
+    "recovery",
     "runtime",
     "schedules",
     "sharding",
@@ -70,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": {"files", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
     "view": {
         "files",
+        "format",
         "ids",
         "errors",
         "devices",
@@ -120,11 +122,23 @@ MAY_IMPORT: dict[str, set[str]] = {
         "format",
         "devices",
     },  # experts: code calls its operators; simulate: how long a network takes
+    "recovery": {
+        "devices",
+        "launchers",
+        "checkpoint",
+        "errors",
+        "runtime",
+        "plan",
+        "ir",
+        "callbacks",
+        "torch",
+    },
     "data": {"usercode", "files", "errors", "torch"},
     "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
-    "compiler": PACKAGES | {"torch", "evaluation", "notebook"},  # a program shows itself
+    "compiler": PACKAGES | {"torch", "evaluation", "notebook", "shapes"},  # a program shows itself
     "evaluation": PACKAGES | {"compiler", "torch"},
+    "shapes": PACKAGES | {"compiler", "torch"},
     "notebook": PACKAGES | {"compiler", "train"},
     "train": PACKAGES | {"compiler", "checkpoint", "torch"},  # the loop around everything else
     "tuning": PACKAGES | {"compiler", "torch"},  # compiles candidates

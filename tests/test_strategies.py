@@ -62,6 +62,14 @@ def test_stages_lie_where_the_schedule_has_them() -> None:
         "place(at(LAYER=[5, 6]), devices=[1])",
         "place(at(LAYER=7), devices=[0])",
     ]
+    both_ways = strategies.pipeline(4, pp=2, zero=1, schedule="dualpipe", microbatches=6)
+    assert repr(both_ways[0]) == "split(at(), parts=6)", "before microbatches are placed"
+    assert placement(both_ways) == [
+        "replicate(at(LAYER=[0, 1], MB=range(0, 3)), devices=[0], zero=1)",
+        "replicate(at(LAYER=[0, 1], MB=range(3, 6)), devices=[1], zero=1)",
+        "replicate(at(LAYER=[2, 3], MB=range(0, 3)), devices=[1], zero=1)",
+        "replicate(at(LAYER=[2, 3], MB=range(3, 6)), devices=[0], zero=1)",
+    ]
     three = strategies.pipeline(6, pp=1, schedule="interleaved-1f1b", stages_per_rank=3, embedding=0, head=0)
     assert placement(three) == [
         "place(at(LAYER=[0, 1]), devices=[0])",
@@ -165,7 +173,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         lambda: strategies.pipeline(layers=4, pp=2, schedule="1f2b"),
         """
         schedule: there is no schedule '1f2b'
-          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, synthesised
+          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, dualpipe, synthesised
           hint:  did you mean 1f1b?
         """,
     ),
@@ -194,7 +202,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         lambda: strategies.moe(layers=4, dp=4, schedule="zbw"),
         """
         schedule: there is no schedule 'zbw'
-          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, synthesised
+          known: gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v, dualpipe, synthesised
           hint:  did you mean zbv?
         """,
     ),

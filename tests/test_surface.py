@@ -12,6 +12,7 @@ from piper.cli import app
 
 def test_public_names() -> None:
     assert piper.__all__ == [
+        "Buckets",
         "CaptureError",
         "Checkpoint",
         "ConfigError",
@@ -38,6 +39,7 @@ def test_public_names() -> None:
         "losses",
         "order",
         "place",
+        "precision",
         "remat",
         "replicate",
         "route",
@@ -78,6 +80,7 @@ def test_job_fields() -> None:
         "checkpoint",
         "evaluate",
         "callbacks",
+        "buckets",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]
@@ -90,6 +93,7 @@ def test_schedules() -> None:
         "StageCosts",
         "Synthesised",
         "bound",
+        "dualpipe",
         "dualpipe_v",
         "from_csv",
         "gpipe",
@@ -141,6 +145,8 @@ def test_verbs_and_flags() -> None:
         "profile": ["--calibrate", "--cluster", "--cluster-out", "--json", "--on", "--steps", "target"],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
+        "export": ["--dtype", "--json", "--recipe", "--to", "folder", "run"],
+        "import": ["--json", "--out", "recipe", "weights"],
         "schedule": [
             "--costs",
             "--csv",

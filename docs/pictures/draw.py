@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from heights import MemoryRow, heights
+from lanes import lanes
+from placement import placement
 
 from piper import Directive, Job, at, compile, place, remat, replicate, shard, split
 from piper.devices import Devices
@@ -24,9 +27,6 @@ from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.strategies import tensor
 from piper.view.cells import of_plans
-from piper.view.heights import MemoryRow, heights
-from piper.view.lanes import lanes
-from piper.view.placement import placement
 from piper.view.svg_grid import grid
 
 HERE = Path(__file__).parent
@@ -47,7 +47,8 @@ def pictures() -> Mapping[str, str]:
         "ring.svg": ring(),
         "tensor.svg": layer(),
         "split.svg": holdings(
-            [replicate(at(), [0, 1]), split(at(), parts=2)], "split: two parts of each device's samples"
+            [replicate(at(), [0, 1]), split(at(), parts=2)],
+            "split: two microbatches on each device",
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
         "remat.svg": heights(

@@ -7,6 +7,7 @@ and on nothing else of a strategy, so other strategies of the same job use it ag
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from piper.capture.trace.trace import (
 from piper.errors import ConfigError
 
 Division = tuple[object, ...]  # what requests ask, as a key
-Differentiation = tuple[int, Division, tuple[tuple[str, int], ...], tuple[tuple[str, float], ...]]
+Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
 
 
@@ -190,11 +191,16 @@ class Capturing:
         return known.divided[key]
 
     def differentiated(
-        self, rows: int, requests: Sequence[Request], ways: Mapping[str, int], budgets: Mapping[str, float]
+        self,
+        rows: int,
+        requests: Sequence[Request],
+        ways: Mapping[str, int],
+        budgets: Mapping[str, float],
+        precisions: Mapping[str, str] = MappingProxyType({}),
     ) -> Captured:
         """Return the model's code for slices of `rows` samples."""
-        key = (rows, division_of(requests), tuple(ways.items()), tuple(budgets.items()))
+        key = (rows, division_of(requests), *(tuple(each.items()) for each in (ways, budgets, precisions)))
         if key not in self.recordings.differentiated:
-            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache)
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions)
             self.recordings.differentiated[key] = found
         return self.recordings.differentiated[key]

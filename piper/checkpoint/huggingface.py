@@ -1,12 +1,12 @@
 """Weights in and out of Hugging Face folders: safetensors files, with names as transformers has them.
 
-export_hf(run.state_dict(), model.config, "out")         # AutoModelForCausalLM.from_pretrained("out")
+export_hf(run.state_dict(), model, "out")                # type(model).from_pretrained("out")
 write_start(program, import_hf("in"), "start")           # launch(program, resume="start")
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from piper.checkpoint.target import EXPORT, MARK, target_of, unwritten
 from piper.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # how a folder stores one expert
@@ -30,31 +30,42 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # how
 
 def export_hf(
     state: Mapping[str, Tensor],
-    config: "PretrainedConfig",
+    model: "PretrainedConfig | PreTrainedModel",
     folder: Path | str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a causal language model that `from_pretrained` reads, all at once or not at all.
+    """Write a model that `from_pretrained` reads, all at once or not at all.
 
-    folder: a new or empty one, or an earlier export, which is replaced. Anything else is refused.
     state: every parameter by transformers' own name, as `run.state_dict()` has them.
+    model: the model that the job builds, whose class and config are used. A config alone is that of a causal
+    language model.
+    folder: a new or empty one, or an earlier export, which is replaced. Anything else is refused.
     dtype: what to write them as; None: as they are.
     """
-    model = shell(config)
-    ties = ties_of(model)
-    check_names(model, state, ties)
+    made = shell(model)
+    ties = ties_of(made)
+    check_names(made, state, ties)
     given = {names[0]: state[next(name for name in names if name in state)] for names in ties}
     if dtype is not None:
-        given = {name: value.to(dtype) for name, value in given.items()}
+        given = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()
+        }
     kinds = {value.dtype for value in given.values() if value.is_floating_point()}
+    made.to(kinds.pop() if len(kinds) == 1 else torch.float32)
+    write_export(folder, lambda partial: made.save_pretrained(partial, state_dict=given))
+
+
+def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
+    """Write a folder of transformers' or peft's files, marked as ours, all at once or not at all.
+
+    write: writes the files into a folder that it is given.
+    """
     path = target_of(folder)
     partial = begin(path)
     try:
         mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted
         with quiet():
-            model.to(kinds.pop() if len(kinds) == 1 else torch.float32).save_pretrained(
-                partial, state_dict=given
-            )
+            write(partial)
         mark_export(partial, sorted(file.name for file in partial.iterdir()))
         for file in partial.iterdir():
             sync(file)
@@ -73,12 +84,20 @@ def mark_export(folder: Path, files: list[str]) -> None:
     (folder / MARK).write_text(text + "\n", encoding="utf-8")
 
 
-def shell(config: "PretrainedConfig") -> Any:  # noqa: ANN401  transformers has no types for it
-    """Return the model of a config, without any memory for its parameters."""
-    from transformers import AutoModelForCausalLM
+def shell(model: "PretrainedConfig | PreTrainedModel") -> Any:  # noqa: ANN401  transformers has no types for it
+    """Return a model of the same class and config, without any memory for its parameters."""
+    from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        if isinstance(model, PretrainedConfig):
+            return AutoModelForCausalLM.from_config(model)
+        if isinstance(model, PreTrainedModel):
+            return type(model)(model.config)
+    raise ConfigError(
+        f"a {type(model).__name__} is not a model of transformers",
+        by="export_hf",
+        hint="give the model that the job builds, or its config; run.state_dict() has the values of others",
+    )
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
@@ -111,25 +130,54 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], ties: list[list[s
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from drawing a progress bar."""
+    """Keep transformers from drawing a progress bar, and from reports that our errors make."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
 
-def import_hf(folder: Path | str) -> Mapping[str, Tensor]:
+def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Mapping[str, Tensor]:
     """Return the weights in a Hugging Face folder, by their transformers names, each read when asked for.
 
     A folder stores every expert of Qwen3-MoE by itself; transformers, and so this, has those of a layer in
     one tensor.
+
+    model: of the class and config that the weights are for. Where a folder has other names, as those of
+    Mixtral do, transformers then converts them, and all weights are read at once.
     """
-    return Weights(Path(folder))
+    found = Weights(Path(folder))
+    if model is None or all(any(name in found for name in names) for names in ties_of(model)):
+        return found
+    return converted(Path(folder), model)
+
+
+def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
+    """Return the weights in a folder as transformers loads them into a model of this class and config."""
+    try:
+        with quiet():
+            made, info = type(model).from_pretrained(
+                folder, config=model.config, output_loading_info=True, use_safetensors=True
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise unusable(folder, str(error)) from error
+    facts = {key: listed(sorted(info[f"{key}_keys"])) for key in ("missing", "unexpected")}
+    if any(facts.values()):
+        raise ConfigError(
+            f"the weights are not all of a {type(model).__name__}",
+            by="import_hf",
+            facts={"path": str(folder), **{key: text for key, text in facts.items() if text}},
+            hint="to let the model make what is missing, build it with from_pretrained in the recipe",
+        )
+    state: dict[str, Tensor] = made.state_dict()
+    return state
 
 
 class Weights(Mapping[str, Tensor]):

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from piper.cli.diff import diff
+from piper.cli.export import export
+from piper.cli.import_weights import import_weights
 from piper.cli.init import init
 from piper.cli.options import AsJson, Compile, Device, Recipe, StrategyFile
 from piper.cli.profile import profile
@@ -40,6 +42,8 @@ app.command()(diff)
 app.command()(schedule)
 app.command()(view)
 app.command()(init)
+app.command()(export)
+app.command("import")(import_weights)
 app.command()(tune)
 
 

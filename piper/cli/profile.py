@@ -12,6 +12,7 @@ from rich.console import Console
 from piper.cli.options import AsJson
 from piper.errors import ConfigError
 from piper.format import wide_console
+from piper.recipe import file_and_function
 
 if TYPE_CHECKING:
     from piper.simulate.profile import Profile
@@ -82,7 +83,7 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
     """Return the profile in a folder, or run a recipe and return its profile."""
     from piper.simulate.profile import read_profile
 
-    file, _, function = target.rpartition(":")
+    file, function = file_and_function(target)
     if not (file.endswith(".py") and function):
         return read_profile(Path(target))
     from piper.train.session import TrainOptions, train_recipe

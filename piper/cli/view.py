@@ -38,7 +38,7 @@ def view(
     """
     from piper.cli.view_subject import subject_of  # torch is paid for only where it is used
     from piper.view.cells import of_plans
-    from piper.view.plan_trace import chrome_trace
+    from piper.view.plan_trace import plan_trace
     from piper.view.report import page
     from piper.view.svg_grid import grid
     from piper.view.text_grid import grid as grid_text
@@ -55,7 +55,7 @@ def view(
     if png:
         write(png, draw_png(drawn), PICTURE)
     if trace:
-        write(trace, chrome_trace(subject), TRACE)
+        write(trace, plan_trace(subject), TRACE)
     if text:
         sys.stdout.write(f"{grid_text(subject.plans, subject.tags)}\n\n{timeline_text(subject, WIDTH)}\n")
     if out or not (svg or png or trace or text):

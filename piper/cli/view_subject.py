@@ -8,6 +8,7 @@ from piper.cli.prices import CLUSTER, Prices, prices_of
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
+from piper.recipe import file_and_function
 from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
@@ -72,6 +73,7 @@ def of_background(
         origins=background.origins,
         temporal=background.temporal,
         measured=profile.timelines() if profile else {},
+        on=profile.on if profile and profile.accelerator == CPU else "",
         about=about_run(profile) if profile else "",
         source=background.source,
         source_name=background.source_name,
@@ -163,7 +165,7 @@ def same_program(recipe: str, plans: Plans) -> tuple["Program | None", str]:
     """Return the recipe compiled, if it still makes these plans. None: the second value says why not."""
     if not recipe:
         return None, "the folder does not say which recipe it ran"
-    if not Path(recipe.rpartition(":")[0]).is_file():
+    if not Path(file_and_function(recipe)[0]).is_file():
         return None, f"its recipe {recipe} is not there"
     try:
         program = compiled(recipe)

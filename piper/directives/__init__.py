@@ -8,6 +8,9 @@ from piper.directives.order import Order as Order
 from piper.directives.order import order
 from piper.directives.place import Place as Place
 from piper.directives.place import place
+from piper.directives.policies import settled
+from piper.directives.precision import Precision as Precision
+from piper.directives.precision import precision
 from piper.directives.remat import Remat as Remat
 from piper.directives.remat import remat
 from piper.directives.replicate import Replicate as Replicate
@@ -24,6 +27,7 @@ __all__ = [
     "Directive",
     "order",
     "place",
+    "precision",
     "remat",
     "replicate",
     "shard",
@@ -47,4 +51,4 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
             graph = directive.apply(graph, number)
         asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
-    return graph
+    return settled(graph)

@@ -184,6 +184,24 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
     return nodes
 
 
+def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
+    """Refuse a filter that selects only some nodes of a chunk.
+
+    The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
+    is saved.
+    """
+    names = {node.name for node in nodes}
+    chunks = {node.chunk for node in nodes}
+    outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
+    if outside is not None:
+        raise ScheduleError(
+            "the filter cuts through a chunk",
+            by=by,
+            facts={"matched": nodes[0].name, "left out": outside.name},
+            hint="select whole regions: leave PASS and axes of split out of the filter",
+        )
+
+
 def empty_regions(graph: Graph, at: At) -> dict[str, str]:
     """Return, as a fact for errors, the regions that `at` names and that hold no operation."""
     named = [

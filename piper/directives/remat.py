@@ -3,11 +3,19 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, given_filter, given_tag, registered, selected, spelt, touched
+from piper.directives.base import (
+    Directive,
+    check_whole,
+    given_filter,
+    given_tag,
+    registered,
+    selected,
+    spelt,
+    touched,
+)
 from piper.errors import ScheduleError
 from piper.ids import show_part
 from piper.ir.graph import Graph
-from piper.ir.node import Compute
 from piper.ir.select import At
 
 
@@ -34,7 +42,7 @@ class Remat(Directive):
         by = self.title(number)
         self._check_budget(by)
         nodes = selected(graph, self.at, by)
-        self._check_whole(graph, nodes, by)
+        check_whole(graph, nodes, by)
         chunks = graph.chunks
         names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
         if not names:
@@ -80,23 +88,6 @@ class Remat(Directive):
                 f"budget={given!r} is no part of the activations",
                 by=by,
                 hint="1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again",
-            )
-
-    def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
-        """Refuse a filter that selects only some nodes of a chunk.
-
-        The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
-        is saved.
-        """
-        names = {node.name for node in nodes}
-        chunks = {node.chunk for node in nodes}
-        outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
-        if outside is not None:
-            raise ScheduleError(
-                "the filter cuts through a chunk",
-                by=by,
-                facts={"matched": nodes[0].name, "left out": outside.name},
-                hint="select whole regions: leave PASS and axes of split out of the filter",
             )
 
 

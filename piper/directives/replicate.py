@@ -45,10 +45,10 @@ class Replicate(Directive):
         devices = checked_devices(self.devices, by)
         self._check_levels(by)
         nodes = selected(graph, self.at, by)
-        policies = dict(graph.policies)
-        for chunk in dict.fromkeys(node.chunk for node in nodes):
-            policies[chunk] = replace(
-                graph.policy(chunk),
+        graph = graph.with_policies(
+            nodes,
+            lambda _, policy: replace(
+                policy,
                 zero=self.zero,
                 bucket_mb=self.bucket_mb,
                 reduce_stream=self.reduce_stream or "reduce",
@@ -56,8 +56,8 @@ class Replicate(Directive):
                 ways=1,  # a later replicate wins over an earlier shard
                 shardings={},
                 origin=number,
-            )
-        graph = replace(graph, policies=policies)
+            ),
+        )
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
     def _check_levels(self, by: str) -> None:

@@ -62,16 +62,16 @@ class Shard(Directive):
                     facts={"region": name, "asked": f"ways={ways}"},
                     hint="choose ways among the divisors of the number of experts",
                 )
-        policies = dict(graph.policies)
-        for name in experts:
-            policies[name] = replace(
-                graph.policy(name),
+        graph = graph.with_policies(
+            (node for node in nodes if chunks[node.chunk].kind in ROUTED),
+            lambda name, policy: replace(
+                policy,
                 ways=ways,
                 shardings=by_expert(graph, chunks[name], ways),
                 exchange_stream=self.stream or "exchange",
                 origin=number,
-            )
-        graph = replace(graph, policies=policies)
+            ),
+        )
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
     def _check_ways(self, ways: int, devices: tuple[int, ...], by: str) -> None:

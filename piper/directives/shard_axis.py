@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from piper.directives.base import Directive, checked_devices, is_whole, refused, registered, selected, touched
 from piper.errors import ScheduleError
-from piper.ir.graph import AxisPolicy, Graph
+from piper.ir.graph import AxisPolicy, Graph, Policy
 from piper.ir.select import At
 
 ATTENTION = ("gather", "heads", "ring")
@@ -57,20 +57,20 @@ class ShardAxis(Directive):
                 facts={"asked": f"ways={ways!r}, devices={list(devices)}"},
                 hint="ways is the size of one group: a divisor of the number of devices",
             )
-        policies = dict(graph.policies)
-        for name in dict.fromkeys(node.chunk for node in nodes):
-            policy = graph.policy(name)
+        own = AxisPolicy(
+            axis=self.axis,
+            degree=ways,
+            stream=self.stream or self.axis.lower(),
+            origin=number,
+            samples=bool(self.batch),
+            between=self.between is not None,
+        )
+
+        def divided(_: str, policy: Policy) -> Policy:
             others = tuple(held for held in policy.axes if held.axis != self.axis)
-            own = AxisPolicy(
-                axis=self.axis,
-                degree=ways,
-                stream=self.stream or self.axis.lower(),
-                origin=number,
-                samples=bool(self.batch),
-                between=self.between is not None,
-            )
-            policies[name] = replace(policy, axes=(*others, own))
-        graph = replace(graph, policies=policies)
+            return replace(policy, axes=(*others, own))
+
+        graph = graph.with_policies(nodes, divided)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
     def _check_words(self, by: str) -> None:

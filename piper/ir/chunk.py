@@ -135,6 +135,9 @@ class Chunk:
     # ^ inputs whose storage a backward phase still uses through a saved view, though it does not read them
     phases: Mapping[Phase, PhaseSpec] = field(default_factory=dict)  # no "B": nothing to differentiate
     random: bool = False  # F draws random numbers
+    products: tuple[str, ...] = ()  # weights of linear layers whose products may run in a narrower type
+    rowwise: tuple[str, ...] = ()  # those among them that are stored [out, in] and multiplied as they are
+    precision: str = ""  # of these products: "fp8", or empty for the job's
     experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
     collective: Collective | None = None  # of a chunk of that kind
 

@@ -5,7 +5,7 @@ of data parallelism. Data edges are not stored but derived from the chunks, so n
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from piper.devices import Devices
@@ -135,9 +135,13 @@ class Graph:
     index: Index
     parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
     policies: Mapping[str, Policy] = field(default_factory=dict)
+    part_policies: Mapping[str, Mapping[Tags, Policy]] = field(default_factory=dict)
+    # ^ chunk -> the policies that directives asked for on some of its microbatches
     transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
     budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
+    precisions: Mapping[str, str] = field(default_factory=dict)  # chunk -> the precision of its products
+    gathered_in_fp8: frozenset[str] = frozenset()  # chunks whose weights are, where they are sharded
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
 
@@ -149,6 +153,26 @@ class Graph:
     def policy(self, chunk: str) -> Policy:
         """Return how a chunk's parameters live: the default where no directive set it."""
         return self.policies.get(chunk, Policy())
+
+    def with_policies(self, nodes: Iterable[Compute], change: Callable[[str, Policy], Policy]) -> "Graph":
+        """Return the graph with the policies of nodes changed: of their chunks, or of microbatches alone.
+
+        change: takes a chunk and its policy so far.
+        """
+        policies, apart = dict(self.policies), dict(self.part_policies)
+        selected: dict[str, dict[Tags, None]] = {}
+        for node in nodes:
+            selected.setdefault(node.chunk, {})[node.part] = None
+        for chunk, parts in selected.items():
+            held, found = self.policy(chunk), dict(apart.get(chunk, {}))
+            if len(parts) == math.prod(size for _, size in self.parts[chunk]):
+                policies[chunk] = change(chunk, held)
+                found = {part: change(chunk, policy) for part, policy in found.items()}
+            else:
+                found |= {part: change(chunk, found.get(part, held)) for part in parts}
+            if found:
+                apart[chunk] = found
+        return replace(self, policies=policies, part_policies=apart)
 
     def select(self, at: At) -> list[Compute]:
         """Return the nodes that `at` selects. PASS="B" also selects both halves of a split backward."""

@@ -2,19 +2,18 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast, overload
 
 from torch import Tensor
 
 from piper.callbacks import Callback, Running, named_callbacks
-from piper.errors import WorkerError
+from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.optimizer_groups import OptimizerGroups
 from piper.plan.plan import Plans
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -102,7 +101,7 @@ class Trains(ABC):
         self.after_training(self.done)
 
     @property
-    def optimizer(self) -> OptimizerGroups:
+    def optimizer(self) -> "OptimizerGroups":
         """Return the options of the optimizer's groups, to read and to set."""
         return OptimizerGroups(self)
 
@@ -164,7 +163,7 @@ class Run(Protocol):
     """The interface of a running job. It ends with its `with` block, with `close`, or when it is not used."""
 
     @property
-    def optimizer(self) -> OptimizerGroups:
+    def optimizer(self) -> "OptimizerGroups":
         """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
 
     def optimizer_groups(self) -> list[dict[str, object]]:
@@ -239,6 +238,57 @@ class Run(Protocol):
 
     def close(self) -> None:
         """End every worker. Idempotent."""
+
+
+class OptimizerGroups(Sequence["OptimizerGroup"]):
+    """The groups of a run's optimizer. `run.optimizer[0]["lr"]` is the learning rate of the first."""
+
+    def __init__(self, run: Trains) -> None:
+        self.run = run
+
+    @overload
+    def __getitem__(self, index: int) -> "OptimizerGroup": ...
+    @overload
+    def __getitem__(self, index: slice) -> "list[OptimizerGroup]": ...
+    def __getitem__(self, index: int | slice) -> "OptimizerGroup | list[OptimizerGroup]":
+        found = [OptimizerGroup(self.run, number) for number in range(len(self))]
+        return found[index]
+
+    def __len__(self) -> int:
+        return len(self.run.optimizer_groups())
+
+    def __repr__(self) -> str:
+        return repr(self.run.optimizer_groups())
+
+
+class OptimizerGroup(Mapping[str, object]):
+    """The options of one group of parameters. Those that are numbers can be set, between steps."""
+
+    def __init__(self, run: Trains, number: int) -> None:
+        self.run, self.number = run, number
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401  an optimizer may have any options
+        return self.run.optimizer_groups()[self.number][key]
+
+    def __setitem__(self, key: str, value: float) -> None:
+        known = self.run.optimizer_groups()[self.number]
+        if key not in known or isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"the option {key!r} of an optimizer cannot be set to {value!r}",
+                by="run.optimizer",
+                facts={"options": ", ".join(known)},
+                hint='set one of these to a number: run.optimizer[0]["lr"] = 1e-4',
+            )
+        self.run.set_optimizer_option(self.number, key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.run.optimizer_groups()[self.number])
+
+    def __len__(self) -> int:
+        return len(self.run.optimizer_groups()[self.number])
+
+    def __repr__(self) -> str:
+        return repr(self.run.optimizer_groups()[self.number])
 
 
 class Readable(Protocol):

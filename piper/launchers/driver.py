@@ -12,34 +12,31 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import (
     Readable,
-    StepResult,
     Trains,
     ended,
-    result_of,
     state_by_name,
     streams_of,
     unread_values,
 )
 from piper.launchers.checkpointing import CheckpointedRun, Checkpoints
-from piper.launchers.evaluate_run import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, blame
 from piper.launchers.messages import (
     PATIENCE,
     Assignment,
     BatchSlicer,
     Call,
-    EvaluationBatch,
     Heartbeat,
     Preparation,
+    ProgramBatch,
     pack_setup,
 )
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.launchers.remote_optimizer import RemoteOptimizer, holders
+from piper.launchers.run_programs import Evaluates, Prepared
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
 from piper.runtime.full_values import whole_buffers, whole_parameters
@@ -79,7 +76,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
-        self.current = program  # what workers run now: an evaluation has a program of its own
+        self.current = program  # what workers run now
         self.devices = devices_of(program.plans)
         self.stall = options.timeout  # seconds without any progress after which the job has stalled
         self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
@@ -275,12 +272,11 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
 
     def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
         """Drive the workers of a program; `unread`: initial parameters and buffers that no device holds."""
-        self.program, self.plans, self.group, self.unread = program, program.plans, group, unread
+        super().__init__(program)
+        self.group, self.unread = group, unread
         self.devices = devices_of(program.plans)
-        self.wanted = wanted_batch(setup_of(program))
-        self.slicer = BatchSlicer(program.plans)
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
-        self.slicers: dict[int, BatchSlicer] = {}  # of evaluation programs, by their numbers
+        self.slicers = {0: BatchSlicer(program.plans)}  # of all programs, by their numbers
         self.open = True
         self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
 
@@ -295,26 +291,27 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
                 self.close()
             raise
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """Train on one global batch."""
-        check_batch(batch, self.wanted)
-        cut = {device: self.slicer.cut(batch, device) for device in self.devices}
-        answers = self._ask("step", cut)
-        self.busy = {device: cast(Sums, sums).busy for device, sums in answers.items()}
+    def _step(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
+        answers = self._run("step", ready, batch)
+        self.busy = {device: sums.busy for device, sums in answers.items()}
         self.checkpoints.poll()
-        return result_of(self.plans, self.program.outline, cast(Sums, answers[self.devices[0]]))
+        return answers[self.devices[0]]
 
-    def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
-        given = Preparation(number=number, setup=pack_setup(setup_of(program)), buffers=buffers)
-        self.slicers[number] = BatchSlicer(program.plans)
+    def _forward(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
+        return self._run("evaluate", ready, batch)[self.devices[0]]
+
+    def _run(self, call: Call, ready: Prepared, batch: Mapping[str, Tensor]) -> dict[int, Sums]:
+        """Let all workers run a program on their rows of a batch."""
+        slicer = self.slicers[ready.number]
+        given = {d: ProgramBatch(number=ready.number, fields=slicer.cut(batch, d)) for d in self.devices}
+        with self.group.running(ready.program):
+            return cast("dict[int, Sums]", self._ask(call, given))
+
+    def _prepare(self, made: Prepared, *, trains: bool) -> None:
+        setup = pack_setup(setup_of(made.program))
+        given = Preparation(number=made.number, setup=setup, buffers=made.buffers, trains=trains)
+        self.slicers[made.number] = BatchSlicer(made.program.plans)
         self._ask("prepare", dict.fromkeys(self.devices, given))
-
-    def _forward(self, number: int, program: ProgramLike, batch: Mapping[str, Tensor]) -> Sums:
-        slicer = self.slicers[number]
-        given = {d: EvaluationBatch(number=number, fields=slicer.cut(batch, d)) for d in self.devices}
-        with self.group.running(program):
-            answers = self._ask("evaluate", given)
-        return cast(Sums, answers[self.devices[0]])
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers. After each step they do so by themselves."""

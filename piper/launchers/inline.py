@@ -12,14 +12,14 @@ from torch import Tensor
 from piper.checkpoint.background import BackgroundSaver
 from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
-from piper.launchers.base import StepResult, Trains, ended, result_of, state_by_name, streams_of
+from piper.launchers.base import Trains, ended, state_by_name, streams_of
 from piper.launchers.checkpointing import CheckpointedRun, Checkpoints
-from piper.launchers.evaluate_run import Evaluates
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.processes import ProcessStatus, SharedFile, running
-from piper.launchers.versions import WorkerVersions
-from piper.runtime.batch import check_batch, wanted_batch
+from piper.launchers.run_programs import Evaluates, Prepared
+from piper.launchers.transport.versions import WorkerVersions
+from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
 from piper.runtime.debug.output_recorder import OutputKey
@@ -38,9 +38,10 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         options: Options,
         versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
     ) -> None:
-        self.program, self.plans, self.options = program, program.plans, options
+        super().__init__(program)
+        self.options = options
         self.world = World(program.plans, options.timeout)
-        self.worlds = [self.world]  # of the training program, then of each evaluation program
+        self.worlds = [self.world]  # and those of programs that have other communicators
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
         setup = setup_of(program)
@@ -49,7 +50,6 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
         initial = blank_values(setup.outline) if options.blank else initial_values(program.job)
-        self.wanted = wanted_batch(setup)
         self.failures: list[Failure] = []
         self.watchers = {
             device: Watcher(device, private_marks(streams_of(self.plans)), self.failures.append)
@@ -89,15 +89,13 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         names = (*(p.name for p in outline.parameters), *(b.name for b in outline.buffers if b.persistent))
         return {name: initial(name) for name in names if name not in held}
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """Train on one global batch."""
-        check_batch(batch, self.wanted)
+    def _step(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
         if not self.open:
             raise ended()
-        sums = self._together(self.program, lambda worker: worker.step(batch))
+        sums = self._together(ready.program, lambda worker: worker.step(batch, ready.number))
         self.checkpoints.poll()
         self.protect()
-        return result_of(self.plans, self.program.outline, sums)
+        return sums
 
     def _together(self, program: ProgramLike, act: Callable[[Worker], Sums]) -> Sums:
         """Let every device run its plan of a program, and return the sums, which are the same on all."""
@@ -130,16 +128,19 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
             versions.restore(step)
         self.unread.update(unread)
 
-    def _prepare(self, number: int, program: ProgramLike, buffers: Mapping[str, Tensor]) -> None:
-        world, setup = World(program.plans, self.options.timeout), setup_of(program)
-        self.worlds.append(world)
+    def _prepare(self, made: Prepared, *, trains: bool) -> None:
+        setup, world = setup_of(made.program), self.world
+        if not speaks_in(setup.plans, self.plans):
+            world = World(setup.plans, self.options.timeout)
+            self.worlds.append(world)
         for device, worker in self.workers.items():
-            worker.prepare(number, setup, world.member(device), buffers.__getitem__, world.stop)
+            initial = made.buffers.__getitem__
+            worker.prepare(made.number, setup, world.member(device), initial, world.stop, trains=trains)
 
-    def _forward(self, number: int, program: ProgramLike, batch: Mapping[str, Tensor]) -> Sums:
+    def _forward(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
         if not self.open:
             raise ended()
-        return self._together(program, lambda worker: worker.evaluate(number, batch))
+        return self._together(ready.program, lambda worker: worker.evaluate(ready.number, batch))
 
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:
@@ -210,7 +211,8 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
 
     def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
-        return {d: worker.trail.kept for d, worker in self.workers.items() if worker.trail is not None}
+        found = {device: worker.latest.trail for device, worker in self.workers.items()}
+        return {device: trail.kept for device, trail in found.items() if trail is not None}
 
     def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""

@@ -117,16 +117,20 @@ class BatchSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """An evaluation program for a worker, with the values of buffers that the worker does not hold."""
+    """Another program for a worker, with the values of buffers that the worker does not hold.
+
+    trains: it trains the worker's parameters on batches of another shape. Otherwise it evaluates.
+    """
 
     number: int
     setup: bytes
     buffers: Mapping[str, Tensor]
+    trains: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationBatch:
-    """A device's rows of a batch to evaluate on, and the number of the program that runs on them."""
+class ProgramBatch:
+    """A device's rows of a batch, and the number of the program that runs on them."""
 
     number: int
     fields: Mapping[str, BatchSlice]
@@ -182,12 +186,12 @@ CODEC = Codec(
         BatchSlice,
         ClockOffset,
         Done,
-        EvaluationBatch,
         EvaluationResult,
         Failure,
         Heartbeat,
         OutputKey,
         Preparation,
+        ProgramBatch,
         RankInfo,
         RankZeroResult,
         DeviceProfile,

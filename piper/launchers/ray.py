@@ -21,13 +21,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from piper.launchers.base import streams_of
+from piper.launchers.base import Run, streams_of
 from piper.launchers.driver import RemoteRun, SocketWorkerGroup, devices_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
 from piper.launchers.processes import NodeMonitor, ProcessStatus, SharedFile, StopWatch, Termination
 from piper.launchers.ray_support import ActorLocation, bundle_of, folder_of_ray, no_room, not_started, reason
 from piper.launchers.rendezvous import LOOPBACK, store_on
-from piper.launchers.starters import Recoverable
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.shared_memory import (
@@ -38,7 +37,7 @@ from piper.launchers.transport.shared_memory import (
     map_marks,
     new_marks,
 )
-from piper.launchers.versions import Versions
+from piper.launchers.transport.versions import Versions
 from piper.launchers.worker_server import WorkerServer, serve
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
@@ -379,7 +378,7 @@ class RayStarter:
                 raise no_room(self.devices, bundle_of(self.gpus), has)
             sleep(LOOK)
 
-    def expect(self, run: Recoverable, stall: float) -> None:
+    def expect(self, run: Run, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds; a look at all nodes takes some."""
         assert self.group is not None
         self.group.stall = max(stall, SLOWEST)

@@ -12,10 +12,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains, result_of
+from piper.launchers.base import EvaluationResult, Resumed, Trains
+from piper.launchers.run_programs import Prepared, RunsPrograms
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
-from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
@@ -23,7 +23,7 @@ from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
-from piper.runtime.worker import Options, Worker
+from piper.runtime.worker import Options, Sums, Worker
 from piper.simulate.cluster import load_cluster
 
 SPREAD = 0.02  # standard deviation of the elements of a matrix, as most models begin
@@ -40,13 +40,13 @@ class PeakMemory:
     measured: int | None  # none on a host, which does not count
 
 
-class SingleRankRun(Trains):
+class SingleRankRun(RunsPrograms, Trains):
     """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
 
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
-        self.program, self.plans, self.device = program, program.plans, device
-        setup = setup_of(program)
-        self.setup, self.wanted = setup, wanted_batch(setup)
+        super().__init__(program)
+        self.device, self.unread = device, {}
+        self.setup = setup = setup_of(program)
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)
         self.network = load_cluster(cluster or CLUSTERS[program.device])
@@ -66,13 +66,20 @@ class SingleRankRun(Trains):
         if self.engine is not None:
             torch.cuda.reset_peak_memory_stats(setup.device)
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """Train on one global batch, of which this device takes its rows. The loss is only its own part."""
-        check_batch(batch, self.wanted)
+    def _step(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
+        """Train on the rows that this device takes of a global batch. The loss is only its own part."""
         begin = perf_counter()
-        sums = self.worker.step(batch)
+        sums = self.worker.step(batch, ready.number)
         self.seconds.append(perf_counter() - begin)
-        return result_of(self.plans, self.program.outline, sums)
+        return sums
+
+    def _prepare(self, made: Prepared, *, trains: bool) -> None:
+        comms = AloneComms(made.program.plans, self.device)
+        initial = made.buffers.__getitem__
+        self.worker.prepare(made.number, setup_of(made.program), comms, initial, trains=trains)
+
+    def _forward(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
+        raise AssertionError("`evaluate` is refused")
 
     def peak(self) -> PeakMemory:
         """Return the peak memory so far, predicted and measured."""

@@ -4,7 +4,7 @@ import os
 import queue
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -25,21 +25,20 @@ from piper.launchers.messages import (
     PATIENCE,
     Assignment,
     Call,
-    EvaluationBatch,
     Heartbeat,
     Preparation,
+    ProgramBatch,
     unpack_setup,
 )
 from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import SharedValues, map_marks
-from piper.launchers.versions import WorkerVersions
+from piper.launchers.transport.versions import WorkerVersions
 from piper.plan.divided import Share
-from piper.runtime.comm.base import Comms
+from piper.runtime.comm.base import Comms, speaks_in
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.context import BatchField
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.setup import Initial, Setup
@@ -90,18 +89,20 @@ class WorkerServer:
         gloo = GlooComms(setup.plans, self.device, store, at.own, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
 
-    def step(self, batch: Mapping[str, BatchField]) -> Sums | Failure:
+    def step(self, given: ProgramBatch) -> Sums | Failure:
         """Train on this device's rows of a batch."""
-        answer = self._watched(lambda: self.worker.step(batch))
+        answer = self._watched(lambda: self.worker.step(given.fields, given.number))
         return replace(answer, busy=self.watcher.take_busy()) if isinstance(answer, Sums) else answer
 
     def prepare(self, given: Preparation) -> None:
-        """Take an evaluation program, and meet the other workers for it."""
-        setup = unpack_setup(given.setup)
-        comms = self._comms(setup, f"evaluation-{given.number}")
-        self.worker.prepare(given.number, setup, comms, given.buffers.__getitem__, comms.abort)
+        """Take another program. Meet the other workers for it if it has other communicators."""
+        setup, comms = unpack_setup(given.setup), self.worker.env.comms
+        if not speaks_in(setup.plans, self.worker.setup.plans):
+            comms = self._comms(setup, f"program-{given.number}")
+        initial = given.buffers.__getitem__
+        self.worker.prepare(given.number, setup, comms, initial, comms.abort, trains=given.trains)
 
-    def evaluate(self, given: EvaluationBatch) -> Sums | Failure:
+    def evaluate(self, given: ProgramBatch) -> Sums | Failure:
         """Evaluate on this device's rows of a batch."""
         return self._watched(lambda: self.worker.evaluate(given.number, given.fields))
 
@@ -148,7 +149,8 @@ class WorkerServer:
 
     def trail(self, _: object) -> dict[OutputKey, Tensor]:
         """Return what every chunk returned in the last step."""
-        return {} if self.worker.trail is None else self.worker.trail.kept
+        trail = self.worker.latest.trail
+        return {} if trail is None else trail.kept
 
     def record(self, _: object) -> DeviceProfile | None:
         """Return when the instructions of the recorded steps ran, on this worker's clock."""

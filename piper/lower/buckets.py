@@ -9,37 +9,13 @@ from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
-from piper.ir.graph import Graph, Policy
+from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Bucket, Piece, Slot
 from piper.sharding import Sharding, local_sizes
 
 MEGABYTE = 2**20
 BITS = re.compile(r"\d+")  # the first number in a type's name: float32, bfloat16, float8_e4m3fn
-
-
-Lanes = tuple[Devices, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkPlacement:
-    """The placement of a chunk's parameters: its devices and its policy."""
-
-    chunk: str
-    devices: Devices
-    policy: Policy
-    origin: tuple[int, ...]
-    by: str  # the directive that put it there
-
-    @property
-    def lanes(self) -> Lanes:
-        """Return the devices, and the number of neighbours among them that share their samples."""
-        return self.devices, self.policy.degree
-
-    @property
-    def slices(self) -> int:
-        """Return the number of slices into which the devices cut the samples."""
-        return len(self.devices) // self.policy.degree
 
 
 def make_buckets(work: LoweringState) -> LoweringState:
@@ -62,8 +38,10 @@ def make_buckets(work: LoweringState) -> LoweringState:
     why: list[str] = []
     for chunk in graph.outline.chunks:
         own = [parameters[name] for name in chunk.params if len(users[name]) == 1]
-        for bucket in chunk_buckets(chunk, own, placements[chunk.name]):
-            made[bucket.name] = bucket
+        narrow = chunk.rowwise if chunk.name in graph.gathered_in_fp8 else ()
+        for bucket in chunk_buckets(chunk, own, placements[chunk.name], narrow):
+            fp8 = bucket.zero == 3 and bucket.pieces[0].name in narrow
+            made[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
             buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], made)
@@ -167,21 +145,6 @@ def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:
                 yield f"{chunk.name} finds {name} in {held.count(name)} of its buckets"
 
 
-def placements_of(graph: Graph) -> dict[str, ChunkPlacement]:
-    """Return where the parameters of each chunk live, by chunk."""
-    placements: dict[str, ChunkPlacement] = {}
-    for node in graph.nodes.values():
-        if node.chunk not in placements:
-            placements[node.chunk] = ChunkPlacement(
-                chunk=node.chunk,
-                devices=node.devices,
-                policy=graph.policy(node.chunk),
-                origin=node.origin,
-                by=graph.placed_by(node),
-            )
-    return placements
-
-
 def trained(outline: CapturedModel) -> Iterator[Parameter]:
     """Yield all parameters, with `trainable` False for those that no backward reaches."""
     reached = {
@@ -234,20 +197,24 @@ def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[
     return tuple(tuple(members) for members in found.values())
 
 
-def chunk_buckets(chunk: Chunk, params: Iterable[Parameter], placement: ChunkPlacement) -> Iterator[Bucket]:
+def chunk_buckets(
+    chunk: Chunk, params: Iterable[Parameter], placement: ChunkPlacement, narrow: Collection[str]
+) -> Iterator[Bucket]:
     """Yield buckets of a chunk's own parameters, each at most `bucket_mb` large.
 
-    Parameters of one bucket have the same dtype and are held by the devices in the same way.
+    Parameters of one bucket have the same dtype and are held by the devices in the same way, and all or none
+    are among `narrow`.
     """
     kinds: dict[
-        tuple[str, bool, tuple[tuple[int, int], ...], int], list[tuple[Parameter, HeldParameter]]
+        tuple[str, bool, tuple[tuple[int, int], ...], int, bool], list[tuple[Parameter, HeldParameter]]
     ] = {}
     for param in params:
         held = held_by(param, placement)
-        kinds.setdefault((param.dtype, param.trainable, held.apart, held.alike), []).append((param, held))
+        kind = (param.dtype, param.trainable, held.apart, held.alike, param.name in narrow)
+        kinds.setdefault(kind, []).append((param, held))
     limit = placement.policy.bucket_mb
     number = 0
-    for (dtype, trainable, _, _), members in kinds.items():
+    for (dtype, trainable, *_), members in kinds.items():
         pieces: list[Piece] = []
         filled = 0
         for param, held in members:
@@ -304,10 +271,13 @@ def tied_buckets(
     named = param.name
     while not {named, *(f"{named}@{placement.chunk}" for placement in placements)}.isdisjoint(taken):
         named += "'"  # a parameter may have the same name as a bucket
-    by_set: dict[Devices, list[ChunkPlacement]] = {}
-    for placement in placements:
-        by_set.setdefault(placement.devices, []).append(placement)
     held = {placement.chunk: held_by(param, placement) for placement in placements}
+    by_set: dict[Devices, list[ChunkPlacement]] = {}
+    for placement in placements:  # the order of a set matters only where its positions hold different slices
+        whole = not held[placement.chunk].apart
+        by_set.setdefault(tuple(sorted(placement.devices)) if whole else placement.devices, []).append(
+            placement
+        )
     first = held[placements[0].chunk]
     by_expert = any(placement.policy.sharding(param.name).ways > 1 for placement in placements)
     if len(set(held.values())) > 1 or (len(by_set) > 1 and by_expert):
@@ -360,7 +330,7 @@ def tied_buckets(
     ]
     reason = (
         f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
-        f"({', '.join(show(devices) for devices in by_set)})"
+        f"({', '.join(show(members[0].devices) for members in by_set.values())})"
     )
     return [bucket(named, union)], [reason] if any(h.policy.zero for h in placements) else []
 

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from piper.devices import Devices
-from piper.ids import SlotId
+from piper.ids import SlotId, Tags
+from piper.ir.graph import Graph
 from piper.ir.node import Transfer
-from piper.lower.buckets import placements_of
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, draft_node
+from piper.lower.placements import layouts_of
 from piper.lower.programs import channels, classes_of
 from piper.lower.state import LoweringState
 from piper.lower.validate import cells_per_device, parts_of
@@ -35,8 +36,7 @@ def emit(work: LoweringState) -> LoweringState:
     for node in work.sequence:
         draft_node(emission, node)
     outline = work.graph.outline
-    placements = placements_of(work.graph)
-    placement = placements[outline.loss.chunk]
+    placement = layouts_of(work.graph)[0].placements[outline.loss.chunk]
     slices = placement.slices * parts_of(work.graph, outline.loss.chunk)
     plans = Plans(
         plans=tuple(plan_of(work, *program) for program in zip(classes, emission.drafts, strict=True)),
@@ -47,10 +47,26 @@ def emit(work: LoweringState) -> LoweringState:
         copies=placement.policy.degree,
         cells=cells_per_device(work.graph),
         axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
-        chunks={c.name: PlacedChunk(tags=c.tags, devices=placements[c.name].devices) for c in outline.chunks},
+        chunks=placed_chunks(work.graph),
         why=work.why,
     )
     return replace(work, plans=plans)
+
+
+def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
+    """Return each chunk with its devices, and with those of the microbatches that run elsewhere."""
+    first, *others = layouts_of(graph)
+    homes = {chunk: placement.devices for chunk, placement in first.placements.items()}
+    elsewhere: dict[str, dict[Tags, Devices]] = {chunk: {} for chunk in homes}
+    for layout in others:
+        for cell in graph.index.cells:
+            devices = layout.placements[cell.chunk].devices
+            if cell.part in layout.parts and devices != homes[cell.chunk]:
+                elsewhere[cell.chunk][cell.part] = devices
+    return {
+        chunk.name: PlacedChunk(tags=chunk.tags, devices=homes[chunk.name], elsewhere=elsewhere[chunk.name])
+        for chunk in graph.outline.chunks
+    }
 
 
 def plans_can_run(work: LoweringState) -> Iterator[str]:

@@ -7,9 +7,10 @@ from piper.devices import Devices, show
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
-from piper.lower.buckets import param_slot, placements_of
+from piper.lower.buckets import param_slot
 from piper.lower.collectives import collect
 from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
+from piper.lower.placements import layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing
 from piper.lower.value_table import (
@@ -35,17 +36,22 @@ def bind_values(work: LoweringState) -> LoweringState:
     F[PP=0]@0 --h--> transfer --h@1--> F[PP=1]@1
     """
     graph = work.graph
-    flow = Flow(
-        work=work, placements=placements_of(graph), chunks=graph.chunks, residents={SEED: Slot(nbytes=8)}
-    )
-    for chunk in graph.outline.chunks:
-        if not flow.passes_on(chunk):
-            forward(flow, chunk)
-    for chunk in reversed(graph.outline.chunks):
-        if not flow.passes_on(chunk, backward=True) and "B" in chunk.phases:
-            backward(flow, chunk)
-    residents = {**work.residents, **flow.residents}
-    return replace(work, nodes=tuple(instances(flow, residents)), values=flow.values, residents=residents)
+    homes = {chunk: placement.devices for chunk, placement in placements_of(graph).items()}
+    residents = {**work.residents, SEED: Slot(nbytes=8)}
+    values: dict[SlotId, Slot] = {}
+    nodes: list[Node] = []
+    for layout in layouts_of(graph):
+        flow = Flow(work=work, placements=layout.placements, homes=homes, chunks=graph.chunks)
+        for chunk in graph.outline.chunks:
+            if not flow.passes_on(chunk):
+                forward(flow, chunk)
+        for chunk in reversed(graph.outline.chunks):
+            if not flow.passes_on(chunk, backward=True) and "B" in chunk.phases:
+                backward(flow, chunk)
+        residents |= flow.residents
+        values |= flow.values
+        nodes += instances(flow, layout.parts, residents)
+    return replace(work, nodes=tuple(nodes), values=values, residents=residents)
 
 
 def no_value_crosses_devices(work: LoweringState) -> Iterator[str]:
@@ -111,7 +117,7 @@ def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
     placement = flow.placements[chunk.name]
     sharding = replace(placement.policy.sharding(name), stride=placement.policy.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
-    placed = placement.devices if sharding.ways > 1 else ()
+    placed = flow.homes[chunk.name] if sharding.ways > 1 else ()
     held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)
     flow.residents[buffer_slot(name)] = held
 
@@ -199,14 +205,13 @@ class OfPart:
         return tuple([made[value] for value in values])
 
 
-def instances(flow: Flow, residents: dict[SlotId, Slot]) -> Iterator[Node]:
-    """Yield every template node once per microbatch of its chunk, with the values of that microbatch."""
-    parts: dict[str, list[tuple[Tags, OfPart]]] = {}
-    known: dict[Tags, OfPart] = {}
+def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]) -> Iterator[Node]:
+    """Yield every template node once per microbatch `among` those of its chunk, with its values."""
+    known = {part: OfPart(part, residents) for part in among}
+    parts: dict[str, list[tuple[Tags, OfPart]]] = {chunk: [] for chunk in flow.chunks}
     for cell in flow.graph.index.cells:
-        if cell.part not in known:
-            known[cell.part] = OfPart(cell.part, residents)
-        parts.setdefault(cell.chunk, []).append((cell.part, known[cell.part]))
+        if cell.part in known:
+            parts[cell.chunk].append((cell.part, known[cell.part]))
 
     nodes = flow.graph.nodes
     for template in flow.templates:

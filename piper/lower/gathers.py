@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from piper.devices import Devices
 from piper.ids import SlotId
 from piper.ir.node import Compute, Gather, Node
 from piper.lower.buckets import param_slot
-from piper.lower.sequence import computes_by_set, runs, woven
+from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
+from piper.plan.weight_rows import gathered_nbytes
 
 
 def add_gathers(work: LoweringState) -> LoweringState:
@@ -22,22 +24,32 @@ def add_gathers(work: LoweringState) -> LoweringState:
     if not sharded:
         return work
     sequence = list(work.sequence)
-    places = computes_by_set(sequence, {bucket.devices for bucket in sharded})
-    slots = {param_slot(bucket) for bucket in sharded}
+    slots = {param_slot(bucket): bucket.name for bucket in sharded}
+    users: dict[str, dict[Devices, None]] = {bucket.name: {} for bucket in sharded}
+    for node in sequence:
+        for value in node.reads:
+            if value in slots:
+                users[slots[value]][node.devices] = None
+    places = computes_by_set(sequence, {devices for sets in users.values() for devices in sets})
     reads_shards = {
-        devices: [not slots.isdisjoint(sequence[place].reads) for place in found]
+        devices: [not slots.keys().isdisjoint(sequence[place].reads) for place in found]
         for devices, found in places.items()
     }
     before: dict[int, list[Node]] = {}
     values = dict(work.values)
     renamed: dict[int, dict[SlotId, SlotId]] = {}
     for bucket in sharded:
-        values[whole(bucket)] = Slot(nbytes=bucket.nbytes)
-        for run in uses(bucket, sequence, places[bucket.devices]):
-            first = sequence[places[bucket.devices][run[0]]]
+        arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
+        values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
+        found = [
+            run
+            for alike in same_members(users[bucket.name])
+            for run in uses(bucket, sequence, alike, places[alike[0]], reads_shards[alike[0]])
+        ]
+        for met in meetings(found, lambda run: run.places[0], places):
+            first = sequence[met[0].places[0]]
             assert isinstance(first, Compute), "computes use parameters"
             slot = whole(bucket).of_run(first.run)
-            ahead = places[bucket.devices][ahead_of(run[0], reads_shards[bucket.devices])]
             gather = Gather(
                 bucket=bucket.name,
                 run=first.run,
@@ -47,9 +59,9 @@ def add_gathers(work: LoweringState) -> LoweringState:
                 stream=bucket.gather_stream,
                 origin=bucket.origin,
             )
-            before.setdefault(ahead, []).append(gather)
-            for use in run:
-                renamed.setdefault(places[bucket.devices][use], {})[param_slot(bucket)] = slot
+            before.setdefault(min(run.beside for run in met), []).append(gather)
+            for place in (place for run in met for place in run.places):
+                renamed.setdefault(place, {})[param_slot(bucket)] = slot
     for place, names in renamed.items():
         node = sequence[place]
         sequence[place] = replace(node, reads=tuple(names.get(value, value) for value in node.reads))
@@ -81,10 +93,22 @@ def whole(bucket: Bucket) -> SlotId:
     return SlotId("whole", bucket.name)
 
 
-def uses(bucket: Bucket, sequence: list[Node], places: list[int]) -> Iterator[list[int]]:
-    """Yield the runs of neighbouring compute nodes that read a bucket.
+def uses(
+    bucket: Bucket,
+    sequence: list[Node],
+    alike: list[Devices],
+    places: list[int],
+    reads_shards: Sequence[bool],
+) -> Iterator[UseRun]:
+    """Yield the runs of neighbouring compute nodes on the same devices that read a bucket.
 
     A weight-gradient node (BW) does not read parameters, so it ends a run.
     """
     slot = param_slot(bucket)
-    return runs([slot in sequence[place].reads for place in places])
+    mine = [slot in sequence[place].reads and sequence[place].devices in alike for place in places]
+    for run in runs(mine):
+        yield UseRun(
+            devices=alike[0],
+            places=tuple(places[use] for use in run),
+            beside=places[ahead_of(run[0], reads_shards)],
+        )

@@ -30,6 +30,7 @@ from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
+from piper.plan.weight_rows import gathered_nbytes
 
 Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
 
@@ -49,6 +50,7 @@ class Emission:
     # ^ by identity, the set kept alive: nodes share their sets, and hashing hundreds of devices takes long
     comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
     begun: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, total): it has something to reduce
+    given: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, gradient): a backward wrote it
 
     def within(self, devices: Devices) -> list[int]:
         """Return the numbers of the device classes that make up a set of devices."""
@@ -103,6 +105,7 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
         case Compute():
             draft.payload, draft.keeps = node.run, node.keeps
             draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
+            emission.given.update((number, slot) for slot in node.writes if slot.kind in ("gradient", "grad"))
         case Load():
             draft.op = "load"
             draft.payload = Field(
@@ -137,7 +140,7 @@ def draft_communication(emission: Emission, node: Communication, draft: PendingI
             draft.op, draft.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
             key: tuple[str, ...] = ("b", node.bucket, node.stream)
             draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
-            draft.nbytes = bucket.nbytes * (size - 1) // size
+            draft.nbytes = gathered_nbytes(bucket) * (size - 1) // size
         case Reduce():
             draft_reduce(emission, node, draft, number)
         case Total():
@@ -217,20 +220,22 @@ def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: 
     draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
     whole = bucket.nbytes * (size - 1) // size
     draft.nbytes = whole if node.scatter else 2 * whole
+    here = (number, node.reads[0])
+    summed, given = here in emission.begun, here in emission.given
     if node.scatter:
-        draft.workspace = scatter_workspace(bucket, node, summed=(number, node.reads[0]) in emission.begun)
-    if not node.scatter and (number, node.reads[0]) not in emission.begun:
-        draft.reads = ()  # no backward here reaches this tied parameter: it adds nothing, but gets the sum
+        draft.workspace = scatter_workspace(bucket, node, summed=summed, given=given)
+    if not (summed or (given and node.scatter)):
+        draft.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
 
 
-def scatter_workspace(bucket: Bucket, node: Reduce, *, summed: bool) -> int:
+def scatter_workspace(bucket: Bucket, node: Reduce, *, summed: bool, given: bool) -> int:
     """Return the bytes of workspace that a reduce-scatter needs in addition to its slots.
 
-    It flattens the gradients, unless an accumulation already has. It also holds this device's reduced shard
-    before that is added to the shard accumulated so far.
+    It flattens the gradients, unless an accumulation already has; a device without any gives zeros. It also
+    holds this device's reduced shard before that is added to the shard accumulated so far.
     """
     again = len(node.reads) > 1
-    apart = not summed and len(bucket.pieces) > 1
+    apart = not summed and (len(bucket.pieces) > 1 or not given)
     return (bucket.numel * bucket.itemsize if apart else 0) + (bucket.shard_nbytes if again else 0)
 
 

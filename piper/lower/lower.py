@@ -25,11 +25,11 @@ from piper.lower.step_end import (
     every_gradient_is_applied,
     every_value_is_where_it_is_read,
 )
-from piper.lower.validate import capture, every_chunk_has_one_placement, every_node_has_a_phase, settle
+from piper.lower.validate import capture, every_microbatch_has_one_placement, every_node_has_a_phase, settle
 from piper.plan.plan import Plans
 
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
-    (settle, every_chunk_has_one_placement),
+    (settle, every_microbatch_has_one_placement),
     (capture, every_node_has_a_phase),
     (make_buckets, every_parameter_has_a_bucket),
     (bind_values, no_value_crosses_devices),

@@ -10,6 +10,7 @@ from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph, GroupMember, Ordering
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
+from piper.lower.placements import first_nodes, layouts_of
 from piper.lower.programs import classes_of
 from piper.lower.state import LoweringState, Temporal
 
@@ -151,13 +152,18 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
     both can run, so this is 1F1B for a plain pipeline.
     """
     depth = depths(graph)
-    parts: dict[str, list[Tags]] = {}
-    for cell in graph.index.cells:
-        parts.setdefault(cell.chunk, []).append(cell.part)
     ordered = {chunk.name for chunk in graph.outline.chunks if chunk.kind in ("compute", "expert")}
+    for layout in layouts_of(graph):
+        parts: dict[str, list[Tags]] = {}
+        for cell in graph.index.cells:
+            if cell.chunk in ordered and cell.part in layout.parts:
+                parts.setdefault(cell.chunk, []).append(cell.part)
+        yield from in_flight(graph, depth, parts)
+
+
+def in_flight(graph: Graph, depth: dict[str, int], parts: dict[str, list[Tags]]) -> Iterator[Temporal]:
+    """Yield the edges of `limit_in_flight` for microbatches of each chunk that run on the same devices."""
     for chunk, all_parts in parts.items():
-        if chunk not in ordered:
-            continue
         for done, then in zip(all_parts, all_parts[depth[chunk] :], strict=False):
             if compute_name(chunk, "B", done) in graph.nodes:
                 yield (compute_name(chunk, "B", done), compute_name(chunk, "F", then), -1)
@@ -177,7 +183,7 @@ def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
 
 def depths(graph: Graph) -> dict[str, int]:
     """Return the number of device sets in a row that each chunk's results pass through, its own included."""
-    placements = {node.chunk: node.devices for node in graph.nodes.values()}
+    placements = {chunk: node.devices for chunk, node in first_nodes(graph).items()}
     depth = {chunk.name: 1 for chunk in graph.outline.chunks}
     for chunk in reversed(graph.outline.chunks):
         for source in chunk.inputs:

@@ -1,12 +1,12 @@
 """Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper.devices import Devices, columns
 from piper.ids import Pass, SlotId
 from piper.ir.node import Accumulate, Compute, Node, Reduce
-from piper.lower.sequence import computes_by_set, runs, woven
+from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
 
@@ -59,13 +59,14 @@ def add_reductions(work: LoweringState) -> LoweringState:
     """
     givers = gradient_givers(work)
     weaving = Weaving(sequence=work.sequence, values=dict(work.values))
-    places = computes_by_set(work.sequence, {bucket.devices for bucket in work.buckets.values()})
+    sets = {work.sequence[place].devices for given in givers.values() for place in given}
+    places = computes_by_set(work.sequence, sets)
     for bucket in work.buckets.values():
         given = givers.get(bucket.name, {})
         if not given:
             continue
         if bucket.zero >= 2:
-            reduce_each_run(weaving, bucket, given, places[bucket.devices])
+            reduce_each_run(weaving, bucket, given, places)
         else:
             reduce_once(weaving, bucket, given)
     return replace(work, sequence=weaving.woven(), values=weaving.values)
@@ -137,7 +138,7 @@ def accumulate(
                     devices=devices,
                     reads=reads,
                     writes=(total,),
-                    some=bool(fresh and older),  # a tied parameter, on sets that overlap
+                    some=bool(fresh and older),  # of sets that overlap: a tied parameter, or microbatches
                     origin=source.origin,
                 ),
             )
@@ -179,23 +180,47 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> N
         reduce_node(weaving, bucket, max(given), total, again=False)
 
 
-def reduce_each_run(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId], places: list[int]) -> None:
+def reduce_each_run(
+    weaving: Weaving, bucket: Bucket, given: dict[int, SlotId], places: Mapping[Devices, list[int]]
+) -> None:
     """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its reduction.
 
     The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
     ended, and the gradient counts as live until that node has ended too.
     """
-    for count, run in enumerate(runs([place in given for place in places])):
-        where = [places[use] for use in run]
-        behind = places[min(run[-1] + 1, len(places) - 1)]
+    sets = dict.fromkeys(weaving.sequence[place].devices for place in given)
+    found = [run for alike in same_members(sets) for run in giving(weaving, given, alike, places[alike[0]])]
+    for count, met in enumerate(meetings(found, lambda run: run.places[-1], places)):
+        where = [place for run in met for place in run.places]
         value = given[where[0]]
         if len(where) > 1:
             value = full_gradient(bucket).of_run(weaving.run(where[0]))
             weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.itemsize)
             begun: dict[Devices, None] = {}
-            for place in where:
-                accumulate(weaving, place, given[place], value, begun)
-        reduce_node(weaving, bucket, where[-1], value, again=count > 0, behind=behind)
+            apart = are_apart([run.devices for run in met])
+            for run in met:
+                if apart and len(run.places) == 1:  # its gradient is its devices' whole contribution
+                    weaving.rename(run.places[0], given[run.places[0]], value)
+                    continue
+                for place in run.places:
+                    accumulate(weaving, place, given[place], value, begun)
+        last, behind = max(run.places[-1] for run in met), max(run.beside for run in met)
+        reduce_node(weaving, bucket, last, value, again=count > 0, behind=behind)
+
+
+def giving(
+    weaving: Weaving, given: dict[int, SlotId], alike: list[Devices], places: list[int]
+) -> Iterator[UseRun]:
+    """Yield the runs of neighbouring backwards on the same devices that give a bucket gradients."""
+    mine = [place in given and weaving.sequence[place].devices in alike for place in places]
+    for run in runs(mine):
+        where = tuple(places[use] for use in run)
+        yield UseRun(devices=alike[0], places=where, beside=places[min(run[-1] + 1, len(places) - 1)])
+
+
+def are_apart(sets: Sequence[Devices]) -> bool:
+    """Return whether there are several sets of devices, of which no two share one."""
+    return len(sets) > 1 and sum(map(len, sets)) == len({device for devices in sets for device in devices})
 
 
 def add_tied_sums(work: LoweringState) -> LoweringState:

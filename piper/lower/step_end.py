@@ -8,7 +8,6 @@ from piper.ids import SlotId
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.graph import Graph
 from piper.ir.node import (
-    Accumulate,
     Broadcast,
     Compute,
     Gather,
@@ -20,9 +19,10 @@ from piper.ir.node import (
     Transfer,
     Update,
 )
-from piper.lower.buckets import param_slot, placements_of
+from piper.lower.buckets import param_slot
+from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
-from piper.lower.reductions import final_gradient
+from piper.lower.reductions import Weaving, accumulate, final_gradient
 from piper.lower.sequence import woven
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot, output_slot
@@ -95,28 +95,19 @@ def add_losses(work: LoweringState) -> LoweringState:
     F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
     """
     totals = totals_of(work.graph.outline)
-    after: dict[int, list[Node]] = {}
+    weaving = Weaving(sequence=work.sequence)
     for total, source in totals.items():
         result = output_slot(source.chunk, source.index)
-        began = False
+        begun: dict[Devices, None] = {}
         for place, node in enumerate(work.sequence):
             if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
                 value = next(value for value in node.writes if value.base == result)
-                after.setdefault(place, []).append(
-                    Accumulate(
-                        run=node.run,
-                        devices=node.devices,
-                        reads=(value, total) if began else (value,),
-                        writes=(total,),
-                        origin=node.origin,
-                    )
-                )
-                began = True
+                accumulate(weaving, place, value, total, begun)
     pairs = len(work.graph.outline.metric_names)
     sizes = {LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8), METRICS: Slot(nbytes=16 * pairs)}
-    return replace(work, sequence=woven(work.sequence, {}, after), values={**work.values, **sizes})
+    return replace(work, sequence=weaving.woven(), values={**work.values, **sizes})
 
 
 def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
@@ -140,7 +131,7 @@ def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
             if placement is source or value in work.residents or value.kind == "batch":
                 continue
             missing = set(source) - set(placement or ())
-            if missing and not (isinstance(node, Reduce) and not node.scatter):
+            if missing and not isinstance(node, Reduce):  # a device may have nothing to add
                 yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
         for value in node.writes:
             if held.setdefault(value, target) != target:

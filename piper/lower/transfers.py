@@ -5,7 +5,7 @@ from piper.errors import ScheduleError
 from piper.ids import SlotId, SlotKind
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, TensorSpec
 from piper.ir.node import Add, Transfer
-from piper.lower.buckets import ChunkPlacement, Lanes
+from piper.lower.placements import ChunkPlacement, Lanes
 from piper.lower.value_table import Flow, Template, output_slot
 from piper.plan.plan import Slot
 

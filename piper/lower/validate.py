@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from piper.devices import show
+from piper.devices import Devices, groups_of, show
 from piper.errors import ScheduleError
-from piper.ir.chunk import Chunk
+from piper.ir.chunk import Chunk, Tags
 from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.lower.expert_buffers import check_expert_buffers
+from piper.lower.placements import layouts_of, spread
 from piper.lower.state import LoweringState
 
 ROUTED = ("route", "expert", "unroute")
@@ -28,22 +29,27 @@ def settle(work: LoweringState) -> LoweringState:
     check_placed(graph)
     check_one_placement(graph)
     check_groups(graph)
+    check_sets(graph)
     check_axes(graph)
     check_expert_regions(graph)
     check_buffers(graph)
     check_reruns(graph)
+    check_precisions(graph)
+    check_fp8_gathers(graph)
     check_batch(graph, work.settings.samples)
     return replace(work, graph=graph)
 
 
-def every_chunk_has_one_placement(work: LoweringState) -> Iterator[str]:
-    """Yield each node that is not placed, or placed on other devices than the rest of its chunk."""
-    placements: dict[str, tuple[int, ...]] = {}
+def every_microbatch_has_one_placement(work: LoweringState) -> Iterator[str]:
+    """Yield each node that is not placed, or placed on other devices than the rest of its microbatch."""
+    placements: dict[tuple[str, Tags], Devices] = {}
     for node in work.graph.nodes.values():
         if not node.devices:
             yield f"{node.name} is not placed"
-        elif placements.setdefault(node.chunk, node.devices) != node.devices:
-            yield f"{node.name} is on {show(node.devices)}, its chunk on {show(placements[node.chunk])}"
+            continue
+        first = placements.setdefault((node.chunk, node.part), node.devices)
+        if first is not node.devices and first != node.devices:
+            yield f"{node.name} is on {show(node.devices)}, its microbatch on {show(first)}"
 
 
 def capture(work: LoweringState) -> LoweringState:
@@ -139,8 +145,8 @@ def check_axes(graph: Graph) -> None:
                 facts={first.chunk: asked[0], node.chunk: asked[1]},
                 hint="shard all divided regions along the same axes, in the same order of directives",
             )
-        # The outer division is written first. A whole value that it cuts, such as embeddings of positions, would
-        # then be cut once more by the inner one, while divided values hold the outer slice of an inner one.
+        # The outer division is written first. A whole value that it cuts, such as embeddings of positions,
+        # would then be cut once more by the inner one; divided values hold the outer slice of an inner one.
         inner = next((held for held in axes if held.samples), None)
         outer = next((held for held in axes[axes.index(inner) :] if held.between), None) if inner else None
         if inner is not None and outer is not None:
@@ -153,69 +159,111 @@ def check_axes(graph: Graph) -> None:
 
 
 def check_one_placement(graph: Graph) -> None:
-    """Refuse a chunk on two sets of devices: its parameters and saved values live where it runs."""
-    placements: dict[str, Compute] = {}
+    """Refuse a microbatch of a chunk on two sets of devices: its saved values live where its forward runs."""
+    placements: dict[tuple[str, Tags], Compute] = {}
     for node in graph.nodes.values():
-        first = placements.setdefault(node.chunk, node)
-        if first.devices != node.devices:
+        first = placements.setdefault((node.chunk, node.part), node)
+        if first.devices is not node.devices and first.devices != node.devices:
             raise ScheduleError(
                 f"{node.chunk} would live in two places",
                 by=graph.placed_by(node),
                 facts={first.name: f"on {show(first.devices)}", node.name: f"on {show(node.devices)}"},
-                hint="place all passes and parts of a region on the same devices",
+                hint="place all passes of a microbatch on the same devices",
             )
+
+
+def check_sets(graph: Graph) -> None:
+    """Refuse microbatches of a chunk on sets of devices that cannot hold the chunk's parameters together."""
+    for chunk, sets in spread(graph).items():
+        nodes = {devices: node_on(graph, chunk, devices) for devices in sets}
+        first, *others = nodes.values()
+        policy = graph.policy(chunk)
+        size = policy.degree * policy.ways
+        groups = {group for devices in sets for group in groups_of(devices, size)}
+        for node in others:
+            facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
+            if len(node.devices) != len(first.devices):
+                raise ScheduleError(
+                    f"the microbatches of {chunk} are on sets of different sizes",
+                    by=graph.placed_by(node),
+                    facts=facts,
+                    hint="place them on sets of one size: they get slices of the samples of one size",
+                )
+            if sum(map(len, groups)) > len({device for group in groups for device in group}):
+                raise ScheduleError(
+                    f"the groups of {size} devices that divide {chunk} contradict each other",
+                    by=graph.placed_by(node),
+                    facts=facts,
+                    hint="put each device into the same group, at the same place, for all microbatches",
+                )
+        if graph.chunks[chunk].mutated:
+            raise ScheduleError(
+                f"{chunk} writes buffers, so its microbatches cannot run on different devices",
+                by=graph.placed_by(others[0]),
+                facts={
+                    "buffers": ", ".join(graph.chunks[chunk].mutated),
+                    **{each.name: f"on {show(each.devices)}" for each in (first, others[0])},
+                },
+                hint="place all microbatches of this region on the same devices",
+            )
+
+
+def node_on(graph: Graph, chunk: str, devices: Devices) -> Compute:
+    """Return the first node of a chunk on a set of devices."""
+    return next(node for node in graph.nodes.values() if node.chunk == chunk and node.devices == devices)
 
 
 def check_expert_regions(graph: Graph) -> None:
     """Refuse an expert region on two sets of devices: rows after a route belong to no sample."""
-    placements = {node.chunk: node for node in graph.nodes.values()}
     chunks = graph.chunks
-    for chunk in graph.outline.chunks:
-        ways = graph.policy(chunk.name).ways
-        placement = placements[chunk.name]
-        if chunk.kind in ROUTED and len(placement.devices) % ways:
-            raise ScheduleError(
-                f"{len(placement.devices)} devices cannot form groups of {ways}",
-                by=graph.placed_by(placement),
-                facts={"region": chunk.name, "devices": show(placement.devices)},
-                hint="place the region on a multiple of `ways` devices",
-            )
-        if chunk.kind not in ("expert", "unroute"):
-            continue
-        for _, source in inputs_from_chunks(chunk):
-            producer = placements[source.chunk]
-            if chunks[source.chunk].kind not in ("route", "expert"):
-                continue
-            there = graph.policy(producer.chunk).ways
-            if producer.devices != placement.devices or there != ways:
+    for layout in layouts_of(graph):
+        for chunk in graph.outline.chunks:
+            placement = layout.placements[chunk.name]
+            ways = placement.policy.ways
+            if chunk.kind in ROUTED and len(placement.devices) % ways:
                 raise ScheduleError(
-                    "an expert region would be cut apart",
-                    by=graph.placed_by(placement),
-                    facts={
-                        producer.chunk: f"on {show(producer.devices)}, ways {there}",
-                        chunk.name: f"on {show(placement.devices)}, ways {ways}",
-                    },
-                    hint="select the whole region from its route to its unroute",
+                    f"{len(placement.devices)} devices cannot form groups of {ways}",
+                    by=placement.by,
+                    facts={"region": chunk.name, "devices": show(placement.devices)},
+                    hint="place the region on a multiple of `ways` devices",
                 )
+            if chunk.kind not in ("expert", "unroute"):
+                continue
+            for _, source in inputs_from_chunks(chunk):
+                producer = layout.placements[source.chunk]
+                if chunks[source.chunk].kind not in ("route", "expert"):
+                    continue
+                if producer.devices != placement.devices or producer.policy.ways != ways:
+                    raise ScheduleError(
+                        "an expert region would be cut apart",
+                        by=placement.by,
+                        facts={
+                            each.chunk: f"on {show(each.devices)}, ways {each.policy.ways}"
+                            for each in (producer, placement)
+                        },
+                        hint="select the whole region from its route to its unroute",
+                    )
 
 
 def check_buffers(graph: Graph) -> None:
     """Refuse a written buffer whose readers are on other devices: all readers must see the same values."""
-    placements = {node.chunk: node for node in graph.nodes.values()}
-    writers = {name: placements[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated}
-    for chunk in graph.outline.chunks:
-        placement = placements[chunk.name]
-        for name in chunk.buffers:
-            if name in writers and writers[name].devices != placement.devices:
-                raise ScheduleError(
-                    f"the buffer {name} would change on some of its devices only",
-                    by=graph.placed_by(placement),
-                    facts={
-                        writers[name].chunk: f"writes it on {show(writers[name].devices)}",
-                        chunk.name: f"uses it on {show(placement.devices)}",
-                    },
-                    hint="place the regions that share the buffer on the same devices",
-                )
+    for layout in layouts_of(graph):
+        writers = {
+            name: layout.placements[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated
+        }
+        for chunk in graph.outline.chunks:
+            placement = layout.placements[chunk.name]
+            for name in chunk.buffers:
+                if name in writers and writers[name].devices != placement.devices:
+                    raise ScheduleError(
+                        f"the buffer {name} would change on some of its devices only",
+                        by=placement.by,
+                        facts={
+                            writers[name].chunk: f"writes it on {show(writers[name].devices)}",
+                            chunk.name: f"uses it on {show(placement.devices)}",
+                        },
+                        hint="place the regions that share the buffer on the same devices",
+                    )
 
 
 def check_reruns(graph: Graph) -> None:
@@ -233,6 +281,38 @@ def check_reruns(graph: Graph) -> None:
                 facts={"buffers": ", ".join(changing)},
                 hint="leave this region out of the filter, or leave across= out",
             )
+
+
+def check_precisions(graph: Graph) -> None:
+    """Refuse a tied weight whose products would run in different precisions."""
+    placements = {node.chunk: node for node in graph.nodes.values()}
+    readers: dict[str, str] = {}  # of each weight: the first chunk that multiplies by it
+    for chunk in graph.outline.chunks:
+        for name in chunk.products:
+            first = readers.setdefault(name, chunk.name)
+            both = {each: graph.precisions.get(each, "the job's") for each in (first, chunk.name)}
+            if len(set(both.values())) > 1:
+                asked = next(each for each in both if each in graph.precisions)
+                made_by = [graph.directives[number] for number in placements[asked].origin]
+                raise ScheduleError(
+                    f"the products of {name} would have two precisions",
+                    by=next(each.title for each in reversed(made_by) if each.verb == "precision"),
+                    facts=both,
+                    hint="select both regions, or neither",
+                )
+
+
+def check_fp8_gathers(graph: Graph) -> None:
+    """Refuse to gather in fp8 where nothing is gathered."""
+    named = sorted(graph.gathered_in_fp8)
+    if named and not any(graph.policy(name).zero == 3 for name in named):
+        asked = (each for each in reversed(graph.directives) if each.verb == "precision")
+        raise ScheduleError(
+            "none of these regions gathers its parameters",
+            by=next(asked).title,
+            facts={name: f"zero={graph.policy(name).zero}" for name in named[:3]},
+            hint="gather applies to replicate(..., zero=3); leave it out elsewhere",
+        )
 
 
 def cells_per_device(graph: Graph) -> int:

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from piper.devices import Devices
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
 from piper.ir.graph import Graph
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
-from piper.lower.buckets import ChunkPlacement
+from piper.lower.placements import ChunkPlacement
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
@@ -28,7 +29,8 @@ class Flow:
     """The flow of values through a step, computed once per chunk: microbatches differ only in a suffix."""
 
     work: LoweringState
-    placements: dict[str, ChunkPlacement]
+    placements: dict[str, ChunkPlacement]  # of the microbatches that this flow is of
+    homes: dict[str, Devices]  # the devices that hold the parameters and buffers of each chunk
     chunks: dict[str, Chunk]
     templates: list[Template] = field(default_factory=list)
     values: dict[SlotId, Slot] = field(default_factory=dict)

@@ -69,6 +69,7 @@ class Bucket:
     siblings: tuple[str, ...] = ()  # the other buckets of a tied parameter
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
+    gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
     origin: tuple[int, ...] = ()  # the directives that made it so
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
 
@@ -160,6 +161,11 @@ class PlacedChunk:
 
     tags: Tags
     devices: Devices
+    elsewhere: Mapping[Tags, Devices] = field(default_factory=dict)  # of some microbatches
+
+    def home(self, part: Tags) -> Devices:
+        """Return the devices that run a microbatch."""
+        return self.elsewhere.get(part, self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

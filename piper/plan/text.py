@@ -5,7 +5,7 @@ from typing import cast
 
 from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
-from piper.ids import Pass, SlotId, read_pass, read_slot
+from piper.ids import Pass, SlotId, Tags, read_pass, read_slot
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
@@ -67,6 +67,9 @@ def lines_of(plans: Plans) -> Iterator[str]:
         yield line("why", shown(reason), [])
     for chunk, placed in plans.chunks.items():
         said = [f"tags={show_pairs(placed.tags)}", f"devices={show(placed.devices)}"]
+        if placed.elsewhere:
+            others = [f"{show_pairs(part)}@{show(home)}" for part, home in placed.elsewhere.items()]
+            said.append(f"elsewhere={AND.join(others)}")
         yield line("chunk", shown(chunk), said)
     for comm in plans.comms.values():
         groups = AND.join(map(show, comm.groups))
@@ -112,6 +115,7 @@ def show_bucket(bucket: Bucket) -> str:
         f"siblings={show_names(bucket.siblings)}",
         f"reduce_stream={bucket.reduce_stream}",
         f"gather_stream={bucket.gather_stream}",
+        *([f"gathered_as={bucket.gathered_as}"] if bucket.gathered_as else []),
         f"origin={' '.join(map(str, bucket.origin))}",
         *([f"bounds={' '.join(map(str, bucket.bounds))}"] if bucket.bounds else []),
         f"pieces={pieces}",
@@ -188,6 +192,12 @@ def read_pieces(text: str) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+def read_elsewhere(text: str) -> dict[Tags, Devices]:
+    """Return the microbatches that run on other devices than the first ones of their chunk."""
+    cut = (each.rpartition("@") for each in text.split(AND))
+    return {pairs(part): parse(devices) for part, _, devices in cut}
+
+
 def read_groups(text: str) -> tuple[Devices, ...]:
     """Read groups of devices."""
     return tuple(parse(group) for group in names(text))
@@ -213,7 +223,7 @@ INSTR: Readers = {
     "chunk": name,
 }
 SLOT: Readers = {"nbytes": int, "dynamic": flag, "sharding": read_sharding, "placed": parse}
-CHUNK: Readers = {"tags": pairs, "devices": parse}
+CHUNK: Readers = {"tags": pairs, "devices": parse, "elsewhere": read_elsewhere}
 COMM: Readers = {"kind": str, "groups": read_groups}
 BUCKET: Readers = {
     "devices": parse,
@@ -227,6 +237,7 @@ BUCKET: Readers = {
     "siblings": names,
     "reduce_stream": str,
     "gather_stream": str,
+    "gathered_as": str,
     "origin": numbers,
     "bounds": numbers,
     "pieces": read_pieces,

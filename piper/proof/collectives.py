@@ -31,7 +31,7 @@ class Collectives:
                 program, place, f"has no communicator; it should go over {wanted.degree} devices"
             )
         elif comm is not None:
-            grid = self.spec.grids[found.run.chunk]
+            grid = self.state.expected_at(ins.part).grids[found.run.chunk]
             groups = partial(groups_along, grid, grid.strides[wanted.axis], wanted.degree)
             whose = f"{wanted.axis} of {found.run.chunk}"
             self.state.check_groups(program, place, comm, whose, groups)
@@ -42,7 +42,7 @@ class Collectives:
         wanted = self._wanted(program, place, ins, found)
         if found is None or wanted is None:
             return
-        grid = self.spec.grids[found.run.chunk]
+        grid = self.state.expected_at(ins.part).grids[found.run.chunk]
         stride = grid.strides[wanted.axis]
         if wanted.op != "slice":
             self.state.complain(
@@ -60,7 +60,7 @@ class Collectives:
         backward = found is not None and found.run.phase != "F"
         expected = None
         if found is not None:
-            of_collective = self.state.expected.of_collective
+            of_collective = self.state.expected_at(ins.part).of_collective
             expected = of_collective(program, found.run.chunk, backward=backward)
         if found is None or expected is None:
             self.state.complain(program, place, f"does {described(ins.payload)}, which must not happen here")

@@ -1,6 +1,6 @@
 """What each phase of each chunk must read and gives on each program, once for all microbatches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -9,7 +9,7 @@ from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Outp
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
-from piper.proof.specification import Specification
+from piper.proof.specification import PartGrids, Specification
 from piper.proof.things import Kind, Terms, Thing, Things, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
@@ -38,15 +38,22 @@ class Expected:
 
 
 class Expectations:
-    """Derives what instructions must read and write, from the specification alone."""
+    """Derives what instructions on the microbatches of a layout must read and write, by the specification."""
 
     def __init__(
-        self, plans: Plans, spec: Specification, covers: Covers, amounts: Amounts, things: Things
+        self,
+        plans: Plans,
+        spec: Specification,
+        layout: PartGrids,
+        covers: Covers,
+        amounts: Amounts,
+        things: Things,
     ) -> None:
         self.plans, self.spec, self.covers, self.amounts, self.things = plans, spec, covers, amounts, things
+        self.parts, self.grids = layout.parts, layout.grids
         self._phases: dict[tuple[int, str, str], Expected | None] = {}
         self._finals: dict[tuple[int, str], Terms] = {}
-        self._sums: dict[tuple[str, str], Amount] = {}
+        self._sums: dict[tuple[str, int, str], Amount] = {}
         self._weights: dict[str, int] = {}  # by bucket
         self._parameters = {param.name: param for param in spec.outline.parameters}
         self._buckets: dict[str, list[Bucket]] = {name: [] for name in spec.chunks}
@@ -174,7 +181,7 @@ class Expectations:
 
     def own_cover(self, program: int, chunk: str) -> Cover | None:
         """Return the samples that a chunk works on, and their lane. None: it does not run there."""
-        grid = self.spec.grids[chunk]
+        grid = self.grids[chunk]
         degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
         return self.covers.of_set(program, grid.devices, degree, grid.degree, grid.lanes)
 
@@ -184,7 +191,7 @@ class Expectations:
         """Return the samples of an output, or of its gradient, that a reader's devices must hold."""
         lanes = self.spec.lanes_at(producer, index, reader, backward=backward)
         routed = self.spec.routed(producer)
-        grid = self.spec.grids[producer if routed else reader]
+        grid = self.grids[producer if routed else reader]
         degree = self.spec.degree(producer) if routed else 1
         cover = self.covers.of_set(program, grid.devices, degree, grid.degree, lanes)
         assert cover is not None, f"{producer} and {reader} lie apart"
@@ -208,7 +215,7 @@ class Expectations:
             for chunk in chunks:
                 cover = self._complete(program, bucket, chunk)
                 names = given_names(bucket, self.spec.chunks[chunk].phases["B"].grad_params)
-                amount = self._over_microbatches(chunk, partial(bucket, names))
+                amount = self._over(chunk, self.spec.microbatches[chunk], partial(bucket, names))
                 found[cover] = self.amounts.add(found.get(cover, NOTHING), amount)
             self._finals[key] = tuple(sorted(found.items()))
         return self._finals[key]
@@ -230,17 +237,18 @@ class Expectations:
         )
 
     def sum_of(self, program: int, source: Output) -> Terms | None:
-        """Return the sum of losses or weights that a program must hold. None: it has none."""
+        """Return the sum of losses or weights of this layout that a program holds. None: it has none."""
         if self.own_cover(program, source.chunk) is None:
             return None
         cover = self.output_cover(program, source.chunk, source.index, source.chunk)
-        return ((cover, self._over_microbatches(source.chunk, "")),)
+        mine = tuple(part for part in self.spec.microbatches[source.chunk] if part in self.parts)
+        return ((cover, self._over(source.chunk, mine, "")),)
 
-    def _over_microbatches(self, chunk: str, suffix: str) -> Amount:
-        key = (chunk, suffix)
+    def _over(self, chunk: str, microbatches: Sequence[Tags], suffix: str) -> Amount:
+        key = (chunk, len(microbatches), suffix)  # those of this layout, or all of them
         if key not in self._sums:
             total = NOTHING
-            for microbatch in self.spec.microbatches[chunk]:
+            for microbatch in microbatches:
                 total = self.amounts.add(total, self.single(chunk, microbatch, suffix))
             self._sums[key] = total
         return self._sums[key]
@@ -263,7 +271,7 @@ class Expectations:
     def _input(self, program: int, chunk: Chunk, position: int) -> Entry:
         """Return the value that a chunk must read at one of its inputs."""
         source = self.spec.resolve(chunk.inputs[position])
-        grid = self.spec.grids[chunk.name]
+        grid = self.grids[chunk.name]
         devices = self.plans.plans[program].devices
         match source:
             case Constant(name=name):
@@ -307,7 +315,7 @@ class Expectations:
         if chunk.kind == "unroute":
             assert isinstance(source, Output), "an unroute takes the counts of its route"
             route = source.chunk
-        grid = self.spec.grids[route]
+        grid = self.grids[route]
         cover = self.covers.of_set(program, grid.devices, 1, grid.degree, grid.lanes)
         assert cover is not None, f"{route} and {chunk.name} lie apart"
         return self._of_chunk("splits", route, 0, cover)

@@ -56,7 +56,7 @@ class Local:
     def compute(self, program: int, place: int, ins: Instr) -> None:
         """Run a phase of a chunk: check everything that it reads, and write its results."""
         found = phase_and_chunk(ins)
-        expected = self.state.expected.of_phase(program, found[1], found[0]) if found else None
+        expected = self.state.expected_at(ins.part).of_phase(program, found[1], found[0]) if found else None
         if expected is None or found is None:
             self.state.complain(
                 program, place, f"runs {described(ins.payload)}, which this device must not run"
@@ -228,7 +228,7 @@ class Local:
         state = self.state
         left: dict[SlotId, Value] = {}
         for name, source in self.sums():
-            terms = state.expected.sum_of(program, source)
+            terms = state.sum_of(program, source)
             if terms is not None:
                 left[name] = state.value(Thing("sum", name), "", terms)
         buckets = {bucket.name: bucket for bucket in state.trained_on(program)}

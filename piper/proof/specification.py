@@ -4,7 +4,8 @@ It is read from the graph alone. Nothing here, and nothing in this package, may 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import product
 
 from piper.devices import Devices
@@ -16,6 +17,14 @@ from piper.sharding import Sharding
 ROUTED = ("route", "expert", "unroute")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartGrids:
+    """Microbatches that run on the same devices, and the grids of those devices."""
+
+    parts: frozenset[Tags]
+    grids: Mapping[str, RegionGrid]
+
+
 class Specification:
     """What a step must compute: placements, microbatches, data flow, losses and gradients."""
 
@@ -23,12 +32,14 @@ class Specification:
         self.graph, self.clip = graph, clip
         self.outline = graph.outline
         self.chunks: Mapping[str, Chunk] = graph.chunks
-        self.placement: dict[str, Devices] = {node.chunk: node.devices for node in graph.nodes.values()}
+        self.homes = homes_of(graph)
+        self.placement = {name: joined(sets.values()) for name, sets in self.homes.items()}
         self.devices = tuple(sorted({device for devices in self.placement.values() for device in devices}))
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.known_microbatches = {name: frozenset(found) for name, found in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
-        self.grids = {name: self._grid(name) for name in self.chunks}
+        self.grids = {name: self._grid(name, next(iter(self.homes[name].values()))) for name in self.chunks}
+        self.layouts = self._layouts()
         self.cells = math.lcm(*{grid.slices for grid in self.grids.values()})
         self.lanes = max(grid.degree for grid in self.grids.values())
         loss = self.outline.loss.chunk
@@ -157,9 +168,31 @@ class Specification:
                     found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return found
 
-    def _grid(self, chunk: str) -> RegionGrid:
+    def _grid(self, chunk: str, devices: Devices) -> RegionGrid:
         axes = tuple((held.axis, held.degree) for held in self.graph.policy(chunk).axes)
-        return RegionGrid(devices=self.placement[chunk], axes=axes)
+        return RegionGrid(devices=devices, axes=axes)
+
+    def _layouts(self) -> list[PartGrids]:
+        """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
+        parts = dict.fromkeys(part for found in self.microbatches.values() for part in found)
+        apart = [name for name, sets in self.homes.items() if len(set(map(id, sets.values()))) > 1]
+        alike: dict[tuple[Devices | None, ...], list[Tags]] = {}
+        for part in parts:
+            alike.setdefault(tuple(self.homes[name].get(part) for name in apart), []).append(part)
+        return [
+            PartGrids(
+                parts=frozenset(found),
+                grids={
+                    **self.grids,
+                    **{
+                        name: self._grid(name, devices)
+                        for name, devices in zip(apart, homes, strict=True)
+                        if devices is not None
+                    },
+                },
+            )
+            for homes, found in alike.items()
+        ]
 
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
         """Find the axes along which each output, or its gradient, is the same at all places.
@@ -187,6 +220,24 @@ class Specification:
                 if isinstance(source, Output):
                     found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return found
+
+
+def homes_of(graph: Graph) -> dict[str, dict[Tags, Devices]]:
+    """Return the devices of each chunk by microbatch. Equal sets are one object."""
+    known: dict[Devices, Devices] = {}
+    by_id: dict[int, Devices] = {}
+    found: dict[str, dict[Tags, Devices]] = {}
+    for node in graph.nodes.values():
+        if id(node.devices) not in by_id:  # hashing a large set takes long
+            by_id[id(node.devices)] = known.setdefault(node.devices, node.devices)
+        found.setdefault(node.chunk, {})[node.part] = by_id[id(node.devices)]
+    return found
+
+
+def joined(sets: Iterable[Devices]) -> Devices:
+    """Return the devices of several sets, each once, in order."""
+    first, *others = {id(devices): devices for devices in sets}.values()
+    return tuple(dict.fromkeys((*first, *(d for devices in others for d in devices)))) if others else first
 
 
 def microbatches_of(axes: Tags) -> tuple[Tags, ...]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from piper.devices import Devices, show
 from piper.ids import SlotId
-from piper.ir.chunk import Constant
+from piper.ir.chunk import Constant, Output, Tags
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, Held, Segment
@@ -25,7 +25,12 @@ class SymbolicState:
         self.amounts = Amounts()
         self.covers = Covers(plans, spec.cells, spec.shares)
         self.things = Things(self.amounts)
-        self.expected = Expectations(plans, spec, self.covers, self.amounts, self.things)
+        self._layouts = [
+            Expectations(plans, spec, layout, self.covers, self.amounts, self.things)
+            for layout in spec.layouts
+        ]
+        self._by_part = {part: each for each in self._layouts for part in each.parts}
+        self.expected = self._layouts[0]  # for what is the same in all layouts
         self.gradient_slots = GradientSlots(plans.buckets)
         self.problems: list[str] = []
         self.initial = [self._residents(number) for number in range(len(plans))]
@@ -55,6 +60,15 @@ class SymbolicState:
                 if places is not None:
                     known[slot] = self.value(Thing(slot.kind, names=places))
         return {slot: known.get(slot) or self.value(Thing("resident", slot)) for slot in plan.residents}
+
+    def expected_at(self, part: Tags) -> Expectations:
+        """Return what instructions on a microbatch must read and write."""
+        return self._by_part.get(part, self.expected)
+
+    def sum_of(self, program: int, source: Output) -> Terms | None:
+        """Return the sum of losses or weights that a program must hold. None: it has none."""
+        found = [terms for each in self._layouts if (terms := each.sum_of(program, source)) is not None]
+        return self.merged(*found) if found else None
 
     def value(self, thing: Thing, about: str = "", amount: int | Terms = NOTHING) -> Value:
         """Return a value that has no microbatch."""

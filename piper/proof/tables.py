@@ -186,11 +186,11 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     for plan in plans:
         for slot, held in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
-                grid = spec.grids[user]
+                grid, home = spec.grids[user], spec.placement[user]
                 experts = spec.sharding(user, slot.owner)
                 wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=grid.degree)
-                placed = grid.devices if experts.ways > 1 else ()
-                if plan.devices[0] not in grid.devices or held.sharding.ways == experts.ways == 1:
+                placed = home if experts.ways > 1 else ()
+                if plan.devices[0] not in home or held.sharding.ways == experts.ways == 1:
                     continue
                 if (held.sharding, held.placed) != (wanted, placed):
                     found, should = divided([held.sharding], held.placed), divided([wanted], placed)

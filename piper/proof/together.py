@@ -90,7 +90,7 @@ class Together:
         """Agree on the rows that travel to experts."""
         for member in members:
             chunk = counted_chunk(member.ins)
-            expected = self.state.expected.of_counts(member.program, chunk)
+            expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
             if expected is None:
                 self._complain(member, f"counts the rows of {chunk}, which has no divided experts here")
                 continue
@@ -101,7 +101,7 @@ class Together:
         """Send rows to their experts, or back."""
         for member in members:
             found = exchanged(member.ins)
-            of_exchange = self.state.expected.of_exchange
+            of_exchange = self.state.expected_at(member.ins.part).of_exchange
             expected = None if found is None else of_exchange(member.program, found.chunk, found.outward)
             if found is None or expected is None:
                 self._complain(
@@ -113,7 +113,7 @@ class Together:
 
     def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
         """Complain unless a communicator joins the devices that divide a chunk's experts, in order."""
-        grid, degree = self.spec.grids[chunk], self.spec.degree(chunk)
+        grid, degree = self.state.expected_at(member.ins.part).grids[chunk], self.spec.degree(chunk)
         if comm is not None:
             wanted = partial(groups_along, grid, grid.degree, degree)
             self.state.check_groups(member.program, member.place, comm, f"experts {chunk}", wanted)
@@ -213,28 +213,28 @@ class Together:
         for member in members:
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets.get(bucket_named(ins))
-            again = ins.reads[1:]
-            if bucket is None or not self._on(member, bucket) or len(ins.writes) != 1 or not ins.reads:
+            if bucket is None or not self._on(member, bucket) or len(ins.writes) != 1:
                 self._complain(member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing")
                 return
-            if again not in ((), ins.writes):
+            read = ins.reads[:1] if ins.reads[:1] != ins.writes else ()  # nothing: it has nothing to add
+            if ins.reads[len(read) :] not in ((), ins.writes):
                 self._complain(member, "adds to another slot than it writes")
                 return
             self._check_replicas(member, comm, bucket)
             wanted: Value = (self.state.expected.weights(bucket), "whole", ())
-            value = slots.get(ins.reads[0])
+            value = slots.get(read[0]) if read else wanted
             if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
-                self.state.mismatch(member.program, member.place, ins.reads[0], value, wanted)
+                self.state.mismatch(member.program, member.place, read[0], value, wanted)
                 return
             given[member.program] = value[2]
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
             wanted = (self.state.expected.weights(bucket), "shard", ())
-            if ins.reads[1:]:
-                before = slots.get(ins.reads[1])
+            if ins.reads[-1:] == ins.writes:
+                before = slots.get(ins.writes[0])
                 if before is None or before[:2] != wanted[:2] or not isinstance(before[2], tuple):
-                    self.state.mismatch(member.program, member.place, ins.reads[1], before, wanted)
+                    self.state.mismatch(member.program, member.place, ins.writes[0], before, wanted)
                     return
                 terms = self.state.merged(before[2], terms)
             slots[ins.writes[0]] = (*wanted[:2], terms)

@@ -56,7 +56,7 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
     """Draw the same numbers for the same chunk, microbatch and replica in a step, wherever it runs."""
-    place = env.setup.plans.chunks[chunk].devices.index(env.device)
+    place = env.setup.plans.chunks[chunk].home(ins.part).index(env.device)
     where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
 
     def draw() -> None:
@@ -74,9 +74,11 @@ def draw_place(chunk: str, part: Tags, replica: int) -> str:
 def parts_of(plans: Plans, chunk: str) -> list[Tags]:
     """Return the microbatches that a chunk's forward runs on, each once, recomputed or not."""
     found: dict[Tags, None] = {}
-    for ins in plans.of(plans.chunks[chunk].devices[0]).instrs:
-        if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
-            found[ins.payload.part] = None
+    placed = plans.chunks[chunk]
+    for device in {home[0]: None for home in (placed.devices, *placed.elsewhere.values())}:
+        for ins in plans.of(device).instrs:
+            if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
+                found[ins.payload.part] = None
     return list(found)
 
 
@@ -169,6 +171,11 @@ def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
     field = ins.loads
     place, count = field.devices.index(env.device) // field.degree, len(field.devices) // field.degree
     return slices(env.setup.plans, samples, place, count, field.part)
+
+
+def slices_of(plans: Plans) -> int:
+    """Return the number of equal slices that the samples of a batch must divide into."""
+    return plans.cells * math.prod(plans.axes.values())
 
 
 def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) -> list[tuple[int, int]]:

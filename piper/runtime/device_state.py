@@ -93,14 +93,15 @@ class DeviceState:
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
 
-    def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None) -> None:
+    def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None, *, weighted: bool) -> None:
         """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
 
         gradients: of what this device owns of a bucket, in one tensor, or in one for each piece.
         sums: the gradient's squared norm, the loss and the weight, which stay on the device: nothing here
         makes the host wait.
+        weighted: the gradients are divided by the weight.
         """
-        weight, scale = self._factors(sums)
+        weight, scale = self._factors(sums, weighted=weighted)
         for name, parts in gradients.items():
             if weight is not None:
                 torch._foreach_div_(parts, weight)
@@ -155,11 +156,11 @@ class DeviceState:
                 some = True
         return found if some else None
 
-    def _factors(self, sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _factors(self, sums: Tensor | None, *, weighted: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return the divisor of the gradients and the factor that clips their norm. None: not needed."""
         if sums is None:
             return None, None
-        weight = sums[2] if self.setup.plans.weighted else None
+        weight = sums[2] if weighted else None
         if self.setup.clip_norm is None:
             return weight, None
         norm = sums[0].sqrt()

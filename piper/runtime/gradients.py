@@ -10,6 +10,7 @@ from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.context import Bound, Env
+from piper.runtime.fp8_gathers import gather_in_fp8
 
 BLOCK = 1024  # elements whose squares are added up in the gradient's own type
 
@@ -73,11 +74,16 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     """Sum a gradient over the replicas and keep this device's shard, added to the shard so far."""
     assert ins.comm is not None
     group, layout = env.comms.group(ins.comm), env.layouts[ins.bucket]
-    slots, value, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
-    again = len(ins.reads) > 1
+    slots, target = env.slots, env.at(ins.writes[0])
+    again = ins.writes[0] in ins.reads
+    value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
+    dtype, device = getattr(torch, layout.bucket.dtype), env.setup.device
 
     def run() -> None:
-        flat = flat_of(slots[value], layout)
+        if value is None:  # no microbatch of this device gives a gradient: it adds nothing
+            flat = torch.zeros(layout.bucket.numel, dtype=dtype, device=device)
+        else:
+            flat = flat_of(slots[value], layout)
         if layout.shards is None:
             shard = group.reduce_scatter(flat, layout.shard)
         else:
@@ -118,11 +124,14 @@ def gather(env: Env, ins: Instr) -> Bound:
     slots, target = env.slots, env.at(ins.writes[0])
     own, whole = holding.own, holding.flat
 
-    def gather_into(out: Tensor) -> None:
+    def gather_as_it_is(out: Tensor) -> None:
         if layout.shards is None:
             group.all_gather(own, out)
         else:
             group.all_gather_uneven(own, out, layout.shards)
+
+    narrow = layout.bucket.gathered_as and ins.reads != ins.writes
+    gather_into = gather_in_fp8(layout, group, own) if narrow else gather_as_it_is
 
     def gather_whole() -> None:
         out = own.new_empty(layout.length)
@@ -207,7 +216,8 @@ def update(env: Env, ins: Instr) -> Bound:
 
     def run() -> None:
         gradients = {name: parts_of(slots[place]) for name, place in places.items()}
-        env.state.update(gradients, None if sums is None else cast(Tensor, slots[sums]))
+        totals = None if sums is None else cast(Tensor, slots[sums])
+        env.state.update(gradients, totals, weighted=env.setup.plans.weighted)
 
     return run
 

@@ -1,7 +1,7 @@
 """One device of a job: its state, its plan, and one step at a time. The same under every launcher."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -77,10 +77,10 @@ class Worker:
     ) -> None:
         """Build a device's state and bind its plan.
 
-        state: of the worker whose parameters this one reads, without training them. None: it has its own.
+        state: of the worker whose parameters this one uses too. None: it has its own.
         """
         self.setup, self.device = setup, device
-        self.options, self.watch = options, watch
+        self.options, self.watch, self.kernels = options, watch, kernels
         self.intake: Intake | None = None
         if options.graphs:
             check_static(setup, [setup.plans.of(device)], options, by_host=not comms.on_streams)
@@ -108,7 +108,8 @@ class Worker:
         self.on_host = torch.zeros(
             total_length(setup.outline), dtype=torch.float64, pin_memory=setup.device.type == "cuda"
         )
-        self.evaluators: dict[int, Worker] = {}
+        self.others: dict[int, Worker] = {}  # by the numbers of their programs
+        self.latest = self  # the one that ran the last step
         self.executor = self._executor(bound, options, on_failure)
 
     def _executor(
@@ -148,9 +149,14 @@ class Worker:
         """Bring the step's sums to the host; on an accelerator, when it gets there."""
         self.on_host.copy_(cast(Tensor, self.env.slots[self.env.at(TOTAL)]), non_blocking=True)
 
-    def step(self, batch: Mapping[str, BatchField]) -> Sums:
-        """Train on one global batch, of which this device takes its rows."""
-        sums = self.run(batch)
+    def step(self, batch: Mapping[str, BatchField], number: int = 0) -> Sums:
+        """Train on one global batch, of which this device takes its rows, with the program of a number."""
+        self.latest = self.others[number] if number else self
+        if self.latest is not self:
+            self._lend_buffers(self.latest)
+        sums = self.latest.run(batch)
+        if self.latest is not self:
+            self._take_buffers(self.latest)
         self.env.step += 1
         if self.env.state.scheduler is not None:
             self.env.state.scheduler.step()
@@ -176,31 +182,58 @@ class Worker:
         comms: Comms,
         initial: Initial,
         on_failure: Callable[[], None] = lambda: None,
+        *,
+        trains: bool = False,
     ) -> None:
-        """Bind the plan of an evaluation program, which reads this worker's parameters and buffers.
+        """Bind the plan of another program, which uses this worker's parameters, optimizer and buffers.
 
-        initial: the values of buffers that the training plan does not hold.
+        initial: the values of buffers that this worker's own plan does not hold. trains: whether it trains,
+        on batches of other sizes. Otherwise it evaluates.
         """
-        self.evaluators[number] = Worker(
+        options = Options(
+            streams=self.options.streams, timeout=self.options.timeout, threads=self.options.threads
+        )
+        if trains:  # one graph is enough: each keeps memory of its own
+            options = replace(self.options, profile=0, graphs=False)
+        self.others[number] = Worker(
             setup,
             self.device,
             comms,
             initial,
-            Options(streams=self.options.streams, timeout=self.options.timeout, threads=self.options.threads),
+            options,
             self.env.dice,
             on_failure,
             self.watch,
-            state=self.env.state,
+            self.kernels,
+            self.env.state,
         )
 
     def evaluate(self, number: int, batch: Mapping[str, BatchField]) -> Sums:
         """Run an evaluation program on one global batch, with this worker's parameters and buffers."""
-        evaluator = self.evaluators[number]
-        for slot, place in evaluator.env.index.items():
-            if slot.kind == "buffer" and slot in self.env.index:
-                evaluator.env.slots[place] = self.env.slots[self.env.at(slot)]
-        evaluator.env.step = self.env.step
+        evaluator = self.others[number]
+        self._lend_buffers(evaluator)
         return evaluator.run(batch)
+
+    def _lend_buffers(self, other: "Worker") -> None:
+        """Let the worker of another program begin where this one is: with its step and its buffers."""
+        other.env.step = self.env.step
+        for mine, its in self._shared_buffers(other):
+            other.env.slots[its] = self.env.slots[mine]
+
+    def _take_buffers(self, other: "Worker") -> None:
+        """Take the buffers as another program has left them; where a graph reads them, into their memory."""
+        for mine, its in self._shared_buffers(other):
+            before, now = self.env.slots[mine], other.env.slots[its]
+            if before is not now and isinstance(self.executor, GraphExecutor):
+                cast(Tensor, before).copy_(cast(Tensor, now))
+            else:
+                self.env.slots[mine] = now
+
+    def _shared_buffers(self, other: "Worker") -> Iterator[tuple[int, int]]:
+        """Yield the places of each buffer that both programs use, in this worker and in the other."""
+        for slot, place in other.env.index.items():
+            if slot.kind == "buffer" and slot in self.env.index:
+                yield self.env.at(slot), place
 
     def owned(self, bucket: str) -> Tensor:
         """Return what this device holds of a bucket, exact: its shard, or all of it."""
@@ -228,6 +261,6 @@ class Worker:
 
     def close(self) -> None:
         """End the worker's threads."""
-        for evaluator in self.evaluators.values():
-            evaluator.close()
+        for other in self.others.values():
+            other.close()
         self.executor.close()

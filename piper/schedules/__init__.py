@@ -1,6 +1,6 @@
 """Pipeline schedules: integers in, `order` directives out. They use public directives only."""
 
-from piper.schedules.dualpipe import dualpipe_v
+from piper.schedules.dualpipe import dualpipe, dualpipe_v
 from piper.schedules.gpipe import gpipe
 from piper.schedules.one_forward_one_backward import interleaved_1f1b, one_f_one_b
 from piper.schedules.pairs import pairs
@@ -18,6 +18,7 @@ __all__ = [
     "StageCosts",
     "Synthesised",
     "bound",
+    "dualpipe",
     "dualpipe_v",
     "from_csv",
     "gpipe",

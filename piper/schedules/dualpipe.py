@@ -1,7 +1,10 @@
-"""DualPipe-V: a V of stages in which a forward of one direction overlaps a backward of the other."""
+"""DualPipe and DualPipe-V: a forward of one direction overlaps a backward of the other on each rank."""
+
+from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
+from piper.schedules.action import Group
 from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
 from piper.schedules.names import fixed
 from piper.schedules.row_builder import RowWriter
@@ -32,6 +35,62 @@ def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
             hint=f"split into {2 * ranks} parts or more, or use zbv, which takes any number",
         )
     return Grid(rows=tuple(row_of(rank, ranks, microbatches) for rank in range(ranks)))
+
+
+def dualpipe(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
+    """Send half of the microbatches down the ranks and half up, as DeepSeek-V3 does.
+
+    There are as many stages as ranks. Microbatches below `microbatches / 2` run stage s on rank s, the others
+    on rank `ranks - 1 - s`; so rank r holds stages r and `ranks - 1 - r`, and each stage lives on two ranks.
+    In the middle of the step every group is a forward of one direction and a whole backward of the other. The
+    bubble is (ranks / 2 - 1)(F&B + B - 3W). A rank holds at most ranks + 1 forwards of its two stages.
+
+    rank 0  0F0 0F1 0F2 3F4 3I4 3W4 3F5 0F3+3B5 --  .   3F6+0B0 --  3B6 --  .   3F7+0B1 --  3B7 --  0I2 0W2 0I3 0W3
+    rank 1  .   1F0 2F4 1F1 2F5 1F2 2B4 --  2F6+1B0 --  1F3+2B5 --  2F7+1B1 --  2B6 --  1B2 --  .   2I7 1I3 2W7 1W3
+    rank 2  .   1F4 2F0 1F5 2F1 1F6 2B0 --  2F2+1B4 --  1F7+2B1 --  2F3+1B5 --  2B2 --  1B6 --  .   2I3 1I7 2W3 1W7
+    rank 3  0F4 0F5 0F6 3F0 3I0 3W0 3F1 0F7+3B1 --  .   3F2+0B4 --  3B2 --  .   3F3+0B5 --  3B3 --  0I6 0W6 0I7 0W7
+    """  # noqa: E501  the smallest grid that shows every part of it
+    return orders(dualpipe_grid(ranks, microbatches), stage=stage, part=part)
+
+
+@fixed("dualpipe", 9, stages_per_rank=1, instead="dualpipe-v")
+def dualpipe_grid(ranks: int, microbatches: int) -> Grid:
+    """Return the grid of `dualpipe`: a DualPipe-V over half of the ranks, and its mirror image over the rest.
+
+    Microbatches of the down half of the V and of its up half are of different directions.
+    """
+    need_whole("dualpipe", ranks=ranks, microbatches=microbatches)
+    if ranks % 2:
+        raise ScheduleError(
+            f"ranks={ranks} is odd",
+            by="dualpipe",
+            facts={"needs": "an even number: the two directions meet between the two ranks in the middle"},
+            hint="use one rank more or less, or dualpipe_v, which takes any number",
+        )
+    if microbatches < 2 * ranks or microbatches % 2:
+        raise ScheduleError(
+            f"microbatches={microbatches} cannot fill both directions of ranks={ranks}",
+            by="dualpipe",
+            facts={
+                "needs": f"an even number of microbatches, at least {2 * ranks}: {ranks} in each direction"
+            },
+            hint=f"split into {max(2 * ranks, microbatches + 1)} parts, or use zbv, which takes any number",
+        )
+    half = microbatches // 2
+    rows = [row_of(rank, ranks // 2, half) for rank in range(ranks // 2)]
+    forth = [tuple(redirected(group, ranks, half, up=True) for group in row) for row in rows]
+    back = [tuple(redirected(group, ranks, half, up=False) for group in row) for row in rows]
+    return Grid(rows=(*forth, *reversed(back)))
+
+
+def redirected(group: Group, ranks: int, shift: int, *, up: bool) -> Group:
+    """Return a group in which the stages of one half of the V take the microbatches from `shift` on."""
+    return tuple(
+        replace(action, microbatch=action.microbatch + shift)
+        if (action.stage >= ranks // 2) == up
+        else action
+        for action in group
+    )
 
 
 def row_of(rank: int, ranks: int, microbatches: int) -> Row:

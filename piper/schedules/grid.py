@@ -14,7 +14,7 @@ Stage = str | Sequence[At]  # the tag that numbers the stages, or one filter for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """One row of groups per rank. A stage belongs to the one rank that runs it."""
+    """One row of groups per rank. One rank runs all passes of a stage on a microbatch."""
 
     rows: tuple[Row, ...]
 

@@ -1,4 +1,4 @@
-"""Checks that a grid is a schedule: every action once, each stage on one rank, and no deadlock."""
+"""Checks that a grid is a schedule: every action once, its passes on one rank, and no deadlock."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def rank_and_position(rank: int, position: int) -> str:
 
 
 def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_position) -> None:
-    """Refuse a grid that leaves work out, does it twice, spreads a stage over ranks, or can never run."""
+    """Refuse a grid that leaves work out, does it twice, spreads a microbatch, or can never run."""
     if not grid.rows or not all(grid.rows):
         idle = [f"rank {rank} runs nothing" for rank, row in enumerate(grid.rows) if not row]
         raise ScheduleError(
@@ -27,7 +27,7 @@ def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_positi
             hint="give every rank at least one stage, or leave the rank out",
         )
     found = places(grid, by, where)
-    one_rank_per_stage(found, by, where)
+    one_rank_per_microbatch(found, by, where)
     nothing_missing(grid, found, by)
     timeline(grid, by=by)
 
@@ -55,20 +55,20 @@ def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
     return found
 
 
-def one_rank_per_stage(found: dict[Action, tuple[int, int]], by: str, where: Where) -> None:
-    """Refuse a stage that two ranks run: its parameters live in one place."""
-    home: dict[int, Action] = {}
+def one_rank_per_microbatch(found: dict[Action, tuple[int, int]], by: str, where: Where) -> None:
+    """Refuse a microbatch of a stage that two ranks run: its saved activations live in one place."""
+    home: dict[tuple[int, int], Action] = {}
     for action, (rank, position) in found.items():
-        first = home.setdefault(action.stage, action)
+        first = home.setdefault((action.stage, action.microbatch), action)
         if found[first][0] != rank:
             raise ScheduleError(
-                f"stage {action.stage} runs on two ranks",
+                f"stage {action.stage} runs microbatch {action.microbatch} on two ranks",
                 by=by,
                 facts={
                     "first": f"{first} at {where(*found[first])}",
                     "again": f"{action} at {where(rank, position)}",
                 },
-                hint="keep all actions of a stage on one rank",
+                hint="keep the forward and the backward of a microbatch on one rank",
             )
 
 

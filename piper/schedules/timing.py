@@ -36,14 +36,19 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Schedu
     one, and no time of any rank.
     """
     last = grid.stages - 1
-    ranks = {action.stage: rank for rank, row in enumerate(grid.rows) for group in row for action in group}
+    ranks = {
+        (action.stage, action.microbatch): rank
+        for rank, row in enumerate(grid.rows)
+        for group in row
+        for action in group
+    }
     starts: list[list[float]] = [[] for _ in grid.rows]
     free: list[float] = [0.0] * len(grid.rows)
     ready: dict[Value, float] = {}
     waiting: dict[Value, list[int]] = {}  # the ranks that wait for each value
 
     def delay(value: Value, rank: int) -> float:
-        if not isinstance(costs, StageCosts) or ranks[value[1]] == rank:
+        if not isinstance(costs, StageCosts) or ranks[value[1:]] == rank:
             return 0.0
         return costs.hop_between(value[1], value[1] + (1 if value[0] == "activation" else -1))
 

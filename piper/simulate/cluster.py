@@ -29,6 +29,7 @@ OPTIONAL = (
 )
 NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", *OPTIONAL)
 MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[3:])
+FP8 = "float8_e4m3fn"
 REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
 
 
@@ -119,7 +120,19 @@ class Cluster:
         return len(self.links) - 1
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a device for a type; a type that is not listed counts as float32."""
+        """Return the peak FLOP/s of a device for a type; a type that is not listed counts as float32.
+
+        The types of fp8 run at one speed. A GPU without it cannot run them; a CPU emulates them in float32.
+        """
+        if dtype.startswith("float8"):
+            dtype = FP8
+            if dtype not in self.flops and not self.cores:
+                raise ConfigError(
+                    f"the devices of {self.name} have no products in fp8",
+                    by="--cluster",
+                    facts={"flops": ", ".join(self.flops)},
+                    hint=f"leave precision out of the strategy, or give {FP8} in [flops] of its file",
+                )
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
 

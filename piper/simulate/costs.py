@@ -97,6 +97,8 @@ class Roofline:
         """Return the seconds of one kernel."""
         cluster = self.cluster
         traffic = kernel.nbytes / self.bandwidth
+        if kernel.kind == "traffic":
+            return cluster.kernel + traffic
         peak = cluster.peak(kernel.dtype)
         if kernel.kind == "product":
             arithmetic = product_seconds(

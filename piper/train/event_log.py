@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
-from piper.launchers.run_events import Event
+from piper.recovery.run_events import Event
 from piper.train.run_folder import unwritable
 
 EVENTS = "events.jsonl"

@@ -9,7 +9,7 @@ from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
-from piper.simulate.profile_trace import chrome_trace
+from piper.simulate.trace_events import profile_trace
 from piper.view.provenance import FILE
 
 TRACE = "trace.json"
@@ -70,6 +70,6 @@ def save_profile(profile: Profile, folder: Path) -> str:
     if not profile.count:
         return f"No step was recorded: the run ended within its first {WARM}"
     write_profile(profile, folder / FOLDER)
-    (folder / FOLDER / TRACE).write_text(chrome_trace(profile), encoding="utf-8")
+    (folder / FOLDER / TRACE).write_text(profile_trace(profile), encoding="utf-8")
     shutil.copyfile(folder / FILE, folder / FOLDER / FILE)  # a run that goes on may have other plans
     return f"Profile in {folder / FOLDER}: piper profile {folder}"

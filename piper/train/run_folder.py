@@ -23,6 +23,7 @@ from piper.devices import show
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.plan.text import show_plans
+from piper.recipe import file_and_function
 from piper.train.lock import LOCK, read_lock
 from piper.train.measure import Measure
 from piper.train.saved_provenance import background_of, strategy_text
@@ -39,7 +40,7 @@ def choose(out: Path | None, recipe: str, resume: bool) -> Path:
     """Return a run's folder: `out`, else `runs/recipe-function`, numbered; a resumed run takes the last."""
     if out is not None:
         return out
-    file, _, function = recipe.rpartition(":")
+    file, function = file_and_function(recipe)
     base = f"{Path(file).stem}-{function}"
     taken = sorted(
         int(match[1] or 1)
@@ -135,7 +136,7 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         "versions": {"python": platform.python_version(), **versions()},
     }
     try:
-        keep_recipe(Path(recipe.rpartition(":")[0]), folder)
+        keep_recipe(Path(file_and_function(recipe)[0]), folder)
         texts = {
             "strategy.txt": strategy_text(strategy_of(job)),
             "plan.txt": show_plans(program.plans),

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from piper.compiler import Program, strategy_of
 from piper.directives import Directive
+from piper.recipe import file_and_function
 from piper.view.provenance import Provenance
 from piper.view.subject import said_by
 
 
 def background_of(program: Program, recipe: str) -> Provenance:
     """Return the model, directives and costs of a program, and the text of its recipe."""
-    file, _, function = recipe.rpartition(":")
+    file, function = file_and_function(recipe)
     return Provenance(
         title=f"{Path(file).name}:{function}",
         outline=program.outline,

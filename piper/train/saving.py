@@ -10,7 +10,7 @@ from piper.checkpoint.target import UndroppedError, UnwrittenError, unwritten
 from piper.data.feed import Feed
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.retrying import Disk
+from piper.recovery.retrying import Disk
 from piper.train.loop import SavePolicy
 
 

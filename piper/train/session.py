@@ -1,5 +1,6 @@
 """One run from start to end: compile, launch, start or resume, train, and return the outcome."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,10 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher, recovers
-from piper.launchers.recovery import RecoveringRun, recovering
-from piper.launchers.run_events import Event
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
+from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.run_events import Event
 from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
@@ -82,6 +83,24 @@ class Outcome:
         return self.done < self.steps
 
 
+class ConsoleLog(logging.Handler):
+    """Prints what the package logs, such as that a program is compiled for another shape of batches."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console, self.log = console, logging.getLogger("piper")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        self.console.print(self.format(record), markup=False)
+
+    def __enter__(self) -> None:
+        self.log.addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.log.removeHandler(self)
+
+
 class RunSummary:
     """Remembers the first and the last step, and how long all took."""
 
@@ -139,7 +158,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         blank=bool(past),
     )
     events = EventLog(folder, console.print)
-    with started(program, folder, asked, options, events) as run:
+    with ConsoleLog(console), started(program, folder, asked, options, events) as run:
         feed = Feed(job.data, job.seed)
         done, trainer = 0, None
         if past:

@@ -52,10 +52,10 @@ LIGHT = Paper(
     quiet="#dfe3e9",
     phases=MappingProxyType(
         {
-            "F": ink("#1d2430", "#c6e5ff #f0ccb1 #fdd3ea #d9d7ad #b7edf3 #f7c7c2 #e6daff #b3e0cb"),
-            "B": ink("#ffffff", "#3675b2 #95530c #a05481 #706900 #00818e #9d4843 #7c60aa #007a55"),
-            "BI": ink("#1d2430", "#7cb6f1 #d5945e #e196c0 #aea856 #4fc4d1 #df8a83 #bba2ea #5db994"),
-            "BW": ink("#ffffff", "#3675b2 #95530c #a05481 #706900 #00818e #9d4843 #7c60aa #007a55"),
+            "F": ink("#1d2430", "#c3dbfe #b6e8bf #dfd0ff #fecac9 #a3e4ff #f0d6a0 #fec6e4 #ffcead"),
+            "B": ink("#ffffff", "#1c71e2 #00873c #8952d3 #ce3344 #047ea0 #946f07 #bd388f #b25b00"),
+            "BI": ink("#1d2430", "#72aafe #60c279 #b794f4 #f58284 #0bbaea #d1a127 #e783bd #ec8f4a"),
+            "BW": ink("#ffffff", "#1c71e2 #00873c #8952d3 #ce3344 #047ea0 #946f07 #bd388f #b25b00"),
         }
     ),
 )
@@ -70,10 +70,10 @@ DARK = Paper(
     quiet="#3a434f",
     phases=MappingProxyType(
         {
-            "F": ink("#ffffff", "#30506f #5b391c #663e55 #484416 #13575e #603431 #52456b #194d3a"),
-            "B": ink("#10141a", "#76b3f1 #d49057 #e091be #aca54e #43c2cf #de857e #b99ee9 #55b790"),
-            "BI": ink("#ffffff", "#4472a1 #885629 #94597b #6b6620 #0c7d87 #904d49 #77629b #237356"),
-            "BW": ink("#10141a", "#76b3f1 #d49057 #e091be #aca54e #43c2cf #de857e #b99ee9 #55b790"),
+            "F": ink("#ffffff", "#22477d #115629 #503975 #742d31 #045066 #5c4300 #6c2e54 #6e3602"),
+            "B": ink("#10141a", "#84b6ff #6ccd83 #c29fff #fe8f90 #23c6f7 #ddac37 #f38ec9 #f89a56"),
+            "BI": ink("#ffffff", "#3370c7 #01873d #8059bb #b9454c #017d9f #8f6b02 #ac4785 #ac5701"),
+            "BW": ink("#10141a", "#84b6ff #6ccd83 #c29fff #fe8f90 #23c6f7 #ddac37 #f38ec9 #f89a56"),
         }
     ),
 )

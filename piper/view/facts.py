@@ -5,12 +5,14 @@ from math import ceil, log10
 
 from piper.devices import show
 from piper.ids import AGAIN, SlotId
+from piper.plan.instr import TRAVELS
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
+from piper.view.sentences import WHOLE_UNITS, planned_and_measured, two_idles
 from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
@@ -18,6 +20,7 @@ DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak
 MOST_GROUPS = 4  # of a communicator that are listed
 Columns = dict[str, object]
+NETWORK = {"needsNothing": False, "carries": True, "computes": False}
 
 
 class Table:
@@ -57,6 +60,7 @@ class TickScale:
 def facts_of(subject: Subject) -> Columns:
     """Return all data of the page."""
     clock, nodes, origins = TickScale(subject), Table(), Table()
+    pipeline = of_plans(subject.plans, subject.tags, subject.title, subject.orderings)
     programs = [
         {
             **instruction_facts(subject, plan, nodes, origins),
@@ -69,7 +73,7 @@ def facts_of(subject: Subject) -> Columns:
         "title": subject.title,
         "clock": subject.clock,
         "about": subject.about,
-        "seconds": subject.clock != "whole units",
+        "seconds": subject.clock != WHOLE_UNITS,
         "ticks": clock.rate,
         "step": clock(subject.planned.step),
         "bubble": round(subject.planned.bubble, 6),
@@ -78,19 +82,35 @@ def facts_of(subject: Subject) -> Columns:
         "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
         "source": subject.source,
         "sourceName": subject.source_name,
-        "pipeline": pipeline_facts(of_plans(subject.plans, subject.tags, subject.title, subject.orderings)),
+        "pipeline": pipeline_facts(pipeline),
+        "idles": two_idles(subject, pipeline),
+        "compared": planned_and_measured(subject),
         "programs": programs,
         "path": [[link.program, link.place, link.reason] for link in subject.planned.path],
         "comms": list(comm_facts(subject)),
         "measured": {device: measured_facts(subject, device, clock) for device in sorted(subject.measured)},
         "nodes": nodes.values,
         "origins": origins.values,
-        "ops": {
-            op: {"label": known.label, "short": known.caption, "needsNothing": known.needs_nothing}
-            for op, known in OPS.items()
-        },
+        "ops": op_facts(),
         "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
     }
+
+
+def op_facts() -> Columns:
+    """Return the words for each operation, and for each collective of a divided region."""
+    found: Columns = {
+        op: {
+            "label": known.label,
+            "short": known.caption,
+            "needsNothing": known.needs_nothing,
+            "carries": known.communicates or known.hands_on,
+            "computes": known.takes == "device",
+        }
+        for op, known in OPS.items()
+    }
+    for op, travels in TRAVELS.items():
+        found.setdefault(op, {"label": op.replace("_", "-"), "short": OPS[travels].caption, **NETWORK})
+    return found
 
 
 def paper_facts(paper: Paper) -> Columns:
@@ -113,7 +133,7 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
                 "cost": [cell.cost for cell in row],
                 "phase": [AGAIN if cell.again else cell.phase for cell in row],
                 "stage": [cell.stage for cell in row],
-                "part": [".".join(map(str, cell.part)) for cell in row],
+                "microbatch": [".".join(map(str, cell.part)) for cell in row],
                 "pair": [cell.pair for cell in row],
                 "places": [cell.places for cell in row],
             }
@@ -124,11 +144,11 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
 
 def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table) -> Columns:
     """Return the instructions of one program in columns, and the edges between them."""
-    streams, ops, comms, parts, args, indices = (Table() for _ in range(6))
+    streams, ops, comms, microbatches, args, indices = (Table() for _ in range(6))
     shades = [shade_of(ins) for ins in plan.instrs]
     names = [pattern(ins.node, subject.plans.axes) for ins in plan.instrs]
     columns: Columns = {
-        "op": [ops(ins.op) for ins in plan.instrs],
+        "op": [ops(ins.does) for ins in plan.instrs],
         "node": [nodes(template) for template, _ in names],
         "index": [indices(index) for _, index in names],
         "stream": [streams(ins.stream) for ins in plan.instrs],
@@ -136,10 +156,10 @@ def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table
         "nbytes": [ins.nbytes if ins.comm else 0 for ins in plan.instrs],
         "arg": [args(caption(ins) if ins.op == "compute" else "") for ins in plan.instrs],
         "phase": [AGAIN if shade.again else shade.phase or "" for shade in shades],
-        "part": [parts(".".join(map(str, shade.part))) for shade in shades],
+        "microbatch": [microbatches(".".join(map(str, shade.part))) for shade in shades],
         "origin": [origins(subject.origins.get(ins.node, ())) for ins in plan.instrs],
     }
-    tables = {"ops": ops, "streams": streams, "commNames": comms, "parts": parts, "args": args}
+    tables = {"ops": ops, "streams": streams, "commNames": comms, "microbatches": microbatches, "args": args}
     return {
         "devices": list(plan.devices),
         "name": show(plan.devices),

@@ -14,13 +14,16 @@ SCRIPTS = (
     "ink.js",
     "range.js",
     "scene.js",
+    "related.js",
     "pipeline.js",
     "timeline.js",
+    "devices.js",
     "memory.js",
     "dag.js",
     "strategy.js",
     "details.js",
     "tables.js",
+    "print.js",
     "main.js",
 )
 

@@ -1,13 +1,10 @@
 """The look of an instruction: the phase and the microbatch it works for, which choose its colour."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from piper.ids import AGAIN, PHASES, Phase, Tags
+from piper.ids import AGAIN, Phase, Tags
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS
-from piper.view.css import hue
-from piper.view.legend import Legend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +42,3 @@ def caption(ins: Instr) -> str:
         run = ins.computes
         return f"{AGAIN if run.again else run.phase} {run.chunk}"
     return OPS[ins.travels_as].caption
-
-
-def draw_phases(legend: Legend, shades: Sequence[Shade]) -> None:
-    """Add to a legend the phases that occur among shades, each in the hue that it has first."""
-    for phase in PHASES:
-        for again in (False, True):
-            shade = next((shade for shade in shades if (shade.phase, shade.again) == (phase, again)), None)
-            if shade is not None:
-                legend.phase(phase, hue(shade.part), again=again)

@@ -34,6 +34,7 @@ class Subject:
     origins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by node: directives, by number
     temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
+    on: str = ""  # the launcher, if devices share the machine's CPUs
     about: str = ""  # the run, and which of its steps is shown
     source: str = ""  # the recipe's text; empty if it is not known
     source_name: str = ""  # and the name of its file

@@ -1,7 +1,6 @@
 """Draws the pipeline grid as SVG: a colour per microbatch, a shade per phase, bubbles left white.
 
-`grid(of_schedule(...))` draws a schedule, `grid(of_plans(...))` the plans of a program. `piper.view.lanes`
-draws the streams of one device, `piper.view.placement` what each device holds.
+`grid(of_schedule(...))` draws a schedule, `grid(of_plans(...))` the plans of a program.
 """
 
 from collections.abc import Iterator
@@ -127,7 +126,7 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
     }
     stage = "" if cell.stage is None else f"stage {cell.stage}, "
     name = phase_name(cell.phase, again=cell.again)
-    name_line = f"{describe(cell)}: {name}, {stage}part {part_text(cell) or 'whole'}"
+    name_line = f"{describe(cell)}: {name}, {stage}microbatch {part_text(cell) or 'whole'}"
     inner = [element("title", name_line), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
     inner += hatched(box, cell.phase, again=cell.again)
     if frame.unit >= 13:

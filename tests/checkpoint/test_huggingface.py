@@ -179,3 +179,28 @@ def test_an_export_that_was_interrupted_is_cleared_away(tmp_path: Path) -> None:
     export_hf(LlamaForCausalLM(small()).state_dict(), small(), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert "model.norm.weight" in import_hf(tmp_path / "out")
+
+
+def mixtral(layers: int) -> Any:  # noqa: ANN401
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2, num_hidden_layers=layers)
+    return MixtralForCausalLM(config)
+
+
+def test_names_that_a_folder_has_otherwise_are_converted(tmp_path: Path) -> None:
+    model = mixtral(1)
+    state = model.state_dict()
+    export_hf(state, model, tmp_path / "out")
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in import_hf(tmp_path / "out")
+    found = import_hf(tmp_path / "out", mixtral(1))
+    assert equal_bits({name: found[name] for name in found}, state)
+    with pytest.raises(ConfigError) as error:
+        import_hf(tmp_path / "out", mixtral(2))
+    assert str(error.value).replace(str(tmp_path), "TMP") == cleandoc("""
+        import_hf: the weights are not all of a MixtralForCausalLM
+          path:    TMP/out
+          missing: model.layers.1.input_layernorm.weight, model.layers.1.mlp.experts.down_proj, model.layers.1.mlp.experts.gate_up_proj, and 6 more
+          hint:    to let the model make what is missing, build it with from_pretrained in the recipe
+    """)

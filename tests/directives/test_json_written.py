@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from piper import at, order, place, remat, replicate, shard, split
+from piper import at, order, place, precision, remat, replicate, shard, split
 from piper.directives import Directive
 from piper.directives.json import parse_strategy, show_strategy
 
@@ -54,6 +54,7 @@ WRITTEN: list[tuple[Directive, dict[str, object]]] = [
         remat(at(PP=0), 0.25, across="PP"),
         {"op": "remat", "filter": {"PP": 0}, "budget": 0.25, "across": "PP"},
     ),
+    (precision(at(PP=0), "fp8"), {"op": "precision", "filter": {"PP": 0}, "products": "fp8"}),
 ]
 
 
@@ -77,4 +78,5 @@ def test_a_strategy_has_one_directive_on_each_line() -> None:
 @pytest.mark.parametrize("directive", [directive for directive, _ in WRITTEN], ids=str)
 def test_a_directive_prints_the_call_that_makes_it(directive: Directive) -> None:
     names = {"at": at, "order": order, "place": place, "remat": remat, "replicate": replicate}
+    names |= {"precision": precision}
     assert eval(repr(directive), {**names, "shard": shard, "split": split}) == directive

@@ -10,7 +10,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "directives"
 
 
 def test_every_directive_is_known_by_its_name() -> None:
-    assert list(known_directives()) == ["place", "replicate", "shard", "split", "order", "remat"]
+    assert list(known_directives()) == ["place", "replicate", "shard", "split", "order", "remat", "precision"]
     assert [verb for verb, kind in known_directives().items() if kind.places] == [
         "place",
         "replicate",
@@ -39,4 +39,5 @@ def test_the_json_form_follows_the_fields() -> None:
         "split": {"filter": True, "num_microbatches": True, "dim_name": False},
         "order": {"filters": True},
         "remat": {"filter": True, "budget": True, "across": False},
+        "precision": {"filter": True, "products": True, "gather": False},
     }  # fmt: skip

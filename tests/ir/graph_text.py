@@ -38,6 +38,8 @@ CHUNK: Readers = {
     "transfers": str,
     "budget": float,
     "again": str,
+    "precision": str,
+    "gather": str,
     "zero": int,
     "bucket_mb": float,
     "reduce_stream": str,
@@ -65,10 +67,9 @@ def lines_of(graph: Graph) -> Iterator[str]:
         said = [f"parts={show_pairs(graph.parts[chunk.name])}"] if graph.parts[chunk.name] else []
         if chunk.name in graph.transfer_streams:
             said.append(f"transfers={graph.transfer_streams[chunk.name]}")
-        if chunk.name in graph.budgets:
-            said.append(f"budget={graph.budgets[chunk.name]}")
-        if chunk.name in graph.reruns:
-            said.append(f"again={graph.reruns[chunk.name]}")
+        asked_of = {"budget": graph.budgets, "again": graph.reruns, "precision": graph.precisions}
+        asked_of["gather"] = dict.fromkeys(graph.gathered_in_fp8, "fp8")
+        said += [f"{key}={found[chunk.name]}" for key, found in asked_of.items() if chunk.name in found]
         if chunk.name in graph.policies:
             policy = graph.policies[chunk.name]
             said += [
@@ -143,6 +144,8 @@ class Reading:
         self.transfers: dict[str, str] = {}
         self.budgets: dict[str, float] = {}
         self.reruns: dict[str, str] = {}
+        self.precisions: dict[str, str] = {}
+        self.narrow: set[str] = set()
         self.policies: dict[str, Policy] = {}
         self.nodes: dict[str, Compute] = {}
         self.orderings: list[Ordering] = []
@@ -185,6 +188,10 @@ class Reading:
             self.budgets[name] = cast(float, budget)
         if region := values.pop("again", None):
             self.reruns[name] = str(region)
+        if precision := values.pop("precision", None):
+            self.precisions[name] = str(precision)
+        if values.pop("gather", None):
+            self.narrow.add(name)
         if values:
             self.policies[name] = build(Policy, **values)
 
@@ -217,6 +224,8 @@ def read_graph(text: str, outline: CapturedModel, source: str = "graph") -> Grap
         transfer_streams=reading.transfers,
         budgets=reading.budgets,
         reruns=reading.reruns,
+        precisions=reading.precisions,
+        gathered_in_fp8=frozenset(reading.narrow),
         orderings=tuple(reading.orderings),
         directives=tuple(reading.directives),
     )

@@ -34,6 +34,7 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
     if what == "all":
         with piper.launch(program, on="local", timeout=30) as run:
             seen["results"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
+            seen["uneven"] = run.step({name: value[:3] for name, value in batches(CELL, 1)[0].items()}).loss
             seen["trained"] = [result.loss for result in run.train(1)]
             seen["evaluated"] = run.evaluate(batches(CELL, 2)).loss
             seen["rates"] = [group["lr"] for group in run.optimizer]

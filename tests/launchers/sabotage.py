@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plans
-from piper.runtime.setup import Code, JobLike, ProgramLike
+from piper.runtime.setup import Code, JobLike, ProgramLike, Shapes
 
 Act = Callable[[], None]
 
@@ -68,6 +68,13 @@ class Sabotaged:
 
     def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
         return self.program.evaluation(batch)
+
+    @property
+    def shapes(self) -> Mapping[Shapes, ProgramLike]:
+        return self.program.shapes
+
+    def shaped(self, batch: Mapping[str, Tensor]) -> ProgramLike:
+        return self.program.shaped(batch)
 
 
 class BrokenError(Exception):

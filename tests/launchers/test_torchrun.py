@@ -107,6 +107,8 @@ def test_a_script_runs_unchanged(scripts: Path) -> None:
     with launch_inline(compile(job(CELL))) as run:
         assert first["results"] == [[r.loss, r.grad_norm] for r in map(run.step, batches(CELL, 2))]
         assert first["far"] == first["results"], "as if the other rank were on another machine"
+        smaller = {name: value[:3] for name, value in batches(CELL, 1)[0].items()}
+        assert first["uneven"] == run.step(smaller).loss
         assert first["trained"] == [result.loss for result in run.train(1)]
         assert first["evaluated"] == run.evaluate(batches(CELL, 2)).loss
         assert first["rates"] == [group["lr"] for group in run.optimizer]

@@ -112,10 +112,13 @@ class Oracle:
             case "all_reduce":
                 return [(plus(*(value for value, *_ in filter(None, reads))),)] * len(members)
             case "reduce_scatter":
-                total = plus(*(value for value, *_ in reads))
+                so_far = [ins.reads[-1:] == ins.writes for ins in found]  # a member may have nothing to give
+                before = [values[-1:] if again else [] for values, again in zip(reads, so_far, strict=True)]
+                given = [values[: len(values) - again] for values, again in zip(reads, so_far, strict=True)]
+                total = plus(*(value for values in given for value in values))
                 assert total.shard is None
                 shards = [replace(total, shard=(i, len(members))) for i in range(len(members))]
-                return [(plus(shard, *before),) for shard, (_, *before) in zip(shards, reads, strict=True)]
+                return [(plus(shard, *held),) for shard, held in zip(shards, before, strict=True)]
             case "total":
                 return [(Note("total"),)] * len(members)
             case "broadcast":
@@ -198,8 +201,11 @@ class Oracle:
         for chunk in self.truth.outline.chunks:
             if chunk.kind not in ("compute", "expert"):
                 continue
-            for number in self.truth.homes[chunk.name]:
-                for part in self.truth.parts[chunk.name]:
+            for part in self.truth.parts[chunk.name]:
+                for number in devices:
+                    if number not in self.truth.homes[chunk.name][part]:
+                        assert not any(devices[number].ran[node_of(p, chunk.name, part)] for p in RUNS)
+                        continue
                     if part not in known:
                         known[part] = self.truth.again(self.backwards(devices, part))
                     ran = {phase: devices[number].ran[node_of(phase, chunk.name, part)] for phase in RUNS}
@@ -214,7 +220,7 @@ class Oracle:
         return {
             name: [phase for phase in phases if ran[node_of(phase, name, part)]]
             for name in self.truth.graph.reruns
-            if (ran := devices[self.truth.homes[name][0]].ran)
+            if (ran := devices[self.truth.homes[name][part][0]].ran)
         }
 
     def check_updates(self, devices: dict[int, Device]) -> None:
@@ -236,7 +242,7 @@ class Oracle:
         outline = self.truth.outline
         assert self.sums["loss"] == self.truth.losses(outline.loss)
         assert self.sums["weight"] == (self.truth.losses(outline.weight) if outline.weight else Counter())
-        slices = len(self.truth.homes[outline.loss.chunk]) * len(self.truth.parts[outline.loss.chunk])
+        slices = sum(map(len, self.truth.homes[outline.loss.chunk].values()))
         assert (self.plans.seed, self.plans.weighted) == (
             (1.0, True) if outline.weight else (1.0 / slices, False)
         )
@@ -244,7 +250,7 @@ class Oracle:
     def check_buffers(self, devices: dict[int, Device]) -> None:
         """A buffer that is written has been through one replica's forwards, the same for all."""
         for chunk in self.truth.outline.chunks:
-            home, ways = self.truth.homes[chunk.name], self.truth.ways(chunk.name)
+            home, ways = next(iter(self.truth.homes[chunk.name].values())), self.truth.ways(chunk.name)
             for name in chunk.mutated:
                 for position, number in enumerate(home):
                     held = devices[number].slots[f"buffer.{name}"]

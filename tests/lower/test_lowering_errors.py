@@ -61,7 +61,7 @@ def test_a_chunk_on_two_sets() -> None:
         place #1 (here): PP=1 would live in two places
           F[PP=1]: on 0
           B[PP=1]: on 1
-          hint:    place all passes and parts of a region on the same devices
+          hint:    place all passes of a microbatch on the same devices
     """)
 
 

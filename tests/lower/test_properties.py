@@ -108,7 +108,7 @@ def ungathered(work: LoweringState) -> LoweringState:
 @pytest.mark.parametrize(
     ("rewrite", "breaks", "said"),
     [
-        ("settle", moved, "B[PP=1 MB=0] is on 9, its chunk on 2,3"),
+        ("settle", moved, "B[PP=1 MB=0] is on 9, its microbatch on 2,3"),
         ("settle", unplaced, "B[PP=1 MB=0] is not placed"),
         ("capture", idle, "B[PP=0 MB=0] has nothing to do"),
         ("make_buckets", bucketless, "PP=0 finds a in 0 of its buckets"),

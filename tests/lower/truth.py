@@ -53,8 +53,12 @@ class Truth:
         return self.graph.chunks
 
     @cached_property
-    def homes(self) -> dict[str, tuple[int, ...]]:
-        return {node.chunk: node.devices for node in self.graph.nodes.values()}
+    def homes(self) -> dict[str, dict[Tags, tuple[int, ...]]]:
+        """The devices of each chunk, for each part."""
+        found: dict[str, dict[Tags, tuple[int, ...]]] = {}
+        for node in self.graph.nodes.values():
+            found.setdefault(node.chunk, {})[node.part] = node.devices
+        return found
 
     @cached_property
     def parts(self) -> dict[str, list[Tags]]:
@@ -98,7 +102,7 @@ class Truth:
     @remembered
     def rows(self, chunk: str, device: int, part: Tags) -> tuple[tuple[Row, ...], Share]:
         """The rows that a chunk works on: its own slice; in a divided region its group's, for a share of experts."""
-        home, ways = self.homes[chunk], self.ways(chunk)
+        home, ways = self.homes[chunk][part], self.ways(chunk)
         if self.chunks[chunk].kind != "expert" or ways == 1:
             return self.slice(home, device, part), WHOLE
         position = home.index(device)

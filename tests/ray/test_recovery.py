@@ -20,8 +20,8 @@ from piper.launchers import ray as launcher
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.ray import RayStarter
-from piper.launchers.recovery import RecoveringRun, recovering
-from piper.launchers.run_events import Event
+from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job
 

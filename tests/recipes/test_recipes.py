@@ -20,6 +20,7 @@ ALL = (
     "experts.py:ep",
     "qwen3_moe.py:ep",
     "moe_dualpipe.py:demo",
+    "dualpipe.py:both_ways",
     "tensor.py:tp_dp",
     "tensor.py:sequence",
     "tensor.py:context",

@@ -229,7 +229,11 @@ def builder(model: str, stages: int) -> Callable[[], nn.Module]:
 
 def job(model: str, strategy: str) -> Job:
     """Return the job of a model under a strategy, in fp64."""
-    stages, directives = STRATEGIES[strategy]
+    return job_of(model, *STRATEGIES[strategy])
+
+
+def job_of(model: str, stages: int, directives: Callable[[Model], list[Directive]]) -> Job:
+    """Return the job of a model in some number of stages, in fp64."""
     made = MODELS[model]()
     return Job(
         model=builder(model, stages),
@@ -242,12 +246,11 @@ def job(model: str, strategy: str) -> Job:
     )
 
 
-def checked(model: str, strategy: str, shared: Shared, launch: Launch = launch_inline) -> Report:
-    """Compare a model under a strategy with one device.
+def checked(made: Job, shared: Shared, launch: Launch = launch_inline) -> Report:
+    """Compare a job with one device.
 
     All strategies of a model train on the same samples, so one device gives the same numbers for all of them.
     """
-    made = job(model, strategy)
     given = [*made.data()]
     with shared.capturing(), one_core():
         program = compile(made, device="cpu")

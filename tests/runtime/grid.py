@@ -1,6 +1,6 @@
 """Jobs for the runtime's tests: a case of the zoo under a schedule, replicas, shards and experts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -41,6 +41,7 @@ class Shape:
     stages_per_rank: int
     rank_of: Callable[[int, int], int]  # (stage, ranks)
     orders: Callable[[int, int], list[Directive]]  # (ranks, parts)
+    both_ways: bool = False  # the second half of the microbatches goes the other way
 
 
 def straight(stage: int, ranks: int) -> int:
@@ -67,12 +68,21 @@ SHAPES: Mapping[str, Shape] = {
     "zbv": Shape(stages_per_rank=2, rank_of=folded, orders=lambda r, m: [*schedules.zbv(r, m)]),
     "dualpipe-v": Shape(stages_per_rank=2, rank_of=folded, orders=lambda r, m: [*schedules.dualpipe_v(r, m)]),
 }
+DUALPIPE = Shape(
+    stages_per_rank=1, rank_of=straight, orders=lambda r, m: [*schedules.dualpipe(r, m)], both_ways=True
+)
 RANKS = 2
 
 
+def shape_of(cell: Cell) -> Shape:
+    return DUALPIPE if cell.schedule == "dualpipe" else SHAPES[cell.schedule]
+
+
 def case_of(cell: Cell) -> zoo.Case:
-    per_rank = SHAPES[cell.schedule].stages_per_rank
-    return case_at(cell.case, RANKS * per_rank if per_rank > 1 else None)
+    shape = shape_of(cell)
+    case = case_at(cell.case, None)
+    fixed = shape.stages_per_rank > 1 or (shape.both_ways and case.stages % 2)
+    return case_at(cell.case, RANKS * shape.stages_per_rank) if fixed else case
 
 
 @cache
@@ -83,19 +93,40 @@ def case_at(name: str, stages: int | None) -> zoo.Case:
 
 def strategy(cell: Cell) -> list[Directive]:
     """Stages over ranks, each rank `dp` devices."""
-    shape, stages = SHAPES[cell.schedule], case_of(cell).stages
+    shape, stages = shape_of(cell), case_of(cell).stages
     ranks = stages // shape.stages_per_rank
-    made: list[Directive] = []
-    for stage in range(stages):
-        rank = shape.rank_of(stage, ranks)
-        devices = range(rank * cell.dp, (rank + 1) * cell.dp)
-        made.append(replicate(at(PP=stage), [*devices], zero=cell.zero, bucket_mb=cell.bucket_mb))
-        if cell.ways > 1:
-            made.append(shard(at(PP=stage, EP="*"), [*devices], ways=cell.ways))
-    if cell.parts > 1:
-        made.append(split(at(), parts=cell.parts))
-        made += shape.orders(ranks, cell.parts)
-    return made
+    placed = [
+        directive
+        for stage in range(stages)
+        for parts, rank in homes(cell, shape, stage, ranks)
+        for directive in on_rank(cell, stage, parts, rank)
+    ]
+    if cell.parts == 1:
+        return placed
+    cut, orders = split(at(), parts=cell.parts), shape.orders(ranks, cell.parts)
+    return [cut, *placed, *orders] if shape.both_ways else [*placed, cut, *orders]
+
+
+def homes(cell: Cell, shape: Shape, stage: int, ranks: int) -> list[tuple[range | None, int]]:
+    """The ranks of a stage, each with the microbatches that it runs there."""
+    rank, half = shape.rank_of(stage, ranks), cell.parts // 2
+    if not shape.both_ways:
+        return [(None, rank)]
+    return [(range(half), rank), (range(half, cell.parts), ranks - 1 - rank)]
+
+
+def on_rank(cell: Cell, stage: int, parts: range | None, rank: int) -> Iterator[Directive]:
+    """A stage, or some microbatches of it, on the devices of a rank."""
+    devices = [*range(rank * cell.dp, (rank + 1) * cell.dp)]
+    yield replicate(
+        at(PP=stage) if parts is None else at(PP=stage, MB=parts),
+        devices,
+        zero=cell.zero,
+        bucket_mb=cell.bucket_mb,
+    )
+    if cell.ways > 1:
+        experts = at(PP=stage, EP="*") if parts is None else at(PP=stage, EP="*", MB=parts)
+        yield shard(experts, devices, ways=cell.ways)
 
 
 def batches(cell: Cell, count: int) -> list[dict[str, Tensor]]:

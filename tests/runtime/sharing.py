@@ -9,7 +9,7 @@ the interpreter from each other at every operation.
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,9 +22,13 @@ from piper.capture.trace.trace import Traced, divided, trace
 from piper.compiler import Program
 from piper.gc_pause import no_collection
 from piper.launchers.inline import launch_inline
+from piper.optimizer_probe import Probe, probe_optimizer
+from piper.plan.plan import Bucket
 from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
 from piper.runtime.debug.localise import Launch
 from piper.runtime.debug.reference import Reference
+from piper.runtime.standins import Sizes
+from piper.runtime.trainers import MakeOptimizer
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, case_of, job
 
@@ -39,6 +43,7 @@ class Shared:
     divisions: list[tuple[Traced, list[Request], Traced]] = field(default_factory=list)
     codes: dict[Hashable, Captured] = field(default_factory=dict)  # with what has been built of them
     references: dict[Hashable, list[ComparedNumbers]] = field(default_factory=dict)
+    probes: dict[Hashable, Probe] = field(default_factory=dict)
 
     def compile(self, cell: Cell, **changes: object) -> Program:
         """A cell's program."""
@@ -68,19 +73,35 @@ class Shared:
             return made
 
         def captured(
-            found: Traced, ways: Mapping[str, int], budgets: Mapping[str, float], cache: Cache | None = None
+            found: Traced,
+            ways: Mapping[str, int],
+            budgets: Mapping[str, float],
+            cache: Cache | None,
+            precisions: Mapping[str, str],
         ) -> Captured:
-            key = (id(found), *ways.items(), *budgets.items())
+            key = (id(found), *ways.items(), *budgets.items(), *precisions.items())
             if key not in self.codes:
-                self.codes[key] = differentiate(found, ways, budgets, cache)
+                self.codes[key] = differentiate(found, ways, budgets, cache, precisions)
             return self.codes[key]
 
         with (
+            patch.object(compiler, "probe_optimizer", self.probed),
             patch.object(recordings, "trace", traced),
             patch.object(recordings, "divided", cut),
             patch.object(recordings, "differentiate", captured),
         ):
             yield
+
+    def probed(
+        self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], made_by: Mapping[str, str]
+    ) -> Probe:
+        """What an optimizer does on some buckets; the rest of a strategy does not matter to it."""
+        same = tuple(replace(bucket, origin=()) for bucket in buckets)
+        code = getattr(make, "__code__", make)
+        key = (code, *recordings.captured_values(make), tuple(sizes.items()), same)
+        if key not in self.probes:
+            self.probes[key] = probe_optimizer(make, sizes, buckets, made_by)
+        return self.probes[key]
 
     def wanted(self, cell: Cell, program: Program) -> list[ComparedNumbers]:
         """What one device gives for a cell's batches."""

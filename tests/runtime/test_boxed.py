@@ -11,7 +11,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.debug.check import check
-from piper.runtime.setup import JobLike, ProgramLike
+from piper.runtime.setup import JobLike, ProgramLike, Shapes
 from tests.runtime.grid import Cell, batches, compiled
 
 Code = Callable[..., tuple[Tensor, ...]]
@@ -69,6 +69,13 @@ class InBoxes:
 
     def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
         return self.program.evaluation(batch)
+
+    @property
+    def shapes(self) -> Mapping[Shapes, ProgramLike]:
+        return self.program.shapes
+
+    def shaped(self, batch: Mapping[str, Tensor]) -> ProgramLike:
+        return self.program.shaped(batch)
 
 
 def test_saved_values_are_given_away_with_their_last_use() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from piper.errors import CaptureError
 from piper.launchers.local import launch_local
-from tests.runtime.divided import MODELS, STRATEGIES, checked
+from tests.runtime.divided import MODELS, STRATEGIES, checked, job
 from tests.runtime.sharing import Shared
 
 FEW = [
@@ -52,7 +52,7 @@ def shared() -> Shared:
 
 @pytest.mark.parametrize(("model", "strategy"), FEW)
 def test_a_divided_model_has_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
-    report = checked(model, strategy, shared)
+    report = checked(job(model, strategy), shared)
     assert report.ok, report
     assert report.notes == ()
 
@@ -61,7 +61,7 @@ def test_a_divided_model_has_the_numbers_of_one_device(shared: Shared, model: st
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "strategy"), FEW)
 def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
-    report = checked(model, strategy, shared, launch_local)
+    report = checked(job(model, strategy), shared, launch_local)
     assert report.ok, report
 
 
@@ -69,7 +69,7 @@ def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, st
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "strategy"), ALL)
 def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
-    report = checked(model, strategy, shared)
+    report = checked(job(model, strategy), shared)
     assert report.ok, report
 
 
@@ -77,4 +77,4 @@ def test_a_router_needs_the_whole_sequence(shared: Shared) -> None:
     with pytest.raises(
         CaptureError, match=r"cannot be divided: it needs the rows of every device, as a mixture"
     ):
-        checked("moe", "cp2", shared)
+        checked(job("moe", "cp2"), shared)

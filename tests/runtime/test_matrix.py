@@ -17,6 +17,7 @@ from tests.runtime.grid import SHAPES, Cell, case_of
 from tests.runtime.sharing import Shared, one_core
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(120)]
+WRITES_BUFFERS = ("convnet", "deepseek")  # whose microbatches stay on one set of devices
 HEAVY = ("deepseek", "qwen3_moe_hf", "moe")  # first, so that the last worker to end ends early
 
 
@@ -74,6 +75,26 @@ def test_cell(shared: Shared, cell: Cell) -> None:
     streams = (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
     with one_core():
         report = shared.check(cell, options=Options(streams=streams))
+    assert report.ok, report
+
+
+def both_ways() -> Iterator[Cell]:
+    """DualPipe: each stage on two ranks, its parameters on both, with the experts whole and divided."""
+    for case in (name for name in zoo.NAMES if name not in WRITES_BUFFERS):
+        for dp, zero in [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3)]:
+            clip = 0.3 if dp == zero else None
+            cell = Cell(case=case, schedule="dualpipe", dp=dp, zero=zero, parts=4, rows=1, clip=clip)
+            yield cell
+            if dp > 1 and case_of(cell).experts:
+                yield replace(cell, ways=2)
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, id=str(c), marks=pytest.mark.xdist_group(group(c))) for c in both_ways()]
+)
+def test_both_ways(shared: Shared, cell: Cell) -> None:
+    with one_core():
+        report = shared.check(cell)
     assert report.ok, report
 
 

@@ -18,7 +18,7 @@ from tests.runtime.sharing import Shared
 from tests.runtime.test_matrix import cells
 
 REPLICAS = [(2, 0), (2, 1), (4, 2), (3, 3)]  # (DP, zero)
-PARTS = {"none": 2, "dualpipe-v": 4}
+PARTS = {"none": 2}
 
 # Every model at least once, every schedule with a model that has attention, every way to divide experts.
 MODELS = [
@@ -26,6 +26,7 @@ MODELS = [
     Cell(case="decoder_untied", schedule="none", dp=2, zero=3, bucket_mb=0.02),
     Cell(case="moe", schedule="1f1b", dp=2, zero=0, ways=2),
     Cell(case="moe", schedule="zero-bubble", dp=4, zero=2, ways=2, clip=0.3, rows=1),
+    Cell(case="moe", schedule="dualpipe", dp=2, zero=3, parts=4, ways=2, clip=0.3, rows=1),
     Cell(case="moe", schedule="zbv", dp=2, zero=3, ways=2, rows=1),
     Cell(case="moe", schedule="gpipe", dp=2, zero=1),
     Cell(case="llama_hf", schedule="1f1b", dp=2, zero=2),
@@ -36,7 +37,7 @@ MODELS = [
     Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3, rows=1),
     Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
     Cell(case="convnet", schedule="zero-bubble", dp=2, zero=3),
-    Cell(case="dropout", schedule="zero-bubble", dp=2, zero=2),
+    Cell(case="dropout", schedule="dualpipe", dp=2, zero=2, parts=4),
 ]
 
 
@@ -67,7 +68,7 @@ def shared() -> Shared:
 
 
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-@pytest.mark.parametrize("schedule", SHAPES)
+@pytest.mark.parametrize("schedule", [*SHAPES, "dualpipe"])
 def test_schedules_and_replicas(shared: Shared, schedule: str, replicas: tuple[int, int]) -> None:
     dp, zero = replicas
     report = shared.check(Cell(case="mlp", schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4)))

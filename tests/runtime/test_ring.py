@@ -26,8 +26,10 @@ from piper.plan.text import read_plans, show_plans
 from piper.runtime import kernels
 from piper.runtime.context import Bound, Env
 from piper.runtime.debug.check import check
+from piper.runtime.debug.localise import Launch
 from piper.schedules import one_f_one_b, zbv
-from tests.runtime.divided import FIELDS, MODELS, Model, batches, context
+from tests.runtime.divided import FIELDS, MODELS, Model, batches, checked, context, job_of
+from tests.runtime.sharing import Shared
 
 Strategy = Callable[[Model], list[Directive]]
 
@@ -73,7 +75,7 @@ STRATEGIES: Mapping[str, tuple[int, Strategy]] = {  # stages, and the directives
 }
 FEW = [("decoder", "ring2 dp2 zero=3"), ("llama", "ring4 zigzag")]
 ALL = [
-    (model, strategy)
+    pytest.param(model, strategy, marks=pytest.mark.xdist_group(f"divided-{model}-{STRATEGIES[strategy][0]}"))
     for model in ("decoder", "llama", "qwen3", "mistral", "gpt2")
     for strategy in STRATEGIES
     if (model, strategy) not in FEW
@@ -82,43 +84,37 @@ ALL = [
 
 def job(model: str, strategy: str) -> Job:
     """Return the job of a model under a strategy, in fp64."""
-    count, directives = STRATEGIES[strategy]
-    made = MODELS[model]()
-    return Job(
-        model=lambda: made.build(count),
-        loss=made.loss,
-        data=batches,
-        strategy=directives(made),
-        precision="fp64",
-        clip_norm=1.0,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    )
+    return job_of(model, *STRATEGIES[strategy])
 
 
-def agrees(made: Job) -> None:
-    report = check(compile(made, device="cpu"), launch_inline, [*made.data()], tol=1e-9)
+@pytest.fixture(scope="module")
+def shared() -> Shared:
+    """Share captures between tests, those of one model at a time."""
+    return Shared()
+
+
+def agrees(made: Job, shared: Shared, launch: Launch = launch_inline) -> None:
+    report = checked(made, shared, launch)
     assert report.ok, report
     assert report.notes == ()
 
 
 @pytest.mark.parametrize(("model", "strategy"), FEW)
-def test_a_ring_has_the_numbers_of_one_device(model: str, strategy: str) -> None:
-    agrees(job(model, strategy))
+def test_a_ring_has_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
+    agrees(job(model, strategy), shared)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "strategy"), ALL)
-def test_every_model_in_every_ring(model: str, strategy: str) -> None:
-    agrees(job(model, strategy))
+def test_every_model_in_every_ring(shared: Shared, model: str, strategy: str) -> None:
+    agrees(job(model, strategy), shared)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring2 zigzag", "ring4", "ring2 inside tp2"])
-def test_a_ring_of_processes(strategy: str) -> None:
-    made = job("decoder", strategy)
-    report = check(compile(made, device="cpu"), launch_local, [*made.data()], tol=1e-9)
-    assert report.ok, report
+def test_a_ring_of_processes(shared: Shared, strategy: str) -> None:
+    agrees(job("decoder", strategy), shared, launch_local)
 
 
 class Dropping(nn.Module):
@@ -154,7 +150,8 @@ def test_residuals_drop_what_one_device_drops(causal: bool) -> None:
                 split(at(), axis="MB", parts=2),
             ],
             precision="fp64",
-        )
+        ),
+        Shared(),
     )
 
 

@@ -51,10 +51,12 @@ def test_valid_for_torch_and_never_slower(name: str, ranks: int, tmp_path: Path)
         result = bench.compare(name, ranks, microbatches)
         assert result.ok, result
         if result.ours is None:
-            assert (name, result.theirs) == ("dualpipe-v", None)
+            assert name in ("dualpipe-v", "dualpipe") and result.theirs is None
             continue
         if result.their_peak is not None:
             assert result.our_peak <= result.their_peak, result
+        if name == "dualpipe":
+            continue  # torch has a stage on one rank only
         runtime = torch_reads(grid_for(name, ranks, microbatches), tmp_path / "ours.csv")
         if name != "dualpipe-v":
             torch_simulates(runtime)

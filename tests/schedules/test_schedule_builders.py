@@ -28,6 +28,7 @@ BUILDERS: dict[str, Callable[..., list[Order]]] = {
     "v-half": schedules.v_half,
     "v-min": schedules.v_min,
     "dualpipe-v": schedules.dualpipe_v,
+    "dualpipe": schedules.dualpipe,
 }
 DRAWN = {
     "gpipe": (2, 3),
@@ -39,6 +40,7 @@ DRAWN = {
     "v-half": (3, 3),
     "v-min": (3, 3),
     "dualpipe-v": (2, 4),
+    "dualpipe": (4, 8),
 }
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 5, 8, 15, 16, 19)]
 
@@ -94,6 +96,8 @@ def test_stages_are_dealt_round_or_in_a_v() -> None:
 def test_every_size_is_a_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
     if name == "dualpipe-v":
         microbatches += 2 * ranks - 1
+    if name == "dualpipe":
+        ranks, microbatches = 2 * ranks, 4 * ranks + 2 * (microbatches - 1)
     interleaved = name.startswith("interleaved")
     grid = grid_for(name, ranks, microbatches, stages_per_rank if interleaved else None)
     validate(grid)
@@ -223,7 +227,7 @@ def test_tags_that_collide(stage: str, part: str) -> None:
 
 KNOWN = (
     "gpipe, 1f1b, interleaved-1f1b, zero-bubble, interleaved-zero-bubble, zbv, v-half, v-min, dualpipe-v,"
-    " synthesised"
+    " dualpipe, synthesised"
 )
 
 
@@ -256,6 +260,7 @@ def test_ranks_that_are_not_whole_by_name() -> None:
         ("v-half", 2, "synthesised"),
         ("v-min", 2, "synthesised"),
         ("dualpipe-v", 2, "interleaved-zero-bubble"),
+        ("dualpipe", 1, "dualpipe-v"),
     ],
 )
 def test_stages_per_rank_that_a_schedule_cannot_have(name: str, needs: int, instead: str) -> None:

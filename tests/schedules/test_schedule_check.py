@@ -31,6 +31,7 @@ def refusal(bad: Grid) -> list[str]:
         grid("0F0 0B0", "1F0 1B0"),
         grid("0F0 0B0", "1F0 2F0 2B0 1B0"),
         grid("(0F0;0B0)OVERLAP_F_B"),
+        grid("0F0 1F1 1B1 0B0", "1F0 0F1 1B0 0B1"),
     ],
 )
 def test_schedules_pass(good: Grid) -> None:
@@ -60,12 +61,12 @@ def test_an_action_twice() -> None:
     ]
 
 
-def test_a_stage_on_two_ranks() -> None:
-    assert refusal(grid("0F0 0B0", "1F0 1B0 0F1 0B1")) == [
-        "schedule: stage 0 runs on two ranks",
-        "first: 0F0 at rank 0, position 0",
-        "again: 0F1 at rank 1, position 2",
-        "hint:  keep all actions of a stage on one rank",
+def test_a_microbatch_on_two_ranks() -> None:
+    assert refusal(grid("0F0 0B0 0F1", "0B1")) == [
+        "schedule: stage 0 runs microbatch 1 on two ranks",
+        "first: 0F1 at rank 0, position 2",
+        "again: 0B1 at rank 1, position 0",
+        "hint:  keep the forward and the backward of a microbatch on one rank",
     ]
 
 

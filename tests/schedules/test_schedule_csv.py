@@ -83,10 +83,10 @@ def test_an_action_missing() -> None:
 
 def test_a_stage_on_two_rows() -> None:
     assert refusal("0F0,0B0,0F1\n1F0,1B0,,0B1,1F1,1B1\n") == (
-        "s.csv: stage 0 runs on two ranks\n"
-        "  first: 0F0 at row 1, column 1\n"
+        "s.csv: stage 0 runs microbatch 1 on two ranks\n"
+        "  first: 0F1 at row 1, column 3\n"
         "  again: 0B1 at row 2, column 4\n"
-        "  hint:  keep all actions of a stage on one rank"
+        "  hint:  keep the forward and the backward of a microbatch on one rank"
     )
 
 

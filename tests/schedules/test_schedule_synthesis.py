@@ -73,7 +73,7 @@ def named(case: Case) -> Iterator[Grid]:
     """The named schedules with a case's placement, that there are for its microbatches."""
     ranks, stages = case.placement.count, len(case.placement.ranks)
     for name, entry in NAMES.items():
-        if name == "dualpipe-v" and case.microbatches < 2 * ranks:
+        if name == "dualpipe" or (name == "dualpipe-v" and case.microbatches < 2 * ranks):
             continue
         per_rank, rest = divmod(stages, ranks)
         if rest or (not isinstance(entry, Interleaved) and entry.stages_per_rank != per_rank):

@@ -54,6 +54,21 @@ def test_dualpipe_v(f: int, i: int, w: int, ranks: int, microbatches: int) -> No
     assert as_run.step <= as_pairs.step, "a pair's members start when each can"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"),
+    [(2, 4), (4, 8), (4, 12), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((6, 12), (8, 20)))],
+)
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (4, 4, 1)])
+def test_dualpipe(f: int, i: int, w: int, ranks: int, microbatches: int) -> None:
+    plans, outline, work = pipeline(schedules.dualpipe, ranks, microbatches, both_ways=True)
+    units = Unit(forward=f, inward=i, weight=w)
+    b = i + w
+    as_pairs = simulate(plans, outline, units, together=overlapped(work.graph))
+    bubble = (ranks // 2 - 1) * ((f + b) + b - 3 * w)
+    assert [account.bubble for account in as_pairs.accounts] == [bubble] * ranks
+    assert simulate(plans, outline, units).step <= as_pairs.step, "a pair's members start when each can"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "dualpipe_v"])
 def test_pieces_of_a_pass_do_not_wait_for_each_other(schedule: str) -> None:
     """Around experts a pass is several chunks: only the first of each pass in a group starts with the others."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.exposure import Exposure, exposure, main_phase
 from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
@@ -16,7 +17,6 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
 from piper.simulate.costs import Talk
-from piper.simulate.exposure import Exposure, exposure, main_phase
 from piper.simulate.simulate import Simulation, simulate
 from piper.simulate.timeline import Span
 

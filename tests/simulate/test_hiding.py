@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.exposure import Exposure, exposure, main_phase
 from piper import at, order, schedules, shard, split, strategies
 from piper.compiler import compile
 from piper.directives import Directive
@@ -12,7 +13,6 @@ from piper.models import decoder
 from piper.plan.ops import Op
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
-from piper.simulate.exposure import Exposure, exposure, main_phase
 from piper.simulate.simulate import simulate
 
 COLLECTIVES: tuple[Op, ...] = ("collect",)

@@ -17,8 +17,8 @@ from piper.simulate.profile import (
     works_of,
     write_profile,
 )
-from piper.simulate.profile_trace import chrome_trace
 from piper.simulate.simulate import Simulation
+from piper.simulate.trace_events import profile_trace
 from tests.simulate.pipelines import pipeline
 from tests.simulate.test_simulate import Timed, job, run, step
 
@@ -93,8 +93,12 @@ def test_models_that_differ_have_different_fingerprints() -> None:
 
 
 def test_a_trace_has_a_process_for_each_device_and_a_thread_for_each_stream() -> None:
-    trace = json.loads(chrome_trace(meeting()))
-    names = {(e["pid"], e.get("tid"), e["args"]["name"]) for e in trace["traceEvents"] if e["ph"] == "M"}
+    trace = json.loads(profile_trace(meeting()))
+    names = {
+        (e["pid"], e.get("tid"), e["args"]["name"])
+        for e in trace["traceEvents"]
+        if "name" in e.get("args", {})
+    }
     assert names == {
         (0, None, "device 0"), (0, 0, "c"), (0, 1, "send"), (1, None, "device 1"), (1, 0, "recv"),
     }  # fmt: skip

@@ -106,8 +106,8 @@ def large():
 def uneven():
     return job(strategy=[piper.split(piper.at(), parts=3)])
 
-def smaller():
-    return job(data=changed(3, lambda batch: {"x": batch["x"][:4]}), strategy=())
+def deeper():
+    return job(data=changed(3, lambda batch: {"x": batch["x"][:, None]}), strategy=())
 
 def short():
     return job(data=lambda: iter_once, strategy=())

@@ -62,14 +62,14 @@ def test_a_batch_that_does_not_divide(piper: Piper, recipe: Path) -> None:
     refused(piper, recipe, "uneven", message)
 
 
-def test_a_later_batch_of_another_size(piper: Piper, recipe: Path) -> None:
+def test_a_later_batch_with_other_axes(piper: Piper, recipe: Path) -> None:
     message = """
         error: data (net.py:{changed}), step 3: the batch is not like the one that was compiled
-          wanted: x (8, 8)
-          got:    x (4, 8)
-          hint:   give every step a batch of the same fields, shapes and types: drop or pad a smaller last one
+          wanted: x (8, 8), or other sizes of 2 axes
+          got:    x (8, 1, 8)
+          hint:   give every step a batch of the same fields and types, of the same number of axes; sizes may differ
     """
-    refused(piper, recipe, "smaller", message)
+    refused(piper, recipe, "deeper", message)
 
 
 def test_data_that_ends(piper: Piper, recipe: Path) -> None:

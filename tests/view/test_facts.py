@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from piper.plan.instr import TRAVELS
 from piper.plan.text import read_plans, show_plans
 from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern
@@ -54,9 +55,8 @@ def test_every_name_comes_back_from_its_pattern() -> None:
 def test_a_forward_that_runs_again_is_a_phase_of_its_own_to_the_page() -> None:
     facts = json.loads(json.dumps(facts_of(again())))
     first, second = facts["pipeline"]["rows"]
-    assert [part for phase, part in zip(first["phase"], first["part"], strict=True) if phase == "R"] == list(
-        "0123"
-    )
+    cells = zip(first["phase"], first["microbatch"], strict=True)
+    assert [microbatch for phase, microbatch in cells if phase == "R"] == list("0123")
     assert "R" not in second["phase"]
     program, plan = facts["programs"][0], again().plans.plans[0]
     assert [phase == "R" for phase in program["phase"]] == ["R[" in ins.node for ins in plan.instrs]
@@ -65,6 +65,21 @@ def test_a_forward_that_runs_again_is_a_phase_of_its_own_to_the_page() -> None:
         "R PP=0",
         "R PP=0 EP=0",
         "R PP=0 #1",
+    }
+
+
+def test_every_collective_of_a_divided_region_has_words() -> None:
+    ops = facts_of(demo())["ops"]
+    assert isinstance(ops, dict)
+    words = {op: ops[op]["label"] for op in TRAVELS}
+    assert words == {
+        "all_gather": "all-gather",
+        "reduce_scatter": "reduce-scatter",
+        "all_reduce": "all-reduce",
+        "max": "max",
+        "all_to_all": "all-to-all",
+        "shift": "shift",
+        "shift_back": "shift-back",
     }
 
 

@@ -16,7 +16,7 @@ from piper.schedules.picture import picture
 from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid
 
-V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
+V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")  # and both ways at once
 
 
 def drawn(stages: int, strategy: Sequence[Directive], experts: int = 0) -> str:

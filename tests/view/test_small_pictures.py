@@ -1,16 +1,14 @@
 """What pictures and pages say, on cases of two or three cells."""
 
-from types import SimpleNamespace
 from typing import cast
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
+from piper.simulate.trace_events import Process, events_of
 from piper.view.cells import Cell, Pipeline, lone_unpaired
 from piper.view.facts import TickScale, data_edges, memory_facts
-from piper.view.plan_trace import process
-from piper.view.subject import Subject
 from piper.view.svg_grid import pair_spans
 from tests.slots import slots
 
@@ -58,6 +56,6 @@ def test_memory_is_told_only_where_it_changes() -> None:
 def test_a_trace_is_in_microseconds() -> None:
     plan = plan_of(Instr(op="compute", node="F[PP=0]", stream="compute"))
     timeline = Timeline(devices=(0,), spans=(Span(start=0.5, end=0.75, waited=0.0),))
-    subject = cast(Subject, SimpleNamespace(strategy=(), origins={}))
-    event = [*process(subject, 3, "device 0", plan, timeline)][-1]
+    device = Process(name="device 0", plan=plan, steps={0: (0.0, timeline)})
+    event = [*events_of(3, device)][-1]
     assert (event["ts"], event["dur"], event["pid"]) == (500_000.0, 250_000.0, 3)

@@ -2,20 +2,23 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from piper.recipe import import_file
 from piper.schedules.action import Action
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, grid_for
 from piper.view.cells import of_plans, of_schedule
-from piper.view.heights import MemoryRow, heights
-from piper.view.lanes import lanes
-from piper.view.placement import HeldPiece, held, placement, slice_of
 from piper.view.svg_grid import grid
 from tests.view.scenes import again, demo
 
+DRAWINGS = Path(__file__).parents[2] / "docs" / "pictures"
+LANES, HEIGHTS, PLACEMENT = (
+    import_file(DRAWINGS / f"{name}.py") for name in ("lanes", "heights", "placement")
+)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -90,7 +93,7 @@ def overlaid(svg: str) -> list[str]:
 def test_a_forward_that_runs_again_is_hatched_in_the_forwards_colour() -> None:
     subject = again()
     svg = grid(of_plans(subject.plans, subject.tags, "again"))
-    assert overlaid(svg) == [f"0R{part}: forward again, stage 0, part {part}" for part in range(4)]
+    assert overlaid(svg) == [f"0R{part}: forward again, stage 0, microbatch {part}" for part in range(4)]
     assert svg.count("url(#again)") == 4 + 1, "and one in the legend"
     cells = [group for group in parsed(svg).iter(f"{SVG}g") if "R" in (group.findtext(f"{SVG}title") or "")]
     assert [box.get("class") for group in cells for box in group.iter(f"{SVG}rect")] == [
@@ -107,14 +110,16 @@ def test_lanes_and_heights_hatch_what_runs_again_and_what_is_gathered_for_it() -
         subject.planned.timelines[0],
         subject.planned.memories[0],
     )
-    svg = lanes(plan, timeline, title="streams")
+    svg = LANES.lanes(plan, timeline, title="streams")
     wanted = [f"{place}: {ins.node}" for place, ins in enumerate(plan.instrs) if "R[" in ins.node]
     assert overlaid(svg) == wanted
     assert any("gather[" in name for name in wanted)
     assert svg.count("url(#again)") == len(wanted) + 1
     one = next(place for place, ins in enumerate(plan.instrs) if ins.again)
-    assert ">R PP=0 MB=0<" in lanes(plan, timeline, title="one", only=[one])
-    svg = heights([MemoryRow(name="a", plan=plan, timeline=timeline, memory=memory)], title="bytes")
+    assert ">R PP=0 MB=0<" in LANES.lanes(plan, timeline, title="one", only=[one])
+    svg = HEIGHTS.heights(
+        [HEIGHTS.MemoryRow(name="a", plan=plan, timeline=timeline, memory=memory)], title="bytes"
+    )
     assert overlaid(svg) == [ins.node for ins in plan.instrs if ins.again]
     assert svg.count(">forward again<") == 1
 
@@ -124,9 +129,10 @@ def test_where_nothing_runs_again_nothing_speaks_of_it() -> None:
     plan, timeline = subject.plans.plans[0], subject.planned.timelines[0]
     for svg in (
         grid(of_plans(subject.plans, subject.tags, "demo", subject.orderings)),
-        lanes(plan, timeline, title="all"),
-        heights(
-            [MemoryRow(name="a", plan=plan, timeline=timeline, memory=subject.planned.memories[0])], title="b"
+        LANES.lanes(plan, timeline, title="all"),
+        HEIGHTS.heights(
+            [HEIGHTS.MemoryRow(name="a", plan=plan, timeline=timeline, memory=subject.planned.memories[0])],
+            title="b",
         ),
     ):
         assert "forward again" not in svg
@@ -154,7 +160,7 @@ def test_lanes_have_a_bar_for_each_instruction_and_an_arrow_for_each_event_acros
     subject = demo()
     plan, timeline = subject.plans.plans[0], subject.planned.timelines[0]
     chosen = [place for place, ins in enumerate(plan.instrs) if "MB=3" in ins.node and "PP=0" in ins.node]
-    svg = lanes(plan, timeline, title="a part", only=chosen)
+    svg = LANES.lanes(plan, timeline, title="a part", only=chosen)
     titles = [node.text or "" for node in parsed(svg).iter(f"{SVG}title")][1:]
     assert titles == [f"{place}: {plan.instrs[place].node}" for place in chosen]
     signals = {plan.instrs[place].signals: plan.instrs[place].stream for place in chosen}
@@ -169,7 +175,7 @@ def test_lanes_have_a_bar_for_each_instruction_and_an_arrow_for_each_event_acros
 
 def test_a_whole_device_has_no_arrows() -> None:
     subject = demo()
-    svg = lanes(subject.plans.plans[0], subject.planned.timelines[0], title="all")
+    svg = LANES.lanes(subject.plans.plans[0], subject.planned.timelines[0], title="all")
     assert "arrow" not in classes(svg)
     assert "arrow is an event" not in svg
 
@@ -179,21 +185,21 @@ def test_placement_shows_shards_experts_and_slices() -> None:
     dense = next(bucket for bucket in plans.buckets.values() if bucket.zero == 3)
     expert = next(bucket for bucket in plans.buckets.values() if bucket.ways == 2)
     first, second = dense.devices
-    assert [held(dense, device, 3) for device in (first, second)] == [
-        HeldPiece(index=0, of=2),
-        HeldPiece(index=1, of=2),
+    assert [PLACEMENT.held(dense, device, 3) for device in (first, second)] == [
+        PLACEMENT.HeldPiece(index=0, of=2),
+        PLACEMENT.HeldPiece(index=1, of=2),
     ]
-    assert [held(expert, device, 3) for device in expert.devices] == [
-        HeldPiece(index=0, of=2),
-        HeldPiece(index=1, of=2),
+    assert [PLACEMENT.held(expert, device, 3) for device in expert.devices] == [
+        PLACEMENT.HeldPiece(index=0, of=2),
+        PLACEMENT.HeldPiece(index=1, of=2),
     ]
-    assert [slice_of(plans, device) for device in range(4)] == [
-        HeldPiece(index=0, of=2),
-        HeldPiece(index=1, of=2),
-        HeldPiece(index=0, of=2),
-        HeldPiece(index=1, of=2),
+    assert [PLACEMENT.slice_of(plans, device) for device in range(4)] == [
+        PLACEMENT.HeldPiece(index=0, of=2),
+        PLACEMENT.HeldPiece(index=1, of=2),
+        PLACEMENT.HeldPiece(index=0, of=2),
+        PLACEMENT.HeldPiece(index=1, of=2),
     ]
-    described = parsed(placement(plans, title="who")).findtext(f"{SVG}desc") or ""
+    described = parsed(PLACEMENT.placement(plans, title="who")).findtext(f"{SVG}desc") or ""
     assert described.startswith("device 0: samples 1/2; parameters of PP=0 1/2, gradients of PP=0 1/2")
 
 
@@ -207,9 +213,10 @@ def test_heights_are_on_one_scale_and_tell_what_the_page_shows() -> None:
     fuller = replace(memory, live=tuple(2 * live for live in memory.live), peak=2 * memory.peak)
     fuller = replace(fuller, resident=2 * memory.resident)
     rows = [
-        MemoryRow(name=n, plan=plan, timeline=timeline, memory=m) for n, m in (("b", fuller), ("a", memory))
+        HEIGHTS.MemoryRow(name=n, plan=plan, timeline=timeline, memory=m)
+        for n, m in (("b", fuller), ("a", memory))
     ]
-    svg = heights(rows, title="two")
+    svg = HEIGHTS.heights(rows, title="two")
     described = parsed(svg).find(f"{SVG}desc")
     assert described is not None
     assert described.text == "b: peak 100%, time 100%; a: peak 50%, time 100%"

@@ -7,7 +7,7 @@ from inspect import cleandoc
 from piper import at, place, remat, schedules, split
 from piper.directives import Directive
 from piper.simulate.simulate import simulate
-from piper.view.plan_trace import chrome_trace
+from piper.view.plan_trace import plan_trace
 from piper.view.subject import Subject
 from piper.view.text_timeline import timeline_text
 from tests.view.scenes import Talking, again, demo, measured, subject_of
@@ -56,7 +56,7 @@ def test_measured_streams_stand_below_planned_ones() -> None:
 def test_a_trace_has_an_event_for_each_instruction_of_each_clock() -> None:
     subject = demo()
     run = replace(subject, measured=measured(subject, "F[PP=0 MB=0]"))
-    events = json.loads(chrome_trace(run))["traceEvents"]
+    events = json.loads(plan_trace(run))["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == [
         "devices 0,1, planned",
@@ -64,7 +64,7 @@ def test_a_trace_has_an_event_for_each_instruction_of_each_clock() -> None:
         "devices 2,3, planned",
         "device 2, measured",
     ]
-    spans = [event for event in events if event["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
     assert len(spans) == 2 * sum(len(plan.instrs) for plan in subject.plans)
     first = next(event for event in spans if event["name"] == "F[PP=0 MB=0]")
     assert first["args"]["made by"] == [
@@ -76,7 +76,7 @@ def test_a_trace_has_an_event_for_each_instruction_of_each_clock() -> None:
 
 
 def test_a_trace_names_forwards_that_run_again_and_what_made_them_so() -> None:
-    events = json.loads(chrome_trace(again()))["traceEvents"]
+    events = json.loads(plan_trace(again()))["traceEvents"]
     found = [event for event in events if event["name"].startswith("R[")]
     assert len(found) == sum(ins.again for plan in again().plans for ins in plan.instrs) == 4 * 3
     assert {event["cat"] for event in found} == {"compute"}

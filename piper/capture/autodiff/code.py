@@ -74,11 +74,14 @@ class GraphCode:
         for kind in KINDS:
             for position, node in section.reads.get(kind, {}).items():
                 copies[node] = graph.placeholder(f"{kind}_{position}")
+                copies[node].meta = {"val": node.meta["val"]}
         for size, (node, axis) in section.lengths.items():
             copies[size] = graph.call_function(torch.ops.aten.sym_size.int, (copies[node], axis))
         for node in section.body:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {}  # fakes and stacks: large, and not needed to run
+            copies[node].meta = (
+                {"val": node.meta["val"]} if "val" in node.meta else {}
+            )  # not the stacks: large
         results = []
         for write in section.writes:
             result = copies[write.node]

@@ -11,6 +11,7 @@ from torch import Tensor
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.cache import Cache
+from piper.capture.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
@@ -39,9 +40,14 @@ class Captured:
             return self.built[key, phase]
 
     def reasons(self) -> list[str]:
-        """Return lines on chunks that fall back to eager autograd, and on what recomputation saves."""
+        """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
         found = [
             f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
+        ]
+        found += [
+            f"{chunk.name}: the products of {len(chunk.products)} weights run in {chunk.precision}"
+            for chunk in self.outline.chunks
+            if chunk.precision
         ]
         for chunk, choice in self.choices.items():
             assert choice.budget is not None
@@ -72,21 +78,30 @@ def differentiate(
     ways: Mapping[str, int] | None = None,
     budgets: Mapping[str, float] | None = None,
     cache: Cache | None = None,
+    precisions: Mapping[str, str] | None = None,
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
     ways: for each expert chunk, by name, the number of devices that divide its experts.
     budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
     cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
+    precisions: for chunks whose products run in a narrower type, by name, that type.
     """
-    return replace(_Differentiator(traced, dict(ways or {}), dict(budgets or {})).run(), cache=cache)
+    made = _Differentiator(traced, dict(ways or {}), dict(budgets or {}), dict(precisions or {})).run()
+    return replace(made, cache=cache)
 
 
 class _Differentiator:
     """Goes through the chunks of a traced model once, from the last to the first."""
 
-    def __init__(self, traced: Traced, ways: Mapping[str, int], budgets: Mapping[str, float]) -> None:
-        self.traced, self.budgets = traced, budgets
+    def __init__(
+        self,
+        traced: Traced,
+        ways: Mapping[str, int],
+        budgets: Mapping[str, float],
+        precisions: Mapping[str, str],
+    ) -> None:
+        self.traced, self.budgets, self.precisions = traced, budgets, precisions
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.ways = _ways_by_chunk(traced.outline, ways)
@@ -142,6 +157,8 @@ class _Differentiator:
 
     def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
         ways = self.ways.get(chunk.name, 1)
+        if precision := self.precisions.get(chunk.name):
+            piece, chunk = in_fp8(piece), replace(chunk, precision=precision)
         volume = self.traced.library.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.autodiff.aliases import label_memory
 from piper.capture.compile.operators import KEPT
+from piper.capture.fp8 import fp8_linear, merge_rounding
 from piper.capture.trace.blame import quiet, reason
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
@@ -75,6 +76,8 @@ def trace_joint(
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise UntraceableError(reason(error)) from error
     _correct_types(traced.graph)
+    if any(node.target is fp8_linear for node in body.graph.nodes):
+        merge_rounding(traced.graph)
     label_memory(traced.graph)
     return _described(traced, body, _sizes(body, rows))
 

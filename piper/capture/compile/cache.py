@@ -6,6 +6,7 @@ folder. An entry that does not agree is treated as absent. Compilers never read 
 entry are written, after they are verified, to a working folder of the process.
 """
 
+import atexit
 import hashlib
 import hmac
 import json
@@ -156,3 +157,23 @@ def _remove_abandoned(parent: Path) -> None:
         pid = rest.partition("-")[0]
         if not host and pid.isdecimal() and path.name != _process_name(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def usable_cache(folder: Path) -> Cache:
+    """Return the cache in a folder. One that cannot be written is replaced by one for this process alone."""
+    try:
+        there = folder.expanduser()
+        there.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keys = KEY.expanduser().parent
+        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=there), tempfile.TemporaryFile(dir=keys):
+            return Cache(folder=folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        warnings.warn(
+            f"the cache {folder} cannot be written ({error}), so compiled code is not kept for the next run; "
+            "name another folder with compile(job, compile=True, cache=...)",
+            stacklevel=3,
+        )
+        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        return Cache(folder=made, key=made / "key")

@@ -1,5 +1,6 @@
 """Estimates the cost of a phase: arithmetic, memory traffic, and temporary memory."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
 from piper.capture.autodiff.partition import Section
-from piper.capture.cost.fused_kernels import Traffic, fused, kernel_of, operations
+from piper.capture.cost.fused_kernels import Traffic, fused, kernel_of, operations, product_shape
 from piper.capture.cost.workspace import workspace_of
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Kernel
@@ -77,6 +78,8 @@ def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
     assert isinstance(target, torch._ops.OpOverload)
     if target.name().startswith("piper::grouped_mm"):
         return _grouped_flops(node, sizes)
+    if target.name() in ("piper::fp8_mm", "aten::_scaled_mm"):
+        return 2 * math.prod(product_shape(node, sizes))
     if "_scaled_dot_product_" in target.name():
         return _attention_flops(node, sizes, backward="backward" in target.name())
     formula = flop_registry.get(target.overloadpacket)

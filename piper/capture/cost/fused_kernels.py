@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
+from piper.capture.fp8 import fp8_mm
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.ir.chunk import Kernel
 
@@ -16,6 +17,8 @@ _PRODUCTS = {  # where the two factors stand among the arguments
     _aten.bmm.default: 0,
     _aten.addmm.default: 1,
     _aten.baddbmm.default: 1,
+    _aten._scaled_mm.default: 0,
+    fp8_mm._opoverload: 0,
 }
 
 

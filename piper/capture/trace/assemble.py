@@ -10,6 +10,7 @@ from piper.capture.trace.copy_nodes import emit
 from piper.capture.trace.cut import Cut
 from piper.capture.trace.effects import draws, marker
 from piper.capture.trace.functionalize import memory_of, value, written_memory
+from piper.capture.trace.linear_layers import weights_of
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Made, Segment
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
 from piper.capture.trace.regions import Regions
@@ -111,6 +112,8 @@ class Assembler:
             random=any(draws(node) for node in nodes),
             experts=self.experts.get(cut.name, 0),
             fixed=tuple(index for index, node in enumerate(results) if node in self.regions.fixed),
+            products=() if cut.kind == "expert" else weights_of(nodes),
+            rowwise=() if cut.kind == "expert" else weights_of(nodes, rowwise=True),
         )
         body = self._body(nodes, results, _experts(chunk))
         parts = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)

@@ -16,9 +16,7 @@ from piper.errors import CaptureError, LossError
 
 _PACKAGE = Path(__file__).parents[2]
 _OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
-_HINT = (
-    "the loss must trace as one graph: no branch on a tensor's value, no .item(), no printing or files inside"
-)
+_HINT = "the loss must trace as one graph: no branch on a tensor's value, no .item(), no files inside"
 
 # What Dynamo says of an exception in the traced code itself, not of code that it cannot trace
 RAISED = (

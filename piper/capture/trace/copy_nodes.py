@@ -7,6 +7,7 @@ from torch import fx
 from torch.amp import autocast_mode
 
 from piper.capture.trace.effects import writes
+from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode
 
 
@@ -34,7 +35,7 @@ def emit(
             return own[used] if used in own else copies[used]
 
         copy = graph.node_copy(node, replaced)
-        copy.meta = {"stack_trace": node.meta.get("stack_trace")}
+        copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
         if _is_strict_view(copy):
             copy.target = "reshape"
         copies[node] = copy

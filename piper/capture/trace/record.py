@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +17,7 @@ from piper.capture.trace.annotate import Region, begin_trace, entered_regions, l
 from piper.capture.trace.blame import loss_failed, node_line, quiet
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.layerdrop import no_layer_dropped
+from piper.capture.trace.passed_over import passing_over
 from piper.capture.trace.recording import (
     FromBuffer,
     FromParameter,
@@ -60,7 +62,7 @@ def record(
     )
     with quiet() as warned, settings, entered_regions() as entered:
         try:
-            with no_tensor_hooks(), no_layer_dropped(model):
+            with no_tensor_hooks(), no_layer_dropped(model), passing_over() as checkpoints:
                 captured = dynamo_graph_capture_for_export(step)(batch)
         except CaptureError:
             raise
@@ -74,7 +76,8 @@ def record(
         returned = _structure(captured)
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
     regions = [*listed_regions(model), *entered]
-    return _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
+    recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
+    return replace(recording, checkpoints=tuple(checkpoints))
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:

@@ -51,6 +51,17 @@ class Recording:
     places: Mapping[tuple[str, int], str] = field(default_factory=dict)  # the line of each region
     weighted: bool = False  # the loss is a sum with a weight
     metrics: tuple[str, ...] = ()  # the names of the metrics
+    checkpoints: tuple[str, ...] = ()  # the line of each call of `torch.utils.checkpoint`
+
+    def unheeded(self) -> tuple[str, ...]:
+        """Return a warning if the model asks to recompute activations, which only a strategy can ask for."""
+        if not self.checkpoints:
+            return ()
+        return (
+            f"the model asks to recompute activations with torch.utils.checkpoint ({self.checkpoints[0]}, "
+            f"{len(self.checkpoints)} times). Here the strategy says what is recomputed: add "
+            "piper.remat(piper.at(), budget=0)",
+        )
 
 
 def number_regions(

@@ -1,13 +1,15 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.autodiff.code_cache import CodeCache
@@ -17,6 +19,7 @@ from piper.capture.trace.blame import quiet, refused
 from piper.capture.trace.cut import cut
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
+from piper.capture.trace.linear_layers import mark_products
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
@@ -82,6 +85,7 @@ def trace(
         }
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
+    mark_products(recording)
     pieces, assembler = _cut(recording)
     results = results_of(assembler)
     outline = CapturedModel(
@@ -238,12 +242,11 @@ def build_fake(
     """
     with quiet():
         shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
-        fakes: AbstractContextManager[object] = mode
         try:
-            with mode, device:
+            with mode, device, _converting():
                 model = model_fn()
         except DataDependentOutputException:
-            fakes, model = nullcontext(), _build_real(model_fn)
+            model = _build_real(model_fn)
         except Exception as error:
             raise _not_built(error) from error
         finally:
@@ -256,10 +259,21 @@ def build_fake(
                 hint="model is a function that returns an nn.Module: model=lambda: Decoder(config)",
             )
         _check_types(model)
-        with fakes:
-            _cast(model, dtype, device)
+        _cast(model, dtype, device)
     choose_experts(model, dtype)
+    _install_recorders(model)
     return model
+
+
+def _install_recorders(model: nn.Module) -> None:
+    """Install the hooks by which a Hugging Face model records hidden states and router logits.
+
+    It would install them in its first forward, under a lock that cannot be traced.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    for module in model.modules():
+        if capturing is not None and hasattr(module, "_can_record_outputs"):
+            capturing.maybe_install_capturing_hooks(module)
 
 
 def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
@@ -293,11 +307,39 @@ def _check_types(model: nn.Module) -> None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them."""
+    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them.
+
+    Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.dtype != wanted or tensor.device.type != device.type:
-            tensor.data = tensor.data.to(device, wanted)
+            _assign(tensor, tensor.data.to(device, wanted))
+
+
+def _assign(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor another value, of any type and device. It stays the same object."""
+    tensor.data = value
+    if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device  # which is no part of its data
+
+
+@contextmanager
+def _converting() -> Iterator[None]:
+    """Let a constructor convert modules of fakes, as `module.to(dtype)` does: give their tensors other data.
+
+    Torch swaps such a tensor for its converted one, which fails for a fake: weak references to it exist.
+    """
+    before: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+    def swap(first: Tensor, second: Tensor) -> None:
+        if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
+            _assign(first, second.data)
+        else:
+            before(first, second)
+
+    with patch.object(torch.utils, "swap_tensors", swap):
+        yield
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:

@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from piper.plan.plan import Plans
+
 SMALL = 4096  # elements: below it a sum in one round beats one in two
 
 
@@ -137,6 +139,11 @@ class Comms(ABC):
 
     def abort(self) -> None:  # noqa: B027  most have nothing to end
         """End all communication that is under way on this device, where its own timeout does not."""
+
+
+def speaks_in(plans: Plans, others: Plans) -> bool:
+    """Return whether plans need no communicators but those that other plans have."""
+    return all(others.comms.get(name) == comm for name, comm in plans.comms.items())
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from piper.runtime.batch import padded
 from piper.runtime.debug.distance import differences, nan_in, relative
 from piper.runtime.debug.localise import Checked, CheckedResult, Launch, first_difference
 from piper.runtime.debug.mixing import Reasons, reasons
 from piper.runtime.debug.reference import Reference
-from piper.runtime.debug.replay import ReplayError
+from piper.runtime.debug.replay import Replay, ReplayError
 from piper.runtime.debug.shifted_regions import shifted_regions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -115,6 +116,7 @@ class _Check:
         self.whole = Worst(tol)
         self.sliced: Worst | None = None  # since a step differed from the whole batch
         self.found = Reasons()
+        self.padded = False  # the batch of the first step that differed
         self.notes: list[str] = []
         self.buffers = {buffer.name for buffer in program.outline.buffers}
         self.replays: list[Reference] = []  # whose random numbers are looked at
@@ -136,14 +138,19 @@ class _Check:
             return self._answer(self.whole, f"the random numbers cannot be drawn in plain PyTorch: {error}")
         judge = self.whole if self.sliced is None else self.sliced
         if bad is None:
-            problems = (problem for reference in self.replays for problem in reference.replay.problems())
+            problems = (problem for replay in self._all_replays() for problem in replay.problems())
             return self._answer(judge, next(problems, None) or self._judged())
-        unmatched = [text for reference in self.replays for text in reference.replay.unmatched]
+        unmatched = [text for replay in self._all_replays() for text in replay.unmatched]
         number, text = bad
         named = first_difference(
             self.program, self.launch, self.batches[: number + 1], self.tol, self.options
         )
         return self._answer(judge, "; ".join([named or text, *unmatched[:1]]))
+
+    def _all_replays(self) -> Iterator[Replay]:
+        """Yield the random numbers of every shape of batches, for the whole batch and for its slices."""
+        for reference in self.replays:
+            yield from reference.replays.values()
 
     def _steps(self, run: Checked, wanted: Iterator[ComparedNumbers]) -> tuple[int, str] | None:
         """Run every step; return the number of the first that is wrong, with what is wrong with it."""
@@ -162,6 +169,7 @@ class _Check:
             if slices is None or self.sliced is None:
                 slices, self.sliced = self._slices(number), Worst(self.tol)
             if asked and not whole:
+                self.padded = padded(batch, self.program.job.buckets) is not batch
                 self.found = reasons(slices, batch)
             self.sliced.take(number, compared(run, result, next(numbers(slices, [batch]))), self.buffers)
             if self.sliced.first is not None:
@@ -196,6 +204,11 @@ class _Check:
             return f"the loss is a mean of uneven slices: {'; '.join(found.uneven)} on the slices; {LOSSES}"
         if found.summed and not found.mixing:
             return f"the loss is a sum over the samples, and slices count as means; {LOSSES}"
+        if self.padded and self.whole.bad is not None and not found.mixing:
+            return (
+                f"{self.whole.bad}: the padded batch gives other numbers than the batch as it is. Let the "
+                "values of Buckets(pad=...) count neither in the loss nor in attention"
+            )
         if self.whole.bad is None:  # random numbers of slices are noted already
             if self.whole.buffers:
                 self.notes.append(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.ids import Pass, Phase, SlotId, Tags
+from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import parts_of, slices
 from piper.runtime.debug.chunkwise import Chunkwise, Walk
 from piper.runtime.debug.collected import first_bad_collective
@@ -123,6 +124,9 @@ def first_difference(
     options: Options,
 ) -> str | None:
     """Repeat the steps, and name the first result of a chunk, in the order of the model, that differs."""
+    first = wanted_batch(setup_of(program))
+    if not all(as_run(program, batch, first)[1] for batch in batches):
+        return None  # the chunks of other shapes are those of other programs
     if program.outline.degrees:
         return first_of_a_group(program, launch, batches, tol, options)
     if not one_slicing(program):
@@ -173,12 +177,13 @@ def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tu
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     """
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
-    homes = {chunk.name: program.plans.chunks[chunk.name].devices for chunk in chunks}
+    placed = program.plans.chunks
     for piece, walk in reference.walks:
         for chunk in chunks:
             for index in range(len(chunk.outputs)):
                 mark = Pass(phase="F", chunk=chunk.name, part=piece.part), SlotId("output", chunk.name, index)
-                yield homes[chunk.name][piece.replica], mark, walk.outputs[chunk.name, index].detach()
+                device = placed[chunk.name].home(piece.part)[piece.replica]
+                yield device, mark, walk.outputs[chunk.name, index].detach()
     for piece, walk in reference.walks:
         for chunk in reversed(chunks):
             for position in range(len(chunk.inputs)):
@@ -188,4 +193,4 @@ def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tu
                 slot = SlotId("input_gradient", chunk.name, position)
                 for phase in BACKWARD:
                     run = Pass(phase=phase, chunk=chunk.name, part=piece.part)
-                    yield homes[chunk.name][piece.replica], (run, slot), given.grad
+                    yield placed[chunk.name].home(piece.part)[piece.replica], (run, slot), given.grad

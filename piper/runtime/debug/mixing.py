@@ -134,8 +134,8 @@ class _Record(TorchDispatchMode):
 
 def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     """Compare the whole batch with its slices, operation by operation; the reference stays as it is."""
-    given = reference.on_device(batch)
-    slices = [*reference.slicing.slices(reference.program.outline.loss.chunk, samples_in(batch))]
+    given = reference.as_run(batch)
+    slices = [*reference.slicing.slices(reference.program.outline.loss.chunk, samples_in(given))]
     try:
         whole, loss = _record(reference, given, None)
     except ReplayError:  # the draws differ, so only what does not depend on them is compared

@@ -5,19 +5,24 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 (`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
-from piper.runtime.debug.replay import Replay
-from piper.runtime.debug.slicing import slicing_of, take
-from piper.runtime.setup import ProgramLike
+from piper.runtime.batch import as_run, wanted_batch
+from piper.runtime.debug.fp8_products import Fp8Products
+from piper.runtime.debug.replay import Replay, ReplayError
+from piper.runtime.debug.slicing import BatchSlicing, slicing_of, take
+from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.trainers import make_optimizer
+from piper.runtime.uneven import COUNTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -46,18 +51,43 @@ class Reference:
         self.trained = [tensor for _, tensor in trained]
         self.optimizer = make_optimizer(job.optimizer, trained)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
-        self.slicing = slicing_of(program.plans, program.outline)
-        self.replay = Replay(program, self.slicing, self.params, dict(self.model.named_buffers()))
+        self.wanted = wanted_batch(setup_of(program))
+        self.replays: dict[int, Replay] = {}  # of the programs for each shape of batches
+        self.replay = self._replay(program)
+        self.counts: Tensor | None = None  # where samples are repeated: how many each row's slice holds
+        self.fp8 = self._fp8_products()
         self.steps = 0
         self.gradients: dict[str, Tensor] = {}
         self.grad_norm = 0.0
+
+    @property
+    def slicing(self) -> BatchSlicing:
+        """Return how the plans for the last batch cut it."""
+        return self.replay.slicing
+
+    def _replay(self, program: ProgramLike) -> Replay:
+        """Return the random numbers of the program for a shape of batches."""
+        if id(program) not in self.replays:
+            slicing = slicing_of(program.plans, program.outline)
+            buffers = dict(self.model.named_buffers())
+            self.replays[id(program)] = Replay(program, slicing, self.params, buffers)
+        return self.replays[id(program)]
+
+    def as_run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch as workers get it, and take the slices of the program that runs on its shape."""
+        rows, first = as_run(self.program, batch, self.wanted)
+        self.replay = self._replay(self.program if first else self.program.shaped(rows))
+        self.counts = rows.get(COUNTS)
+        return self.on_device({name: field for name, field in rows.items() if name != COUNTS})
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one global batch, and return the loss."""
         for parameter in self.params.values():  # all of them: the optimizer may hold only some
             parameter.grad = None
-        given = self.on_device(batch)
-        loss = self._sliced(given) if self.sliced else self._whole(given)
+        given = self.as_run(batch)
+        if self.fp8 is not None:
+            self.fp8.total = samples_in(given)
+        loss = self._sliced(given) if self.sliced else self._whole(self.on_device(batch), given)
         self.gradients = {name: p.grad.clone() for name, p in self.params.items() if p.grad is not None}
         for name, master in self.masters.items():
             gradient = self.params[name].grad
@@ -82,18 +112,35 @@ class Reference:
             for name, value in batch.items()
         }
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32."""
+    def _fp8_products(self) -> Fp8Products | None:
+        """Return how products run whose regions the strategy puts in fp8. None: there are none."""
+        chunks = {name: c.name for c in self.program.outline.chunks if c.precision for name in c.products}
+        if not chunks:
+            return None
+        return Fp8Products({name: self.params[name] for name in chunks}, chunks, self.slicing)
+
+    def loss(
+        self, batch: Mapping[str, Tensor], samples: Sequence[int] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32.
+
+        samples: the numbers of these samples in the global batch. None: it is the global batch.
+        """
         exact = self.dtype is torch.float64 and self.program.outline.degrees
-        with Exact() if exact else nullcontext():
+        products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
+        with Exact() if exact else nullcontext(), products, nothing_recomputed():
             result = self.job.loss(self.model, batch)
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]
         return result
 
-    def _whole(self, batch: Mapping[str, Tensor]) -> float:
-        """Run the job's loss on all samples at once, and its backward."""
-        with self.replay.whole(self.steps, samples_in(batch)):
+    def _whole(self, batch: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
+        """Run the job's loss on all samples at once, and its backward. given: the batch as workers get it."""
+        same = all(batch[name].shape == field.shape for name, field in given.items()) and self.counts is None
+        sliced = self.fp8 is not None or any(chunk.random for chunk in self.replay.chunks.values())
+        if not same and sliced:
+            raise ReplayError("workers get a batch that is padded, or whose samples are repeated")
+        with self.replay.whole(self.steps, samples_in(batch)) if same else nullcontext():
             result = self.loss(batch)
         loss = result[0] / result[1] if isinstance(result, tuple) else result
         loss.backward()
@@ -113,8 +160,8 @@ class Reference:
                 self.set_buffers(before)
                 replica = part.replica
             with self.replay.slice(self.steps, part):
-                result = self.loss(take(batch, part.samples))
-            loss, weight = result if isinstance(result, tuple) else (result / len(slices), None)
+                result = self.loss(take(batch, part.samples), part.samples)
+            loss, weight = self._counted(result, part.samples, len(slices))
             if weight is not None and weight.requires_grad:
                 self._add_gradients(of_weight, weight)
             loss.backward()
@@ -130,6 +177,17 @@ class Reference:
                     parameter.grad -= of_weight[name] * (total / weights)
                 parameter.grad /= weights
         return total / weights
+
+    def _counted(
+        self, result: Tensor | tuple[Tensor, Tensor], samples: tuple[int, ...], slices: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a slice and its weight as they count: each of its samples once."""
+        if self.counts is None:
+            return result if isinstance(result, tuple) else (result / slices, None)
+        count = int(self.counts[samples[0]])
+        if isinstance(result, tuple):
+            return result[0] * count / len(samples), result[1] * count / len(samples)
+        return result * count, result.new_tensor(count)
 
     def _add_gradients(self, sums: dict[str, Tensor], value: Tensor) -> None:
         """Add the gradient of a value to sums by parameter."""
@@ -174,6 +232,28 @@ class Exact(TorchFunctionMode):
         func = Tensor.double if func is Tensor.float else func
         args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Call the functions of `torch.utils.checkpoint` directly.
+
+    A backward that runs them again would draw other random numbers than the forward was given.
+    """
+
+    class Directly:
+        @staticmethod
+        def apply(function: Callable[..., object], preserve: bool, *args: object) -> object:
+            return function(*args)
+
+    def nothing(*_: object, **__: object) -> Iterator[None]:
+        yield
+
+    with (
+        patch.object(checkpoint, "CheckpointFunction", Directly),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing),
+    ):
+        yield
 
 
 def seeded_model(program: ProgramLike) -> nn.Module:

@@ -6,7 +6,7 @@ it. The parameters that a region uses do.
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,23 +53,21 @@ class _Used(TorchDispatchMode):
         self.open[frame] = (tag, index)
         self.params[tag, index] = set()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch this thread's calls inside the block."""
-        before = sys.getprofile()
-        sys.setprofile(self.watch)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
-
 
 def shifted_regions(reference: Reference, batch: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield each region that the captured model has under another index than the model."""
     used = _Used({id(parameter): name for name, parameter in reference.params.items()})
     given = reference.on_device(batch)
-    with reference.unchanged(), torch.no_grad(), torch.random.fork_rng(), used, used.watching():
-        reference.loss(given)
+
+    def run() -> None:
+        sys.setprofile(used.watch)
+        with reference.unchanged(), torch.no_grad(), torch.random.fork_rng(), used:
+            reference.loss(given)
+
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # of its own: a profiler that watches this thread cannot be put back
+        thread.submit(run).result()
     captured: dict[Region, set[str]] = {}
     for chunk in reference.program.outline.chunks:
         for region in chunk.tags:

@@ -25,7 +25,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlacement:
-    """Where the forward of a chunk runs: its devices in order, and the microbatches that each one runs."""
+    """Where the forward of a chunk runs: the devices of its first microbatch, and all microbatches.
+
+    Where microbatches run on different devices, they do on as many.
+    """
 
     devices: tuple[int, ...]  # of each group that shares its samples, the first
     parts: tuple[Tags, ...]
@@ -66,20 +69,19 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
     outline: the captured model, which says how many neighbouring devices share their samples.
     """
     degrees = {} if outline is None else {chunk.name: outline.degree(chunk) for chunk in outline.chunks}
-    devices: dict[str, set[int]] = {}
-    parts: dict[str, set[Tags]] = {}
+    devices: dict[str, dict[Tags, set[int]]] = {}
     counts: dict[str, int] = {}
     for plan in plans:
         for ins in plan.instrs:
             if ins.op == "compute" and ins.computes.phase == "F":
                 chunk, part = ins.computes.chunk, ins.computes.part
-                devices.setdefault(chunk, set()).update(plan.devices)
-                parts.setdefault(chunk, set()).add(part)
+                devices.setdefault(chunk, {}).setdefault(part, set()).update(plan.devices)
                 for axis, index in part:
                     counts[axis] = max(counts.get(axis, 0), index + 1)
     placed = {
         chunk: ForwardPlacement(
-            devices=tuple(sorted(found))[:: degrees.get(chunk, 1)], parts=tuple(sorted(parts[chunk]))
+            devices=tuple(sorted(next(iter(found.values()))))[:: degrees.get(chunk, 1)],
+            parts=tuple(sorted(found)),
         )
         for chunk, found in devices.items()
     }

@@ -132,7 +132,7 @@ function dagView() {
       if (column + 1 < dagRange.low || column > dagRange.high) continue;
       const x = scene.x(column + 0.08);
       const y = top(graph.lane[place]);
-      const colour = ink(program.phase[place], program.partAt(place));
+      const colour = ink(program.phase[place], program.microbatchAt(place));
       context.globalAlpha = dimmed(number, place) ? 0.13 : 1;
       box(context, x, y, Math.max(wide, 1), NODE, colour);
       if (wide > 30) nodeText(context, program, place, x, y, wide, colour);
@@ -142,12 +142,11 @@ function dagView() {
   }
 
   function nodeText(context, program, place, x, y, wide, colour) {
-    const part = program.partAt(place);
+    const microbatch = program.microbatchAt(place);
     const word = caption(program, place);
     setFont(context, 11);
-    const choices = [part ? `${word} · ${part}` : word, word, part ? `${word.split(" ")[0]} · ${part}` : "", word.split(" ")[0]];
-    const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide);
-    if (!text) return;
+    const choices = [microbatch ? `${word} · ${microbatch}` : word, word, microbatch ? `${word.split(" ")[0]} · ${microbatch}` : "", word.split(" ")[0]];
+    const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide) ?? shortened(context, choices[3], wide - 4);
     context.fillStyle = colour.text;
     context.textAlign = "center";
     context.textBaseline = "middle";
@@ -162,7 +161,7 @@ function dagView() {
     height: () => top(dag().lanes.length) - NODE_GAP + 18,
     draw(scene) {
       const graph = dag();
-      left = Math.max(timeLeft(), 20);
+      left = timeLeft();
       graph.lanes.forEach((lane, row) => {
         const { context } = scene;
         context.strokeStyle = paper().line;

@@ -23,12 +23,14 @@ function showDetails() {
     const share = ratio === null ? "" : `; ${ratio.toFixed(2)} times its planned share of the step`;
     add("measured", `at ${showTime(run.start[place])}, for ${showTime(run.length[place])}${share}`);
   }
+  if (program.microbatchAt(place)) add("microbatch", program.microbatchAt(place));
   if (program.comm[place] >= 0) add("moves", `${showBytes(program.nbytes[place])} over ${program.commNames[program.comm[place]]}`);
   const graph = dagOf(chosen.program);
   add("needs", ...links(chosen.program, graph.into[place], 0));
   add("for", ...links(chosen.program, graph.out[place], 0));
   add("after", ...links(chosen.program, graph.into[place], 1));
   add("before", ...links(chosen.program, graph.out[place], 1));
+  add("meets", ...peersOf(chosen.program, place).slice(0, MOST_LINKS).map(([other, at]) => peerLink(other, at)));
   add("made by", ...program.originAt(place).map(directiveLink));
   host.replaceChildren(make("p", { class: "what" }, program.nodeAt(place)), rows);
 }
@@ -46,6 +48,13 @@ function links(number, edges, kind) {
   return shown;
 }
 
+// The same communication on other devices.
+function peerLink(number, place) {
+  const program = facts.programs[number];
+  const words = `${facts.ops[program.opAt(place)].label} on ${program.devices.length > 1 ? "devices" : "device"} ${program.name}`;
+  return make("button", { type: "button", class: "link", onclick: () => select(number, place, { reveal: true }) }, words);
+}
+
 // A directive as a way to its place in the strategy and its line of source.
 function directiveLink(number) {
   const said = facts.strategy[number];
@@ -55,11 +64,7 @@ function directiveLink(number) {
     {
       type: "button",
       class: "link",
-      onclick: () => {
-        change({ pinned: number });
-        showSource(said.source);
-        byId("strategy").querySelector(`[data-directive="${number}"]`)?.scrollIntoView({ block: "nearest" });
-      },
+      onclick: () => change({ pinned: number }),
     },
     said.title,
   );

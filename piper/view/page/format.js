@@ -53,8 +53,8 @@ function caption(program, place) {
   return op === "compute" ? program.args[program.arg[place]] : facts.ops[op].short;
 }
 
-// An instruction in a sentence, for those who listen.
-function told(number, place) {
+// An instruction in a sentence, for screen readers.
+function described(number, place) {
   const program = facts.programs[number];
   return (
     `${program.nodeAt(place)}, ${facts.ops[program.opAt(place)].label} on stream ${program.streamAt(place)}, ` +

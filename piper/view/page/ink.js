@@ -4,9 +4,11 @@ const HUES = 8;
 
 const look = { colours: facts.colours.light, accent: "", warm: "" }; // asked for at every stroke: kept here
 
-// Take the colours of the scheme that holds now.
-function refreshLook() {
-  const dark = state.theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : state.theme === "dark";
+// Take the colours of a scheme.
+function wear(theme) {
+  if (theme === "auto") document.documentElement.removeAttribute("data-theme");
+  else document.documentElement.dataset.theme = theme;
+  const dark = theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
   const style = getComputedStyle(document.documentElement);
   look.colours = facts.colours[dark ? "dark" : "light"];
   look.accent = style.getPropertyValue("--accent").trim();
@@ -18,10 +20,10 @@ function paper() {
 }
 
 // The fill, the text on it, and how it is hatched, if at all. A forward that runs again has the first one's fill.
-function ink(phase, part) {
+function ink(phase, microbatch) {
   const colours = paper();
   if (!phase) return { fill: colours.quiet, text: colours.text, hatched: null };
-  const hue = Number(part.slice(part.lastIndexOf(".") + 1)) % HUES;
+  const hue = Number(microbatch.slice(microbatch.lastIndexOf(".") + 1)) % HUES;
   const { fills, text } = colours.phases[phase === "R" ? "F" : phase];
   return { fill: fills[hue], text, hatched: { BW: "up", R: "down" }[phase] ?? null };
 }
@@ -126,6 +128,28 @@ function measureNames(names, size = 12) {
   const context = measureNames.context ?? (measureNames.context = document.createElement("canvas").getContext("2d"));
   setFont(context, size);
   return Math.ceil(Math.max(0, ...names.map((name) => context.measureText(name).width)));
+}
+
+// Text in the middle of a bar of several pieces: an outline in the colour of the bar keeps it readable over gaps.
+function centred(context, text, x, y, colour, halo) {
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  if (halo) {
+    context.strokeStyle = colour.fill;
+    context.lineWidth = 5;
+    context.lineJoin = "round";
+    context.strokeText(text, x, y);
+  }
+  context.fillStyle = colour.text;
+  context.fillText(text, x, y);
+}
+
+// A text that fits into a width, shortened if it must be.
+function shortened(context, text, width) {
+  if (context.measureText(text).width <= width) return text;
+  let length = text.length - 1;
+  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
+  return `${text.slice(0, length)}…`;
 }
 
 // The first of items (sorted by start) that may reach past a value.

@@ -13,10 +13,9 @@ function fillHeader() {
   const peak = Math.max(...facts.programs.map((program) => program.memory.peak));
   const rows = [["planned step", showTime(facts.step)]];
   if (hasMeasured) rows.push(["measured step", showTime(measuredEnd)]);
-  rows.push(["planned idle", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
+  rows.push([facts.seconds ? "idle, simulated" : "idle", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
   byId("figures").append(...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   byId("notes").append(...facts.notes.map((note) => make("p", { class: "note" }, note)));
-  byId("pipeline-caption").textContent = `with free transfers: ${trim(facts.pipeline.end, 2)} units, ${showShare(facts.pipeline.idle)} idle`;
 }
 
 function fillDevices() {
@@ -55,16 +54,23 @@ function fillSwitches() {
   });
 }
 
+// The panels at the side end where the window does, also while the header is in view.
+function followHeight() {
+  const fit = () => document.documentElement.style.setProperty("--above", `${Math.max(12, document.querySelector(".columns").getBoundingClientRect().top)}px`);
+  addEventListener("scroll", fit, { passive: true });
+  addEventListener("resize", fit);
+  fit();
+}
+
 function followTheme() {
   const themes = ["auto", "light", "dark"];
   const button = byId("theme");
   const apply = () => {
-    if (state.theme === "auto") document.documentElement.removeAttribute("data-theme");
-    else document.documentElement.dataset.theme = state.theme;
+    wear(state.theme);
     button.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[state.theme];
     button.setAttribute("aria-label", `Colour scheme: ${state.theme}`);
-    refreshLook();
     pipelineLegend();
+    devicesLegend();
     timelineLegend();
   };
   button.addEventListener("click", () => {
@@ -88,16 +94,16 @@ function memoryCaption() {
 fillHeader();
 fillDevices();
 fillSwitches();
+fillClocks();
 fillStrategy();
 fillSource();
 fillComms();
 fillPath();
-const views = { pipeline: pipelineView(), timeline: timelineView(), memory: memoryView(), dag: dagView() };
+const views = { pipeline: pipelineView(), devices: devicesView(), timeline: timelineView(), memory: memoryView(), dag: dagView() };
 for (const [name, view] of Object.entries(views)) new Scene(byId(name), view);
-addTools("pipeline", views.pipeline.range);
-addTools("timeline", timeRange);
-addTools("dag", dagRange);
+for (const name of ["pipeline", "devices", "timeline", "dag"]) addTools(name, views[name]);
 followTheme();
+followHeight();
 whenOpen(byId("pipeline-table"), pipelineTable, []);
 whenOpen(byId("instructions-table"), instructionsTable, ["device"]);
 whenOpen(byId("edges-table"), edgesTable, ["device"]);
@@ -106,7 +112,9 @@ whenOpen(byId("differences-table"), differencesTable, ["device"]);
 listen((update) => {
   if ("selected" in update || "device" in update) showDetails();
   if ("device" in update) memoryCaption();
+  if ("selected" in update || "pinned" in update) followSelection();
 });
 showDetails();
 memoryCaption();
 memoryLegend();
+printDrawings();

@@ -51,6 +51,17 @@ function memoryView() {
     context.globalAlpha = 1;
   }
 
+  // When the selection runs.
+  function drawChosen(scene) {
+    if (state.selected?.program !== currentProgram()) return;
+    const program = facts.programs[currentProgram()];
+    const [low, high] = [0, program.length[state.selected.place]].map((after) => scene.x((program.start[state.selected.place] + after) * stretchFactor()));
+    scene.context.globalAlpha = 0.25;
+    scene.context.fillStyle = accent();
+    scene.context.fillRect(low, 0, Math.max(2, high - low), CHART);
+    scene.context.globalAlpha = 1;
+  }
+
   function drawOwn(scene) {
     const { context } = scene;
     const { memory } = facts.programs[currentProgram()];
@@ -132,10 +143,11 @@ function memoryView() {
     left: () => left,
     height: () => CHART + 24,
     draw(scene) {
-      left = Math.max(timeLeft(), 20);
+      left = timeLeft();
       drawScale(scene);
       drawAxis(scene, CHART, showTick);
       scene.clipped(() => {
+        drawChosen(scene);
         drawOthers(scene);
         drawOwn(scene);
       });

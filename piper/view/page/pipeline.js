@@ -1,19 +1,62 @@
-// The pipeline grid: a row per program, a cell per phase, stage and part.
+// The pipeline: a row per program, a cell per phase, stage and microbatch, in units or in simulated time.
 
 const GRID_ROW = 32;
 const GRID_GAP = 7;
 
+// The pipeline in simulated time. A cell whose instructions are apart, because those of its pair or other work lie
+// between them, is drawn in pieces.
+function timedGrid() {
+  const rows = facts.pipeline.rows.map((cells, number) => {
+    const program = facts.programs[number];
+    const pieces = cells.places.map((places) => {
+      const found = [];
+      for (const place of [...places].sort((a, b) => program.start[a] - program.start[b])) {
+        const [low, high] = [program.start[place], program.start[place] + program.length[place]];
+        if (found.length && low - found[found.length - 1][1] < 2) found[found.length - 1][1] = Math.max(high, found[found.length - 1][1]);
+        else found.push([low, high]);
+      }
+      return found;
+    });
+    const order = pieces.map((_, i) => i).sort((a, b) => pieces[a][0][0] - pieces[b][0][0]);
+    const sorted = Object.fromEntries(["phase", "stage", "microbatch", "pair", "places"].map((name) => [name, order.map((i) => cells[name][i])]));
+    const spans = order.map((i) => pieces[i]);
+    const ends = spans.map((span) => span[span.length - 1][1]);
+    return { ...sorted, pieces: spans, start: spans.map((span) => span[0][0]), cost: spans.map((span, i) => ends[i] - span[0][0]) };
+  });
+  return { ...facts.pipeline, rows, end: facts.step };
+}
+
+// A grid with what drawing needs: the pieces of each cell, the longest cell, the usual width, the outlines of pairs.
+function prepared(grid) {
+  const costs = grid.rows.flatMap((cells) => cells.cost).sort((a, b) => a - b);
+  for (const cells of grid.rows) cells.pieces ??= cells.start.map((start, i) => [[start, start + cells.cost[i]]]);
+  return {
+    ...grid,
+    longest: costs[costs.length - 1] ?? 0,
+    usual: costs[costs.length >> 2] ?? 1,
+    mates: grid.rows.map(pairSpans),
+    range: new Range(grid.end, Math.min(grid.end, 6 * (costs[0] || grid.end / 100))),
+  };
+}
+
 function pipelineView() {
-  const grid = facts.pipeline;
-  const range = new Range(grid.end, Math.min(grid.end, 6));
-  let left = measureNames(grid.names) + 12;
-  const rowHeight = () => (grid.names.length > 24 ? 18 : GRID_ROW);
+  const grids = { units: prepared(facts.pipeline), time: prepared(timedGrid()) };
+  const now = () => grids[state.clock];
+  const { names, shared } = facts.pipeline;
+  let left = measureNames(names) + 12;
+  const rowHeight = () => (names.length > 24 ? 18 : GRID_ROW);
   const top = (row) => 3 + row * (rowHeight() + GRID_GAP);
-  const mates = grid.rows.map(pairSpans);
+
+  // The cells of a row that are in view.
+  function* inView(cells) {
+    const { range, longest } = now();
+    for (let i = firstAfter(cells.start, range.low - longest); i < cells.start.length && cells.start[i] < range.high; i += 1) yield i;
+  }
 
   function drawRow(scene, row) {
     const { context } = scene;
-    const cells = grid.rows[row];
+    const { range, end, rows, usual } = now();
+    const cells = rows[row];
     const height = rowHeight();
     const y = top(row);
     scene.clipped(() => {
@@ -21,43 +64,62 @@ function pipelineView() {
       context.strokeStyle = paper().line;
       context.lineWidth = 1;
       context.beginPath();
-      context.roundRect(scene.x(0) + 0.5, y + 0.5, scene.x(grid.end) - scene.x(0) - 1, height - 1, 3);
+      context.roundRect(scene.x(0) + 0.5, y + 0.5, scene.x(end) - scene.x(0) - 1, height - 1, 3);
       context.fill();
       context.stroke();
-      const unit = (scene.right - scene.left) / range.span;
+      const scale = (scene.right - scene.left) / range.span;
+      const unit = usual * scale; // pixels of a short cell
       const chosen = state.selected?.program === row ? cellOf(cells, state.selected.place) : -1;
-      if (unit < ROUND / 2) return drawSmall(scene, row, y, height, unit);
-      for (let i = firstAfter(cells.start, range.low - 2); i < cells.start.length && cells.start[i] < range.high; i += 1) {
-        const x = scene.x(cells.start[i]);
-        const width = cells.cost[i] * unit;
-        const inset = unit > 8 ? 0.75 : unit > 4 ? 0.4 : 0.1;
-        const colour = ink(cells.phase[i], cells.part[i]);
-        context.globalAlpha = cellDimmed(row, cells, i) ? 0.13 : 1;
-        box(context, x + inset, y + inset, width - 2 * inset, height - 2 * inset, colour);
-        label(context, cells, i, x + width / 2, y, width, height, colour);
+      if (unit < ROUND / 2) drawSmall(scene, row, y, height, scale);
+      else {
+        const inset = unit > 8 ? 0.75 : 0.4;
+        for (const i of inView(cells)) {
+          const dim = cellDimmed(row, cells, i);
+          context.globalAlpha = dim ? 0.13 : 1;
+          drawCell(scene, cells, i, y, height, inset, scale, dim);
+        }
         context.globalAlpha = 1;
-        if (i === chosen) outline(context, x, y - 1, width, height + 2, accent(), 3);
       }
-      drawPairs(scene, row, y, height, unit);
+      drawPairs(scene, row, y, height, unit, scale);
+      if (chosen >= 0) {
+        const whole = [[cells.start[chosen], cells.start[chosen] + cells.cost[chosen]]];
+        for (const [low, high] of cells.pair[chosen] < 0 ? whole : cells.pieces[chosen]) outline(context, scene.x(low), y - 1, (high - low) * scale, height + 2, accent(), 3);
+      }
     });
     setFont(context, 12);
     context.textAlign = "right";
     context.textBaseline = "middle";
     context.fillStyle = row === currentProgram() ? paper().text : paper().faint;
-    context.fillText(grid.names[row], left - 8, y + height / 2);
+    context.fillText(names[row], left - 8, y + height / 2);
+  }
+
+  function drawCell(scene, cells, i, y, height, inset, scale, dim) {
+    const colour = ink(cells.phase[i], cells.microbatch[i]);
+    let [low, high] = cells.pieces[i][0];
+    for (const piece of cells.pieces[i]) {
+      const x = scene.x(piece[0]);
+      const width = (piece[1] - piece[0]) * scale;
+      box(scene.context, x + inset, y + inset, Math.max(width - 2 * inset, 0.8), height - 2 * inset, colour);
+      if (piece[1] - piece[0] > high - low) [low, high] = piece;
+    }
+    const apart = (high - low) * scale < 17 && cells.pair[i] < 0; // a pair's pieces lie between each other
+    if (apart) [low, high] = [cells.start[i], cells.start[i] + cells.cost[i]];
+    label(scene.context, cells, i, scene.x((low + high) / 2), y, (high - low) * scale, height, colour, apart && !dim);
   }
 
   // Many small cells: one path for each colour.
-  function drawSmall(scene, row, y, height, unit) {
+  function drawSmall(scene, row, y, height, scale) {
     const { context } = scene;
-    const cells = grid.rows[row];
+    const cells = now().rows[row];
     const paths = new Map();
-    for (let i = firstAfter(cells.start, range.low - 2); i < cells.start.length && cells.start[i] < range.high; i += 1) {
-      const colour = ink(cells.phase[i], cells.part[i]);
+    for (const i of inView(cells)) {
+      const colour = ink(cells.phase[i], cells.microbatch[i]);
       const dim = cellDimmed(row, cells, i);
       const key = `${colour.fill}${colour.hatched}${dim}`;
       if (!paths.has(key)) paths.set(key, { colour, dim, path: new Path2D() });
-      paths.get(key).path.rect(scene.x(cells.start[i]) + 0.15, y + 0.5, cells.cost[i] * unit - 0.3, height - 1);
+      for (const [low, high] of cells.pieces[i]) {
+        paths.get(key).path.rect(scene.x(low) + 0.15, y + 0.5, Math.max((high - low) * scale - 0.3, 0.2), height - 1);
+      }
     }
     for (const { colour, dim, path } of paths.values()) {
       context.globalAlpha = dim ? 0.13 : 1;
@@ -68,93 +130,92 @@ function pipelineView() {
       context.fill(path);
     }
     context.globalAlpha = 1;
-    drawPairs(scene, row, y, height, unit);
-    const chosen = state.selected?.program === row ? cellOf(cells, state.selected.place) : -1;
-    if (chosen >= 0) outline(context, scene.x(cells.start[chosen]), y - 1, cells.cost[chosen] * unit, height + 2, accent(), 3);
   }
 
-  function drawPairs(scene, row, y, height, unit) {
+  function drawPairs(scene, row, y, height, unit, scale) {
     const { context } = scene;
+    const { range, mates } = now();
     if (unit < 2) return; // outlines would be all there is to see
-    context.globalAlpha = (state.lit ?? state.pinned) === null ? 1 : 0.25;
+    context.globalAlpha = dims() ? 0.25 : 1;
     context.strokeStyle = paper().pair;
     context.lineWidth = unit > 8 ? 1.8 : 1;
     context.beginPath();
     for (const [low, high] of mates[row]) {
       if (high < range.low || low > range.high) continue;
-      context.roundRect(scene.x(low) - 0.4, y - 0.5, (high - low) * unit + 0.8, height + 1, unit > 8 ? 4 : 1);
+      context.roundRect(scene.x(low) - 0.4, y - 0.5, (high - low) * scale + 0.8, height + 1, unit > 8 ? 4 : 1);
     }
     context.stroke();
     context.globalAlpha = 1;
   }
 
-  function label(context, cells, i, x, y, width, height, colour) {
-    const part = cells.part[i] || "•";
-    const shown = grid.shared && cells.stage[i] !== null && height > 24;
-    if (width < 7 + 6 * part.length) return;
-    context.fillStyle = colour.text;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
+  function label(context, cells, i, x, y, width, height, colour, halo) {
+    const microbatch = cells.microbatch[i] || "•";
+    const staged = shared && cells.stage[i] !== null && height > 24;
+    if (width < 7 + 6 * microbatch.length) return;
     setFont(context, 13, 600);
-    context.fillText(part, x, y + height / 2 + (shown ? 6 : 0.5));
-    if (!shown || width < 17) return;
+    centred(context, microbatch, x, y + height / 2 + (staged ? 6 : 0.5), colour, halo);
+    if (!staged || width < 17) return;
     setFont(context, 9.5);
-    context.fillText(`s${cells.stage[i]}`, x, y + 9.5);
+    centred(context, `s${cells.stage[i]}`, x, y + 9.5, colour, halo);
   }
 
   const view = {
-    name: "Pipeline grid",
-    range,
+    name: "Pipeline",
+    get range() {
+      return now().range;
+    },
+    ranges: [grids.units.range, grids.time.range],
     left: () => left,
-    height: () => top(grid.names.length) + 22,
+    height: () => top(names.length) + 22,
     draw(scene) {
-      left = measureNames(grid.names) + 12;
-      drawAxis(scene, top(grid.names.length) - GRID_GAP + 2, (at) => trim(at, 2));
-      for (let row = 0; row < grid.names.length; row += 1) drawRow(scene, row);
+      left = measureNames(names) + 12;
+      drawAxis(scene, top(names.length) - GRID_GAP + 2, state.clock === "time" ? showTick : (at) => trim(at, 2));
+      for (let row = 0; row < names.length; row += 1) drawRow(scene, row);
     },
     hit(scene, x, y) {
       const row = Math.floor((y - 3) / (rowHeight() + GRID_GAP));
-      if (row < 0 || row >= grid.names.length || x < scene.left || y > top(row) + rowHeight()) return null;
-      const cells = grid.rows[row];
+      if (row < 0 || row >= names.length || x < scene.left || y > top(row) + rowHeight()) return null;
+      const cells = now().rows[row];
       const time = scene.value(x);
-      for (let i = firstAfter(cells.start, time); i < cells.start.length && cells.start[i] <= time; i += 1) {
-        if (time < cells.start[i] + cells.cost[i]) return { row, i };
+      for (const i of inView(cells)) {
+        if (cells.pieces[i].some(([low, high]) => low <= time && time < high)) return { row, i };
       }
       return null;
     },
     tip({ row, i }) {
-      const cells = grid.rows[row];
+      const cells = now().rows[row];
       const stage = cells.stage[i] === null ? [] : [`stage ${cells.stage[i]}`];
-      const part = cells.part[i] === "" ? [] : [`part ${cells.part[i]}`];
+      const microbatch = cells.microbatch[i] === "" ? [] : [`microbatch ${cells.microbatch[i]}`];
       const paired = cells.pair[i] < 0 ? [] : ["overlapped with its pair"];
-      return [facts.programs[row].nodeAt(cells.places[i][0]), [PHASES[cells.phase[i]], ...stage, ...part].join(", "), grid.names[row], ...paired];
+      const times = state.clock === "units" ? [] : [`from ${showTime(cells.start[i])} to ${showTime(cells.start[i] + cells.cost[i])}`];
+      return [facts.programs[row].nodeAt(cells.places[i][0]), [PHASES[cells.phase[i]], ...stage, ...microbatch].join(", "), names[row], ...times, ...paired];
     },
     choose({ row, i }) {
-      select(row, grid.rows[row].places[i][0], { reveal: true });
+      select(row, now().rows[row].places[i][0], { reveal: true });
     },
     move(direction) {
+      const { rows } = now();
       const chosen = state.selected ?? { program: currentProgram(), place: -1 };
       let row = chosen.program;
-      let i = cellOf(grid.rows[row], chosen.place);
-      if (state.selected === null || i < 0) i = direction === "last" ? grid.rows[row].places.length - 1 : 0;
+      const last = () => rows[row].places.length - 1;
+      let i = cellOf(rows[row], chosen.place);
+      if (state.selected === null || i < 0) i = direction === "last" ? last() : 0;
       else if (direction === "left") i = Math.max(0, i - 1);
-      else if (direction === "right") i = Math.min(grid.rows[row].places.length - 1, i + 1);
+      else if (direction === "right") i = Math.min(last(), i + 1);
       else if (direction === "first") i = 0;
-      else if (direction === "last") i = grid.rows[row].places.length - 1;
+      else if (direction === "last") i = last();
       else {
-        const time = grid.rows[row].start[i];
-        row = Math.max(0, Math.min(grid.names.length - 1, row + (direction === "up" ? -1 : 1)));
-        i = Math.min(grid.rows[row].places.length - 1, firstAfter(grid.rows[row].start, time + 0.5));
+        const time = rows[row].start[i];
+        row = Math.max(0, Math.min(names.length - 1, row + (direction === "up" ? -1 : 1)));
+        i = Math.min(last(), firstAfter(rows[row].start, time + now().usual / 2));
       }
-      const cells = grid.rows[row];
-      if (!cells.places.length) return;
-      select(row, cells.places[i][0], { reveal: true });
+      if (rows[row].places.length) select(row, rows[row].places[i][0], { reveal: true });
     },
   };
   revealers.push((program, place) => {
-    const cells = grid.rows[program];
-    const i = cellOf(cells, place);
-    if (i >= 0) range.show(cells.start[i], cells.start[i] + cells.cost[i]);
+    const { rows, range } = now();
+    const i = cellOf(rows[program], place);
+    if (i >= 0) range.show(rows[program].start[i], rows[program].start[i] + rows[program].cost[i]);
   });
   return view;
 }
@@ -168,12 +229,12 @@ function cellOf(cells, place) {
   return cells.of.get(place) ?? -1;
 }
 
-// A cell is dimmed when all it stands for is.
+// A cell is dimmed when all its instructions are.
 function cellDimmed(row, cells, i) {
-  return (state.lit ?? state.pinned) !== null && cells.places[i].every((place) => dimmed(row, place));
+  return dims() && cells.places[i].every((place) => dimmed(row, place));
 }
 
-// From when to when each overlapped pair runs; members that are apart stand by themselves.
+// From when to when each overlapped pair runs; members that are apart have an outline each.
 function pairSpans(cells) {
   const mates = new Map();
   cells.pair.forEach((pair, i) => {
@@ -184,7 +245,7 @@ function pairSpans(cells) {
     const low = Math.min(...spans.map(([start]) => start));
     const high = Math.max(...spans.map(([, end]) => end));
     const busy = spans.reduce((sum, [start, end]) => sum + end - start, 0);
-    if (Math.abs(high - low - busy) < 1e-9) found.push([low, high]);
+    if (high - low - busy < 1e-9) found.push([low, high]);
     else found.push(...spans);
   }
   return found;
@@ -207,6 +268,28 @@ function pipelineLegend() {
   if (facts.pipeline.rows.some((row) => row.pair.some((pair) => pair >= 0))) {
     items.push(make("span", {}, make("i", { class: "outline" }), "overlapped pair"));
   }
-  items.push(make("span", {}, make("i", { class: "empty" }), "idle"), make("span", {}, "a colour per part of the samples"));
+  items.push(make("span", {}, make("i", { class: "empty" }), "idle"), make("span", {}, "a colour per microbatch"));
   host.replaceChildren(...items);
+}
+
+// The switch between units and simulated time, and what each clock says of idle devices.
+function fillClocks() {
+  byId("idles").textContent = facts.idles;
+  byId("idles").hidden = !facts.idles;
+  const buttons = [...byId("clock").querySelectorAll("button")];
+  const apply = () => {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.value === state.clock));
+    byId("pipeline-caption").textContent =
+      state.clock === "units"
+        ? `${trim(facts.pipeline.end, 2)} units, ${showShare(facts.pipeline.idle)} idle`
+        : `${showTime(facts.step)} on ${facts.clock}, ${showShare(facts.bubble)} idle`;
+  };
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      change({ clock: button.value });
+      apply();
+    });
+  }
+  byId("clock").hidden = !facts.seconds;
+  apply();
 }

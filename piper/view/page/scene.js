@@ -5,11 +5,13 @@ const MOTION = 250; // ms: a wheel that was scrolling the page goes on scrolling
 let lastScroll = 0;
 addEventListener("scroll", () => { lastScroll = performance.now(); }, { passive: true });
 
+const scenes = [];
+
 // view: {name, range, left, height(), draw(scene), hit(scene, x, y), tip(hit), choose(hit), move(direction)}
+// and `ranges`, if it changes from one to another.
 class Scene {
   constructor(host, view) {
     this.view = view;
-    this.range = view.range;
     this.canvas = make("canvas", {
       tabindex: "0",
       role: "application",
@@ -23,8 +25,8 @@ class Scene {
     this.height = 0;
     this.waiting = false;
     this.pointers = new Map();
-    this.range.listeners.push(() => this.redraw());
-    new ResizeObserver(() => this.resize()).observe(host);
+    for (const range of view.ranges ?? [view.range]) range.listeners.push(() => this.redraw());
+    new ResizeObserver(() => state.printing || this.resize()).observe(host);
     this.listenToPointers();
     this.listenToKeys();
     listen((update) => {
@@ -36,6 +38,11 @@ class Scene {
       if (this.seen) this.redraw();
     }, { rootMargin: "100px" }).observe(this.canvas);
     this.resize();
+    scenes.push(this);
+  }
+
+  get range() {
+    return this.view.range;
   }
 
   get left() {
@@ -54,8 +61,8 @@ class Scene {
     return this.range.low + ((x - this.left) / (this.right - this.left)) * this.range.span;
   }
 
-  resize() {
-    const ratio = devicePixelRatio || 1;
+  resize(ratio = devicePixelRatio || 1) {
+    this.ratio = ratio;
     this.width = Math.max(200, Math.floor(this.canvas.parentElement.clientWidth));
     this.height = this.view.height();
     this.canvas.width = Math.round(this.width * ratio);
@@ -65,16 +72,20 @@ class Scene {
   }
 
   redraw() {
-    if (this.waiting || !this.seen) return; // what is out of sight is drawn when it comes into sight
+    if (this.waiting || !this.seen || state.printing) return; // what is out of sight is drawn when it comes into sight
     this.waiting = true;
     requestAnimationFrame(() => {
       this.waiting = false;
       if (this.height !== this.view.height()) return this.resize();
-      const ratio = devicePixelRatio || 1;
-      this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
-      this.context.clearRect(0, 0, this.width, this.height);
-      this.view.draw(this);
+      this.paint();
     });
+  }
+
+  // Draw now, in sight or not.
+  paint() {
+    this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    this.context.clearRect(0, 0, this.width, this.height);
+    this.view.draw(this);
   }
 
   // Draw only where the axis is.
@@ -195,13 +206,13 @@ class Scene {
 }
 
 // Buttons for those who have neither wheel nor keyboard.
-function addTools(name, range) {
+function addTools(name, view) {
   const host = document.querySelector(`[data-tools="${name}"]`);
   const button = (text, label, act) => make("button", { type: "button", class: "plain", "aria-label": `${label}: ${name}`, title: label, onclick: act }, text);
   host.append(
-    button("−", "Zoom out", () => range.zoom(1 / 0.6)),
-    button("+", "Zoom in", () => range.zoom(0.6)),
-    button("Fit", "Show all", () => range.fit()),
+    button("−", "Zoom out", () => view.range.zoom(1 / 0.6)),
+    button("+", "Zoom in", () => view.range.zoom(0.6)),
+    button("Fit", "Show all", () => view.range.fit()),
   );
 }
 

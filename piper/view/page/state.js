@@ -13,7 +13,7 @@ for (const program of facts.programs) {
     return facts.nodes[program.node[place]].replace(/@(?!\d)/g, () => parts[next++]); // @0,1 are devices
   };
   program.streamAt = (place) => program.streams[program.stream[place]];
-  program.partAt = (place) => program.parts[program.part[place]];
+  program.microbatchAt = (place) => program.microbatches[program.microbatch[place]];
   program.originAt = (place) => facts.origins[program.origin[place]];
   program.end = program.start.reduce((end, start, place) => Math.max(end, start + program.length[place]), 0);
 }
@@ -27,9 +27,13 @@ const state = {
   hovered: null,
   lit: null, // the directive that is pointed at
   pinned: null, // the directive that was clicked
+  related: null, // by program: the places that stay lit while an instruction is selected
+  hops: [], // how its values travel between programs: [program, place, program, place]
+  clock: "units", // of the pipeline: units or time
   stretch: false,
   critical: false,
   theme: "auto",
+  printing: false, // drawings stay as paper needs them
 };
 
 const listeners = [];
@@ -45,6 +49,7 @@ function onlyHover(update) {
 
 function change(update) {
   Object.assign(state, update);
+  if ("selected" in update) Object.assign(state, relatedTo(state.selected));
   for (const listener of listeners) listener(update);
 }
 
@@ -54,10 +59,11 @@ function currentProgram() {
 
 // Choose an instruction, and the device that runs it.
 function select(program, place, options = {}) {
-  const update = { selected: { program, place } };
-  if (programOf.get(state.device) !== program) update.device = facts.programs[program].devices[0];
+  const update = { selected: { program, place }, pinned: null };
+  const device = options.device ?? (programOf.get(state.device) === program ? state.device : facts.programs[program].devices[0]);
+  if (device !== state.device) update.device = device;
   change(update);
-  byId("live").textContent = told(program, place);
+  byId("live").textContent = described(program, place);
   if (options.reveal) {
     for (const reveal of revealers) reveal(program, place);
   }
@@ -71,11 +77,16 @@ function hover(program, place) {
 
 const revealers = []; // scroll a drawing to an instruction
 
-// Whether a directive that is pointed at, or clicked, left an instruction alone.
+// Whether something is dimmed: by a directive that is pointed at or clicked, else by the selection.
+function dims() {
+  return (state.lit ?? state.pinned) !== null || state.related !== null;
+}
+
+// Whether an instruction has nothing to do with that directive, or with the selection.
 function dimmed(program, place) {
   const directive = state.lit ?? state.pinned;
-  if (directive === null) return false;
-  return !facts.programs[program].originAt(place).includes(directive);
+  if (directive !== null) return !facts.programs[program].originAt(place).includes(directive);
+  return state.related !== null && !state.related[program].has(place);
 }
 
 function isSelected(program, place) {

@@ -21,10 +21,7 @@ function fillStrategy() {
     button.addEventListener("pointerleave", unlight);
     button.addEventListener("focus", () => button.matches(":focus-visible") && light());
     button.addEventListener("blur", unlight);
-    button.addEventListener("click", () => {
-      change({ pinned: state.pinned === number ? null : number });
-      showSource(said.source);
-    });
+    button.addEventListener("click", () => change({ pinned: state.pinned === number ? null : number }));
     host.append(make("li", {}, button));
   });
   listen((update) => {
@@ -44,7 +41,7 @@ function touchedCounts() {
   const seen = new Set();
   for (const program of facts.programs) {
     for (let place = 0; place < program.count; place += 1) {
-      const name = `${program.node[place]} ${program.indices[program.index[place]]}`;
+      const name = nodeKey(program, place);
       if (seen.has(name)) continue;
       seen.add(name);
       for (const number of program.originAt(place)) counts[number] += 1;
@@ -63,16 +60,32 @@ function fillSource() {
   if (!facts.source) return;
   byId("source-panel").hidden = false;
   const lines = facts.source.replace(/\n$/, "").split("\n");
+  byId("source-caption").textContent = facts.sourceName;
   byId("source").append(...lines.map((line, i) => make("span", { "data-line": i + 1 }, line || " ")));
 }
 
-// Mark the line that wrote a directive, if the recipe is at hand.
-function showSource(where) {
-  const line = Number(where.split(":").pop());
-  const spans = [...byId("source").children];
-  for (const span of spans) span.classList.remove("lit");
-  const span = spans[line - 1];
-  if (!span || !facts.sourceName || !where.startsWith(`${facts.sourceName}:`)) return;
-  span.classList.add("lit");
-  byId("source").scrollTop = span.offsetTop - byId("source").offsetTop - byId("source").clientHeight / 2;
+// Scroll a box, and only that box, until one of its children is in the middle.
+function bringIntoView(host, child) {
+  const low = child.offsetTop - host.offsetTop;
+  if (low >= host.scrollTop && low + child.offsetHeight <= host.scrollTop + host.clientHeight) return;
+  host.scrollTop = low - (host.clientHeight - child.offsetHeight) / 2;
+}
+
+// Mark the lines that wrote the directive that was clicked, else the directives that made the selection, and scroll
+// to them. The panels have their heights by now.
+function followSelection() {
+  const { selected, pinned } = state;
+  const strategy = byId("strategy");
+  const said = strategy.querySelector(".pinned") ?? strategy.querySelector(".lit");
+  if (said) bringIntoView(strategy, said);
+  const made = selected === null ? [] : facts.programs[selected.program].originAt(selected.place);
+  const lines = new Set();
+  for (const number of pinned === null ? made : [pinned]) {
+    const [name, line] = (facts.strategy[number]?.source ?? "").split(/:(?=\d+$)/);
+    if (name === facts.sourceName) lines.add(Number(line));
+  }
+  const host = byId("source");
+  for (const span of host.children) span.classList.toggle("lit", lines.has(Number(span.dataset.line)));
+  const first = host.querySelector(".lit");
+  if (first) bringIntoView(host, first);
 }

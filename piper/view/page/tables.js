@@ -37,7 +37,7 @@ function fillComms() {
   const rows = facts.comms.slice(0, 40).map((comm) => ({
     cells: [make("span", { title: `groups ${comm.groups.join("; ")}` }, comm.name), facts.ops[comm.op].label, String(comm.times), showBytes(comm.nbytes), bar(comm.nbytes / most)],
   }));
-  host.append(table([["communicator", "code"], ["does"], ["times", "right"], ["bytes", "right"], ["", "bar"]], rows));
+  host.append(table([["communicator", "code"], ["does", "short"], ["times", "right"], ["bytes", "right"], ["", "bar"]], rows));
   if (facts.comms.length > 40) host.append(make("p", { class: "faint" }, `and ${facts.comms.length - 40} smaller ones`));
 }
 
@@ -94,10 +94,10 @@ function pipelineTable() {
   const letter = { F: "F", R: "R", B: "B", BI: "I", BW: "W" };
   const rows = grid.names.map((name, row) => {
     const cells = grid.rows[row];
-    const words = cells.start.map((start, i) => `${cells.stage[i] ?? ""}${letter[cells.phase[i]]}${cells.part[i]}`);
+    const words = cells.start.map((start, i) => `${cells.stage[i] ?? ""}${letter[cells.phase[i]]}${cells.microbatch[i]}`);
     return { cells: [name, words.join(" ")] };
   });
-  return table([["devices"], ["in order: stage, pass, part", "code"]], rows);
+  return table([["devices"], ["in order: stage, pass, microbatch", "code"]], rows);
 }
 
 function instructionsTable() {

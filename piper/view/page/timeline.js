@@ -74,7 +74,7 @@ function timelineView() {
       reached = x + width;
       const inset = width > 4 ? 0.5 : 0;
       context.globalAlpha = dimmed(number, place) ? 0.13 : 1;
-      const colour = ink(program.phase[place], program.partAt(place));
+      const colour = ink(program.phase[place], program.microbatchAt(place));
       box(context, x + inset, y, width - 2 * inset, BAR, colour);
       if (width > 26) barText(scene, program, place, x, y, width, colour);
       if (measured) markDifference(context, place, x, y, width);
@@ -100,9 +100,9 @@ function timelineView() {
     const { context } = scene;
     const low = Math.max(x, scene.left);
     const high = Math.min(x + width, scene.right);
-    const part = program.partAt(place);
+    const microbatch = program.microbatchAt(place);
     const word = caption(program, place);
-    const choices = [part ? `${word} · ${part}` : word, word, word.split(" ")[0]];
+    const choices = [microbatch ? `${word} · ${microbatch}` : word, word, word.split(" ")[0]];
     setFont(context, 11);
     const text = choices.find((choice) => context.measureText(choice).width + 8 <= high - low);
     if (!text) return;
@@ -174,7 +174,7 @@ function timelineView() {
     left: () => left,
     height: () => top(lanes().length) + 20,
     draw(scene) {
-      left = Math.max(timeLeft(), 20);
+      left = timeLeft();
       drawAxis(scene, top(lanes().length) - LANE_GAP + 2, showTick);
       lanes().forEach((lane, row) => drawLane(scene, lane, row));
     },
@@ -213,9 +213,10 @@ function timelineView() {
   return view;
 }
 
-// The names beside streams and memory take the same room, so that their axes agree.
+// The names of devices, streams and memory take the same room, so that their axes agree.
 function timeLeft() {
-  return measureNames([...facts.programs[currentProgram()].streams, hasMeasured ? "measured" : "", "1023 MiB"]) + 18;
+  const names = [...facts.programs[currentProgram()].streams, "1023 MiB", ...deviceRows.slice(0, 64).map((row) => row.name)];
+  return Math.min(measureNames([...names, hasMeasured ? "measured, 100 %" : "100 % idle"]), 130) + 18;
 }
 
 // Move the selection within a stream, or to what runs at the same time in the next.
@@ -224,6 +225,7 @@ function moveAlong(lanes, direction) {
   const program = facts.programs[number];
   const place = state.selected && state.selected.program === number ? state.selected.place : null;
   let row = place === null ? 0 : lanes.findIndex((lane) => lane.places.includes(place));
+  if (row < 0) return select(number, lanes[0].places[firstAfter(lanes[0].planned, program.start[place] + 1)], { reveal: true });
   let at = place === null ? 0 : lanes[row].places.indexOf(place);
   if (place !== null && direction === "left") at -= 1;
   else if (place !== null && direction === "right") at += 1;
@@ -234,7 +236,7 @@ function moveAlong(lanes, direction) {
     at = firstAfter(lanes[row].planned, program.start[place] + 1);
   }
   at = Math.max(0, Math.min(lanes[row].places.length - 1, at));
-  select(number, lanes[row].places[at], { reveal: true });
+  return select(number, lanes[row].places[at], { reveal: true });
 }
 
 // How many times longer an instruction took than planned, on clocks made equally long.
@@ -245,15 +247,16 @@ function differenceOf(device, place) {
   return run.length[place] / (program.length[place] * (measuredEnd / Math.max(1, facts.step)));
 }
 
-function tipOf(number, place) {
+function tipOf(number, place, device = state.device) {
   const program = facts.programs[number];
-  const lines = [program.nodeAt(place), `${facts.ops[program.opAt(place)].label} on ${program.streamAt(place)}`];
+  const op = program.opAt(place);
+  const lines = [program.nodeAt(place), `${op === "compute" ? PHASES[program.phase[place]] : facts.ops[op].label}, on stream ${program.streamAt(place)}`];
   lines.push(`planned at ${showTime(program.start[place])} for ${showTime(program.length[place])}`);
-  const run = measuredOf(state.device);
-  if (run && number === currentProgram()) {
+  const run = programOf.get(device) === number ? measuredOf(device) : null;
+  if (run) {
     lines.push(`measured at ${showTime(run.start[place])} for ${showTime(run.length[place])}`);
   }
-  const waited = (run && number === currentProgram() ? run : program).waited[place];
+  const waited = (run ?? program).waited[place];
   if (waited > 0) lines.push(`after waiting ${showTime(waited)} for its peers`);
   if (program.comm[place] >= 0) lines.push(`${showBytes(program.nbytes[place])} over ${program.commNames[program.comm[place]]}`);
   return lines;

@@ -13,7 +13,7 @@ from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkServer
-from piper.launchers.versions import Versions
+from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 

@@ -10,11 +10,11 @@ import torch
 from piper.compiler import compile
 from piper.launchers.failures import Watcher
 from piper.launchers.inline import launch_inline
-from piper.launchers.recovery import recovering
-from piper.launchers.run_events import Event
-from piper.launchers.versions import HEAD, VersionWriter
+from piper.launchers.transport.versions import HEAD, VersionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
+from piper.recovery.recovering_run import recovering
+from piper.recovery.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
 from tests.launchers.sabotage import BrokenError

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lanes import draw_phases
+
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
 from piper.view.css import hatched, hatching, hue, sheet
 from piper.view.legend import LETTER, Legend
-from piper.view.shade import caption, draw_phases, shade_of
+from piper.view.shade import caption, shade_of
 from piper.view.svg_writer import drawing, element, number, words
 
 MARGIN, HEADER, BAR, HEIGHT, GAP, LEGEND = 20.0, 64.0, 26.0, 64.0, 20.0, 34.0
@@ -56,7 +58,7 @@ def heights(rows: Sequence[MemoryRow], *, title: str) -> str:
     body = [
         element("rect", width=WIDTH, height=height, class_="page"),
         words(title, MARGIN, 30, "title"),
-        words("what a device holds beside parameters and optimizer state", MARGIN, 48, "small faint"),
+        words("what a device holds apart from parameters and optimizer state", MARGIN, 48, "small faint"),
     ]
     for place, row in enumerate(rows):
         y = HEADER + place * each

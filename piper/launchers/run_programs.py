@@ -1,6 +1,11 @@
-"""Evaluates a running job: batches go through forward-only programs, and sums become weighted means."""
+"""The programs of a run: one for each shape of batches that it trains on, and of those it evaluates on.
 
-import math
+Workers are started with one program, which has the number 0. The others are compiled when a batch of their
+shape comes, and sent to the workers, whose parameters, optimizer and communicators they use too. An
+evaluation runs forward-only programs, and its sums become weighted means.
+"""
+
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,14 +14,26 @@ import torch
 from torch import Tensor
 
 from piper.errors import ConfigError
-from piper.launchers.base import EvaluationResult, ratio
+from piper.format import size
+from piper.launchers.base import EvaluationResult, StepResult, ratio, result_of
+from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
-from piper.runtime.batch import type_of
-from piper.runtime.setup import ProgramLike, initial_tensors
+from piper.runtime.batch import (
+    as_run,
+    check_batch,
+    padded,
+    read_shapes,
+    shapes_of,
+    wanted_batch,
+)
+from piper.runtime.compute import slices_of
+from piper.runtime.setup import ProgramLike, Shapes, initial_tensors, setup_of
+from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Sums
 
 Batch = Mapping[str, Tensor]
-Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # of the fields of a batch
+MANY = 8  # shapes after which a message says how to need fewer
+log = logging.getLogger("piper")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +87,96 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """An evaluation program that workers are ready to run, and its number among those of a run."""
+    """A program that workers are ready to run, and its number among those of a run."""
 
     number: int
     program: ProgramLike
-    buffers: Mapping[str, Tensor]  # those that came from the driver: training does not use them
+    buffers: Mapping[str, Tensor]  # those that came from the driver: the first program does not use them
 
 
-class Evaluates(ABC):
-    """A run that can evaluate. Each shape of batches gets a program of its own, compiled when first seen."""
+class RunsPrograms(ABC):
+    """A run whose workers hold several programs. Each shape of batches gets one, compiled when first seen."""
 
     program: ProgramLike
     plans: Plans
     unread: dict[str, Tensor]  # the values that no worker holds
-    prepared: dict[Shapes, Prepared] | None = None
-    preparations = 0  # how many programs workers have been given
+
+    def __init__(self, program: ProgramLike) -> None:
+        self.program, self.plans = program, program.plans
+        self.wanted = wanted_batch(setup_of(program))
+        self.first = Prepared(number=0, program=program, buffers={})
+        self.prepared: dict[tuple[bool, Shapes], Prepared] = {}  # by whether it trains, and by shape
+        self.preparations = 0  # how many programs workers have been given since they were started
+
+    def step(self, batch: Batch) -> StepResult:
+        """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
+        check_batch(batch, self.wanted)
+        rows, first = as_run(self.program, batch, self.wanted)
+        ready = self.first if first else self._prepared(rows, trains=True)
+        sums = self._step(ready, rows)
+        return result_of(ready.program.plans, ready.program.outline, sums)
+
+    def _prepared(self, batch: Batch, *, trains: bool) -> Prepared:
+        """Return the program for batches of these shapes. Compile it and prepare the workers if it is new."""
+        key = (trains, read_shapes(batch, self.program.outline) if trains else shapes_of(batch))
+        found = self.prepared.get(key)
+        if found is not None and all(self.unread.get(name) is value for name, value in found.buffers.items()):
+            return found
+        if found is not None:
+            program = found.program
+        else:
+            program = self._shaped(batch) if trains else self.program.evaluation(batch)
+        buffers = self._unheld(program)
+        self.preparations += 1
+        found = Prepared(number=self.preparations, program=program, buffers=buffers)
+        self._prepare(found, trains=trains)
+        self.prepared[key] = found
+        return found
+
+    def _shaped(self, batch: Batch) -> ProgramLike:
+        """Return the program that trains on batches of these shapes. Say so if it has to be compiled."""
+        key = read_shapes(batch, self.program.outline)
+        if key in self.program.shapes:
+            return self.program.shaped(batch)
+        sizes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in key if name != COUNTS)
+        repeated = f", with samples repeated to fill {slices_of(self.plans)} equal slices"
+        many = len(self.program.shapes) >= MANY
+        log.warning(
+            "Compiling for another shape of batches: %s%s%s",
+            sizes,
+            repeated if COUNTS in batch else "",
+            "; Job(buckets=...) pads batches to a few lengths" if many else "",
+        )
+        program = self.program.shaped(batch)
+        peak, first = (max(timeline(plan).peak for plan in one.plans) for one in (program, self.program))
+        log.warning("Proven. A device takes %s for it, and %s for the first shape", size(peak), size(first))
+        return program
+
+    def _unheld(self, program: ProgramLike) -> dict[str, Tensor]:
+        """Return the values of the buffers that a program reads and no worker holds."""
+        used, held = buffers_of(program), buffers_of(self.program)
+        if missing := [name for name in used if name not in held and name not in self.unread]:
+            made = initial_tensors(
+                self.program.job
+            )  # the run began from a checkpoint, which has none of them
+            self.unread |= {name: made[name] for name in missing}
+        return {name: self.unread[name] for name in used if name not in held}
+
+    @abstractmethod
+    def _prepare(self, made: Prepared, *, trains: bool) -> None:
+        """Give workers a program, and the values of buffers that only this program reads."""
+
+    @abstractmethod
+    def _step(self, ready: Prepared, batch: Batch) -> Sums:
+        """Train on a global batch with a program that workers hold."""
+
+    @abstractmethod
+    def _forward(self, ready: Prepared, batch: Batch) -> Sums:
+        """Run an evaluation program on a global batch."""
+
+
+class Evaluates(RunsPrograms):
+    """A run that can evaluate."""
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
         """Return the loss and the metrics of some batches, by default of the job's `evaluate`.
@@ -95,11 +187,12 @@ class Evaluates(ABC):
         means, names = Means(), tuple[str, ...]()
         for batch in self._batches(batches):
             check_samples(batch)
+            batch = padded(batch, self.program.job.buckets)
             for piece in pieces_of(batch, slices_of(self.plans)):
-                prepared = self._prepared(piece.batch)
-                sums = self._forward(prepared.number, prepared.program, piece.batch)
-                means = means.add(prepared.program.plans, piece, sums)
-                names = prepared.program.outline.metric_names
+                ready = self._prepared(piece.batch, trains=False)
+                sums = self._forward(ready, piece.batch)
+                means = means.add(ready.program.plans, piece, sums)
+                names = ready.program.outline.metric_names
             means = replace(means, batches=means.batches + 1)
         if not means.batches:
             raise ConfigError(
@@ -120,51 +213,11 @@ class Evaluates(ABC):
             )
         return asked.data()
 
-    def _prepared(self, batch: Batch) -> Prepared:
-        """Return the program for batches of these shapes. Compile it and prepare the workers if it is new."""
-        known = self.prepared = {} if self.prepared is None else self.prepared
-        shapes = tuple(
-            (name, tuple(field.shape), type_of(str(field.dtype).removeprefix("torch.")))
-            for name, field in sorted(batch.items())
-        )
-        found = known.get(shapes)
-        if found is not None and all(self.unread.get(name) is value for name, value in found.buffers.items()):
-            return found
-        program = self.program.evaluation(batch) if found is None else found.program
-        buffers = self._unheld(program)
-        self._prepare(self.preparations, program, buffers)
-        known[shapes] = Prepared(number=self.preparations, program=program, buffers=buffers)
-        self.preparations += 1
-        return known[shapes]
-
-    def _unheld(self, program: ProgramLike) -> dict[str, Tensor]:
-        """Return the values of the buffers that an evaluation program reads and no worker holds."""
-        used, held = buffers_of(program), buffers_of(self.program)
-        if missing := [name for name in used if name not in held and name not in self.unread]:
-            made = initial_tensors(
-                self.program.job
-            )  # the run began from a checkpoint, which has none of them
-            self.unread |= {name: made[name] for name in missing}
-        return {name: self.unread[name] for name in used if name not in held}
-
-    @abstractmethod
-    def _prepare(self, number: int, program: ProgramLike, buffers: Batch) -> None:
-        """Give workers an evaluation program, and the values of buffers that only evaluation reads."""
-
-    @abstractmethod
-    def _forward(self, number: int, program: ProgramLike, batch: Batch) -> Sums:
-        """Run an evaluation program on a global batch."""
-
 
 def buffers_of(program: ProgramLike) -> list[str]:
     """Return the names of the buffers that the devices of a program hold."""
     slots = (slot for plan in program.plans for slot in plan.residents if slot.kind == "buffer")
     return sorted({slot.owner for slot in slots})
-
-
-def slices_of(plans: Plans) -> int:
-    """Return the number of equal slices that the samples of a batch must divide into."""
-    return plans.cells * math.prod(plans.axes.values())
 
 
 def pieces_of(batch: Batch, slices: int) -> Iterator[SampleGroup]:

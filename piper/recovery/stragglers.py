@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from statistics import median
 
 from piper.devices import show
-from piper.launchers.run_events import Event
 from piper.plan.plan import Plans
+from piper.recovery.run_events import Event
 
 SLOWER = 1.3  # times the median of the others
 STEPS = 20  # in a row

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import cast
 
-from piper.launchers.stragglers import Stragglers
 from piper.plan.plan import Plans
+from piper.recovery.stragglers import Stragglers
 
 PLANS = cast(Plans, [SimpleNamespace(devices=(0, 1, 2)), SimpleNamespace(devices=(3,))])
 

@@ -12,7 +12,7 @@ from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import StorageError
 from piper.launchers.checkpointing import model_of, unread_kept, whole_parts
-from piper.launchers.versions import Versions
+from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike
 
 

@@ -21,11 +21,11 @@ from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
-from piper.launchers.recovery import RecoveringRun, recovering
-from piper.launchers.retrying import Disk
-from piper.launchers.run_events import Event
-from piper.launchers.starters import LocalStarter, Recoverable
-from piper.launchers.versions import Versions
+from piper.launchers.transport.versions import Versions
+from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.retrying import Disk
+from piper.recovery.run_events import Event
+from piper.recovery.starters import LocalStarter, Recoverable
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -306,7 +306,7 @@ def test_a_save_that_was_under_way_is_made_again(tmp_path: Path) -> None:
 
 def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
-    monkeypatch.setattr("piper.launchers.recovery.monotonic", lambda: next(now))  # a step takes 1 s
+    monkeypatch.setattr("piper.recovery.recovering_run.monotonic", lambda: next(now))  # a step takes 1 s
     script = Script()
     run, _ = scripted(script)
     train(run, 1, 6)
@@ -359,6 +359,28 @@ def test_threads_recover(programs: dict[str, Program], cell: Cell) -> None:
         for given in batches(cell, 5):
             whole.step(given)
         assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+
+
+def test_a_run_over_several_shapes_recovers(programs: dict[str, Program]) -> None:
+    """Workers that are started again get the programs of the other shapes; nothing is compiled again."""
+    program = programs[str(BUFFERS)]
+    given = [
+        {name: value[: 4 if n % 2 else 8] for name, value in b.items()}
+        for n, b in enumerate(batches(BUFFERS, 6))
+    ]
+    found, compiled = [], []
+    chunk = next(chunk.name for chunk in program.outline.chunks if "B" in chunk.phases)
+    for at in ((), (5,)):
+        sometimes = Sabotaged(program=program, arg=f"F {chunk}", act=Sometimes(at))
+        events: list[Event] = []
+        with recovering(sometimes, "inline", Options(), retries=2, notify=events.append) as run:
+            found.append(([run.step(batch) for batch in given], run.state_dict()))
+        assert [event.event for event in events] == ["failure", "recovery"] * len(at)
+        compiled.append(len(program.shapes))
+    assert compiled == [1, 1]
+    (wanted, whole), (got, state) = found
+    assert got == wanted
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
 
 
 def test_threads_that_fail_again_and_again(programs: dict[str, Program]) -> None:

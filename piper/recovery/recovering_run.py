@@ -21,12 +21,12 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
 from piper.launchers.checkpointing import with_states
-from piper.launchers.flushing import write_version
-from piper.launchers.retrying import Disk, Failed, Saving, failed, no_version
-from piper.launchers.run_events import Event, Notify, failure, mismatch
-from piper.launchers.starters import InlineStarter, LocalStarter, Recoverable, Starter
-from piper.launchers.stragglers import Stragglers
-from piper.launchers.versions import Versions
+from piper.launchers.transport.versions import Versions
+from piper.recovery.flushing import write_version
+from piper.recovery.retrying import Disk, Failed, Saving, failed, no_version
+from piper.recovery.run_events import Event, Notify, failure, mismatch
+from piper.recovery.starters import InlineStarter, LocalStarter, Recoverable, Starter
+from piper.recovery.stragglers import Stragglers
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import ProgramLike

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from piper.ids import PHASES
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Span, Timeline
 from piper.view.css import hatched, hatching, hue, sheet
 from piper.view.legend import Legend
-from piper.view.shade import caption, draw_phases, shade_of
+from piper.view.shade import Shade, caption, shade_of
 from piper.view.svg_writer import drawing, element, number, words
 
 MARGIN, HEADER, LANE, FOOT = 20.0, 62.0, 30.0, 52.0
@@ -158,3 +159,12 @@ def legend(bars: Sequence[Bar], y: float, *, arrowed: bool) -> Iterator[str]:
     if arrowed:
         line.remark("an arrow is an event that another stream waits for")
     yield from line
+
+
+def draw_phases(legend: Legend, shades: Sequence[Shade]) -> None:
+    """Add to a legend the phases that occur among shades, each in the hue that it has first."""
+    for phase in PHASES:
+        for again in (False, True):
+            shade = next((shade for shade in shades if (shade.phase, shade.again) == (phase, again)), None)
+            if shade is not None:
+                legend.phase(phase, hue(shade.part), again=again)

@@ -11,7 +11,7 @@ import torch
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.launchers.inline import InlineRun
-from piper.launchers.versions import HEAD, Versions, check_memory, held_in, step_in, version_bytes
+from piper.launchers.transport.versions import HEAD, Versions, check_memory, held_in, step_in, version_bytes
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job
 

@@ -1,0 +1,176 @@
+"""Finds the repeated layers of a phase's graph, so that each distinct layer is compiled once.
+
+The pieces of a graph run one after the other and together are the graph. A cut lies behind a product where it
+can: products are kernels of their own, so that no fusion is lost there.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.compile.hashing import digest_of, graph_lines
+
+FEWEST = 3  # layers that are equal
+SMALLEST = 8  # operations of a layer
+WORTH = 200  # operations that need not be compiled again, for which a phase is cut
+PERIODS = 16  # lengths of a layer that are tried
+PRODUCTS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_mm",
+        "aten::convolution",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+    }
+)  # operations that Inductor does not fuse with what follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePiece:
+    """A run of a graph's operations as a module of its own."""
+
+    module: fx.GraphModule
+    arguments: tuple[Tensor, ...]  # fakes
+    reads: tuple[fx.Node, ...]  # of the whole graph, in the order of the arguments
+    writes: tuple[fx.Node, ...]  # in the order of its results
+    key: str  # equal for pieces that do the same
+
+
+def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:
+    """Return the pieces of a graph, whose nodes have their values; none where cutting it is not worth it."""
+    body = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    if len(body) < WORTH or not all(map(plain, body)) or not all(map(fixed, module.graph.nodes)):
+        return []
+    cuts = sorted({0, len(body), *cuts_of(body, [label_of(node) for node in body])})
+    runs = [body[start:stop] for start, stop in pairwise(cuts)]
+    pieces = [piece_of(module, run) for run in runs]
+    distinct = {piece.key: len(run) for piece, run in zip(pieces, runs, strict=True)}
+    return pieces if len(body) - sum(distinct.values()) >= WORTH else []
+
+
+def plain(node: fx.Node) -> bool:
+    """Return whether an operation can move into a module of its own: a call that changes no argument."""
+    if node.op != "call_function":
+        return False
+    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+
+
+def fixed(node: fx.Node) -> bool:
+    """Return whether all sizes of a value are known."""
+    value = node.meta.get("val")
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def label_of(node: fx.Node) -> str:
+    """Return what an operation does, wherever it stands: its target, its literal arguments and its result."""
+    literals = fx.node.map_arg((node.args, node.kwargs), lambda argument: "%")
+    return f"{node.target} {literals} {described(node.meta.get('val'))}"
+
+
+def described(value: object) -> str:
+    """Return the type and layout of a value."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
+    if isinstance(value, tuple | list):
+        return " ".join(map(described, value))
+    return repr(value)
+
+
+def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> Iterator[int]:
+    """Yield the places between layers, of the longest run of equal layers and then of what lies around it."""
+    found = longest_run(labels)
+    if found is None:
+        return
+    start, stop, period = found
+    first = min(range(start, start + period), key=lambda place: cut_cost(body, place, start, stop, period))
+    places = list(range(first, stop + 1, period))
+    yield from (offset + place for place in places)
+    yield from cuts_of(body[: places[0]], labels[: places[0]], offset)
+    yield from cuts_of(body[places[-1] :], labels[places[-1] :], offset + places[-1])
+
+
+def longest_run(labels: Sequence[str]) -> tuple[int, int, int] | None:
+    """Return the first place, the end and the period of the longest run that repeats itself."""
+    best: tuple[int, int, int] | None = None
+    for period in likely_periods(labels):
+        start = 0
+        for place in range(len(labels) - period + 1):
+            if place < len(labels) - period and labels[place] == labels[place + period]:
+                continue
+            stop = place + period  # labels[start:stop] repeats itself
+            if stop - start >= FEWEST * period and (
+                best is None or stop - start > best[1] - best[0] + period
+            ):
+                best = (start, stop, period)
+            start = place + 1
+    return best
+
+
+def likely_periods(labels: Sequence[str]) -> list[int]:
+    """Return the most common distances between equal operations, the shortest first."""
+    last: dict[str, int] = {}
+    distances: Counter[int] = Counter()
+    for place, label in enumerate(labels):
+        if label in last:
+            distances[place - last[label]] += 1
+        last[label] = place
+    common = distances.most_common()
+    return sorted([period for period, _ in common if period >= SMALLEST][:PERIODS])
+
+
+def cut_cost(
+    body: Sequence[fx.Node], place: int, start: int, stop: int, period: int
+) -> tuple[bool, bool, bool, int]:
+    """Return what a cut costs: it is impossible, loses layers or fusions, and how many bytes cross it."""
+    lost = (stop - start) // period - (stop - place) // period
+    inside = place + period  # a place with layers on both sides
+    earlier, later = set(body[:inside]), set(body[inside:])
+    crossing = [node for node in earlier if any(user in later for user in node.users)]
+    several = not all(isinstance(node.meta.get("val"), Tensor) for node in crossing)
+    return several, lost > 1, not ends_kernel(body[inside - 1]), sum(map(bytes_of, crossing))
+
+
+def ends_kernel(node: fx.Node) -> bool:
+    """Return whether an operation, or the one whose result it takes, is a kernel of its own."""
+    if node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return is_product(node)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Return whether an operation is a kernel of its own."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name().partition(".")[0] in PRODUCTS
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Return the size of an operation's result."""
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def piece_of(module: fx.GraphModule, run: Sequence[fx.Node]) -> PhasePiece:
+    """Return a run of operations as a module of its own."""
+    inside = set(run)
+    reads = list(dict.fromkeys(read for node in run for read in node.all_input_nodes if read not in inside))
+    writes = [node for node in run if any(user not in inside for user in node.users)]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(f"read_{n}") for n, node in enumerate(reads)}
+    for node in run:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}
+    graph.output(tuple(copies[node] for node in writes))
+    made = fx.GraphModule(module, graph)
+    arguments = tuple(node.meta["val"] for node in reads)
+    key = digest_of([*map(described, arguments), *graph_lines(graph, made)])
+    return PhasePiece(module=made, arguments=arguments, reads=tuple(reads), writes=tuple(writes), key=key)

@@ -1,0 +1,177 @@
+"""Products of linear layers in fp8, with the rounding that the docs define (docs/directives/precision.md).
+
+    y  = x w^T      x and w rounded to e4m3, each row by a scale of its own
+    gx = g w        the same rounded w; its scales are multiplied into g, which is rounded row by row to e4m3
+    gw = g^T x      g rounded to e5m2 and x to e4m3, each by one scale for all rows of the slice
+
+A scale is the largest magnitude divided by the largest number of the type. The first two depend on single
+rows, so they are the same however samples are sliced; the third is a sum over rows, and sees the slice that
+it is given. Sums are wide, and the result has the type of x.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.trace.linear_layers import WEIGHT, factors_of
+from piper.capture.trace.piece import Body, CapturedChunk
+from piper.errors import ScheduleError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+LEAST = 1e-30  # a scale: rows of zeros have one too
+ALIGNED = 16  # elements: what tensor cores ask of the sides of a product
+CAPABLE = (8, 9)  # the first compute capability with fp8
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a weight [out, in] in fp8, and add a bias."""
+    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
+    y = rows.reshape(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+class _Product(torch.autograd.Function):
+    """The forward and both backward products of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+        peaks = x.abs().amax(1, keepdim=True)
+        ctx.save_for_backward(x, weight, peaks)
+        scales, rows = scale_of(peaks, E4M3), scale_of(weight.abs().amax(1, keepdim=True), E4M3)
+        return product(rounded(x, scales, E4M3), rounded(weight, rows, E4M3), scales, rows, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
+        x, weight, peaks = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            rows = scale_of(weight.abs().amax(1, keepdim=True), E4M3)
+            folded = grad.to(rows.dtype) * rows.t()
+            scales = scale_of(folded.abs().amax(1, keepdim=True), E4M3)
+            ones = scales.new_ones((x.shape[1], 1))
+            narrow = rounded(weight, rows, E4M3).t()
+            of_x = product(rounded(folded, scales, E4M3), narrow, scales, ones, x.dtype)
+        if ctx.needs_input_grad[1]:
+            largest = grad.abs().amax(1).amax()
+            one, other = scale_of(largest, E5M2), scale_of(peaks.amax(), E4M3)
+            of_weight = product(
+                rounded(grad, one, E5M2).t(), rounded(x, other, E4M3).t(), one, other, x.dtype
+            )
+        return of_x, of_weight
+
+
+def scale_of(peaks: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the scales that bring values with these largest magnitudes into the range of an fp8 type."""
+    return (peaks.to(wide(peaks.dtype)) / LARGEST[kind]).clamp(min=LEAST)
+
+
+def rounded(values: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """Divide values by their scales and round them to an fp8 type."""
+    return (values.to(scale.dtype) / scale).clamp(-LARGEST[kind], LARGEST[kind]).to(kind)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of scales and sums."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the rows of `a` by the rows of `b`: [m, k] and [n, k] to [m, n].
+
+    Scales are one number each, or one for each row. On tensor cores where they can: the type is not float64
+    and the sides divide by 16.
+    """
+    a, b = a.contiguous(), b.contiguous()
+    by_row = scale_b.dim() > 0
+    across = scale_b.t() if by_row else scale_b
+    aligned = not any(side % ALIGNED for side in (*a.shape[1:], *b.shape))
+    if a.is_cuda and aligned and dtype is not torch.float64:
+        made = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a,
+            across.contiguous(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=by_row,  # kernels with scales of rows are slow otherwise
+        )
+        return made.to(dtype)
+    emulated: Tensor = fp8_mm(a, b.t(), scale_a, across, dtype)
+    return emulated
+
+
+@torch.library.custom_op("piper::fp8_mm", mutates_args=())
+def fp8_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply fp8 matrices where there are no tensor cores for them: in the type of their scales."""
+    sums = a.to(scale_a.dtype) @ b.to(scale_b.dtype)
+    return (sums * scale_a * scale_b).to(dtype)
+
+
+@fp8_mm.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def check_machine(device: str, by: str) -> None:
+    """Refuse products in fp8 on a GPU that has none."""
+    if device == "cuda" and torch.cuda.get_device_capability() < CAPABLE:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise ScheduleError(
+            "this GPU has no products in fp8",
+            by=by,
+            facts={"here": f"{torch.cuda.get_device_name()}, compute capability {found}"},
+            hint="fp8 needs compute capability 8.9 (Ada, Hopper or later): leave precision out, "
+            "or use --device cpu, where fp8 is emulated",
+        )
+
+
+def in_fp8(piece: CapturedChunk) -> CapturedChunk:
+    """Return a chunk whose marked products run in fp8."""
+    assert piece.body is not None, "a marker has no code"
+    segments = tuple(replace(segment, body=_rewritten(segment.body)) for segment in piece.segments)
+    return replace(piece, body=_rewritten(piece.body), segments=segments)
+
+
+def _rewritten(body: Body) -> Body:
+    """Replace the marked products of a body.
+
+    linear(x, w, b)
+    -->
+    fp8_linear(x, w, b)
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in body.graph.nodes:
+        found = factors_of(node) if WEIGHT in node.meta else None
+        if found is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        weight = copies[found.weight]
+        if found.transposed:
+            weight = graph.call_method("t", (weight,))
+        bias = copies[found.bias] if isinstance(found.bias, fx.Node) else None
+        copies[node] = graph.call_function(fp8_linear, (copies[found.x], weight, bias))
+        copies[node].meta = dict(node.meta)
+    return replace(body, graph=graph)
+
+
+def merge_rounding(graph: fx.Graph) -> None:
+    """Round a value once that several products read, once in the forward and once in the backward.
+
+    If the backward used what the forward had rounded, each microbatch would hold that in between.
+    """
+    known: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        made = node.meta.get("val")
+        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(made, Tensor):
+            continue
+        copies = node.target is torch.ops.aten.clone.default and made.dtype not in LARGEST
+        if copies or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue  # a copy is there because its memory is its own
+        side = node.meta.get("partitioner_tag")
+        first = known.setdefault(f"{side} {node.target} {node.args} {node.kwargs}", node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)

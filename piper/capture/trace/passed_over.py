@@ -1,0 +1,78 @@
+"""Calls that a trace passes over: prints, logs and warnings, checkpoints, and `requires_grad` of values.
+
+Printing and logging happen in no step: a plan runs only what computes. A checkpoint of `torch.utils` says
+what to save, not what to compute, and in Piper a strategy says that: its function is traced as if called
+directly, so that regions inside it are seen. Checkpointed models let their inputs require a gradient, which
+nothing reads.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pprint import pprint
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+from piper.capture.trace.blame import tracing_line
+
+SILENT: tuple[Callable[..., object], ...] = (
+    print,
+    pprint,
+    warnings.warn,
+    logging.debug,
+    logging.info,
+    logging.warning,
+    logging.error,
+    logging.critical,
+    logging.exception,
+    logging.log,
+)
+
+
+@contextmanager
+def passing_over() -> Iterator[list[str]]:
+    """Pass over such calls during one trace. Yield the list that collects the lines of checkpoints.
+
+    Dynamo has a setting for functions, and none for the others: this replaces its methods that handle them.
+    """
+    lines: list[str] = []
+    setting, requiring = SetAttrBuiltinVariable._call_setattr, TensorVariable.method_requires_grad_
+
+    def checkpointed(variable: object, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> object:  # noqa: ANN401  Dynamo's own protocol
+        lines.append(tracing_line().strip(" ()"))
+        _, passed = TagActivationCheckpoint.divide_kwargs(kwargs)
+        return args[0].call_function(tx, args[1:], passed)
+
+    def logged(variable: object, tx: object, name: str, args: object, kwargs: object) -> ConstantVariable:
+        return ConstantVariable.create(None)
+
+    def set_attribute(builtin: Any, tx: Any, value: Any, name: Any, to: Any) -> object:  # noqa: ANN401
+        if value.is_tensor() and _constant(name) == "requires_grad" and _constant(to) is True:
+            return to
+        return setting(builtin, tx, value, name, to)
+
+    def require(value: Any, tx: Any, requires_grad: Any = True) -> object:  # noqa: ANN401
+        wanted = requires_grad is True or _constant(requires_grad) is True
+        return value if wanted else requiring(value, tx, requires_grad)
+
+    with (
+        patch.object(CheckpointHigherOrderVariable, "_call_function", checkpointed),
+        patch.object(LoggingLoggerVariable, "call_method", logged),
+        patch.object(SetAttrBuiltinVariable, "_call_setattr", set_attribute),
+        patch.object(TensorVariable, "method_requires_grad_", require),
+        torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
+    ):
+        yield lines
+
+
+def _constant(variable: Any) -> object:  # noqa: ANN401
+    """Return the constant behind a variable of Dynamo. None: it has none."""
+    return variable.as_python_constant() if variable.is_python_constant() else None

@@ -1,0 +1,68 @@
+"""`piper export`: the weights of a run, as a folder that Hugging Face's libraries read."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper.cli.options import AsJson
+from piper.errors import ConfigError
+
+FORMS = ("hf", "peft")
+
+
+def export(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, for its newest checkpoint, or a checkpoint.", metavar="RUN")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The folder to write: a new or empty one.", metavar="DIR")],
+    to: Annotated[
+        str, typer.Option(help="hf: a model for from_pretrained. peft: only the adapter.", metavar="hf|peft")
+    ] = "hf",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="The recipe that builds the model; else the run's own.", metavar="RECIPE"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="The type to write; else as trained.", metavar="fp32|bf16|fp64")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the weights of a run as a folder that transformers or peft reads."""
+    from piper.checkpoint.reader import Values  # torch is paid for only where it is used
+    from piper.format import count, size
+    from piper.recipe import load_recipe
+    from piper.runtime.setup import DTYPES
+    from piper.train.exporting import checkpoint_of, export_values, recipe_of_run
+
+    if to not in FORMS:
+        raise ConfigError(f"there is no form {to!r}", by="--to", hint="--to is one of " + ", ".join(FORMS))
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(
+            f"there is no type {dtype!r}", by="--dtype", hint="--dtype is one of " + ", ".join(DTYPES)
+        )
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(
+            "this folder is not empty", by=str(folder), hint="name a new folder: export replaces nothing"
+        )
+    job = load_recipe(recipe or recipe_of_run(Path(run)))
+    checkpoint = checkpoint_of(Path(run), job)
+    values = Values(checkpoint)
+    kind = export_values(job, values, folder, adapter=to == "peft", dtype=DTYPES[dtype] if dtype else None)
+    nbytes = sum(file.stat().st_size for file in folder.iterdir())
+    report = {
+        "folder": str(folder),
+        "model": kind,
+        "checkpoint": str(checkpoint),
+        "step": values.record.step,
+        "bytes": nbytes,
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(report) + "\n")
+        return
+    steps = count(values.record.step, "step")
+    sys.stdout.write(
+        f"Exported {kind} after {steps}, {size(nbytes)}\n  from     {checkpoint}\n  to       {folder}\n"
+    )

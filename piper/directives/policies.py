@@ -1,0 +1,58 @@
+"""One policy for each chunk: what directives ask of single microbatches must agree, and holds for all."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from piper.errors import ScheduleError
+from piper.ids import Tags, show_part
+from piper.ir.graph import Graph, Policy
+
+
+def settled(graph: Graph) -> Graph:
+    """Return the graph with one policy for each chunk. Refuse microbatches that ask for different ones.
+
+    A chunk has its parameters once, whichever devices run its microbatches. Microbatches that are only placed
+    ask for nothing.
+    """
+    policies = dict(graph.policies)
+    for chunk, asked in graph.part_policies.items():
+        found = dict(by_part(graph, chunk, asked))
+        first, *others = found
+        for part in others:
+            if meaning(found[part]) != meaning(found[first]):
+                raise contradiction(graph, chunk, {each: found[each] for each in (first, part)})
+        policies[chunk] = found[first]
+    return replace(graph, policies=policies, part_policies={})
+
+
+def by_part(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Iterator[tuple[Tags, Policy]]:
+    """Yield the policy of each microbatch that has one. A later split has divided what was asked for."""
+    for cell in graph.index.cells:
+        if cell.chunk == chunk:
+            known = (asked.get(cell.part[:axes]) for axes in range(len(cell.part), -1, -1))
+            policy = next((each for each in known if each is not None), graph.policies.get(chunk))
+            if policy is not None:
+                yield cell.part, policy
+
+
+def meaning(policy: Policy) -> Policy:
+    """Return a policy without the directives that asked for it."""
+    return replace(policy, origin=None, axes=tuple(replace(held, origin=0) for held in policy.axes))
+
+
+def contradiction(graph: Graph, chunk: str, found: Mapping[Tags, Policy]) -> ScheduleError:
+    """Return the error for two microbatches that ask for different policies."""
+    facts, numbers = {}, []
+    for part, policy in found.items():
+        asked = [f"zero={policy.zero}", f"ways={policy.ways}"]
+        asked += [f"{held.axis}={held.degree}" for held in policy.axes]
+        asked += [] if policy.bucket_mb is None else [f"bucket_mb={policy.bucket_mb:g}"]
+        number = max(n for n in (policy.origin, *(held.origin for held in policy.axes)) if n is not None)
+        numbers.append(number)
+        facts[f"{chunk}{show_part(part)}"] = f"{', '.join(asked)} by {graph.directives[number]}"
+    return ScheduleError(
+        f"the microbatches of {chunk} contradict each other about its parameters",
+        by=graph.directives[max(numbers)].title,
+        facts=facts,
+        hint="its parameters live on the devices of all its microbatches: ask for the same on each",
+    )

@@ -1,0 +1,92 @@
+"""`precision`: run the products of regions in a narrower type than the job's."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from piper.directives.base import (
+    Directive,
+    check_whole,
+    given_filter,
+    registered,
+    selected,
+    spelt,
+    touched,
+)
+from piper.errors import ScheduleError
+from piper.ir.graph import Graph
+from piper.ir.select import At
+
+FP8 = "fp8"
+
+
+@registered(6)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Precision(Directive):
+    """Run the products of the selected regions' linear layers in fp8, forward and backward.
+
+    F[PP=0]: x @ w.T in bf16
+    -->
+    F[PP=0]: x and w rounded to 8 bits, x @ w.T summed and returned as before
+    """
+
+    places: ClassVar[bool] = False
+
+    at: At
+    products: str = spelt("products", 'the precision of products: "fp8"')
+    gather: str | None = None  # "fp8": under zero=3 their weights are gathered in it
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        if self.products != FP8:
+            raise ScheduleError(
+                f"products={self.products!r} is no precision of products",
+                by=by,
+                hint='products run in "fp8"; Job(precision=...) is the precision of everything else',
+            )
+        if self.gather not in (None, FP8):
+            raise ScheduleError(
+                f"gather={self.gather!r} is no precision of gathers",
+                by=by,
+                hint='weights are gathered in "fp8", or with gather=None in the job\'s precision',
+            )
+        nodes = selected(graph, self.at, by)
+        check_whole(graph, nodes, by)
+        names = dict.fromkeys(node.chunk for node in nodes)
+        self._check_undivided(graph, list(names), by)
+        chosen = [name for name in names if graph.chunks[name].products]
+        if not chosen:
+            raise ScheduleError(
+                "nothing here multiplies by the weight of a linear layer",
+                by=by,
+                facts={"asked": str(self.at), "left out": "attention, routers, grouped experts, the head"},
+                hint="select the regions of linear layers",
+            )
+        narrow = chosen if self.gather is not None else ()
+        graph = replace(
+            graph,
+            precisions={**graph.precisions, **dict.fromkeys(chosen, self.products)},
+            gathered_in_fp8=graph.gathered_in_fp8.difference(names).union(narrow),
+        )
+        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
+
+    def _check_undivided(self, graph: Graph, names: list[str], by: str) -> None:
+        """Refuse regions that are divided along an axis: the scale of a row would be that of its slice."""
+        for name in names:
+            degree = graph.outline.degree(graph.chunks[name])
+            if degree > 1:
+                raise ScheduleError(
+                    f"{name} is divided, and products of divided regions do not run in {self.products}",
+                    by=by,
+                    facts={"asked": str(self.at), "but": f"{degree} devices share each of its samples"},
+                    hint="leave this region out of the filter, or do not shard it along an axis",
+                )
+
+
+def precision(at: At, products: str, gather: str | None = None) -> Precision:
+    """Run the products of the selected regions' linear layers in `products`, which is "fp8".
+
+    Attention, routers, grouped experts and the head stay in the job's precision, and so do parameters,
+    their gradients' sums and the optimizer.
+    gather: "fp8" lets the weights of these products travel in fp8 where zero=3 gathers them.
+    """
+    return Precision(at=given_filter("precision", at), products=products, gather=gather)

@@ -1,0 +1,106 @@
+"""The devices of each chunk: those that hold its parameters, and those that run each microbatch."""
+
+from dataclasses import dataclass, replace
+
+from piper.devices import Devices
+from piper.ir.chunk import Tags
+from piper.ir.graph import Graph, Policy
+from piper.ir.node import Compute
+
+Lanes = tuple[Devices, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlacement:
+    """The placement of a chunk: its devices and its policy."""
+
+    chunk: str
+    devices: Devices  # that run a microbatch, or that hold the parameters
+    policy: Policy
+    origin: tuple[int, ...]
+    by: str  # the directive that put it there
+
+    @property
+    def lanes(self) -> Lanes:
+        """Return the devices, and the number of neighbours among them that share their samples."""
+        return self.devices, self.policy.degree
+
+    @property
+    def slices(self) -> int:
+        """Return the number of slices into which the devices cut the samples."""
+        return len(self.devices) // self.policy.degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlacements:
+    """Microbatches that run on the same devices, chunk by chunk, and the placements of chunks for them."""
+
+    parts: frozenset[Tags]
+    placements: dict[str, ChunkPlacement]
+
+
+def placements_of(graph: Graph) -> dict[str, ChunkPlacement]:
+    """Return where the parameters of each chunk live: on every device that runs one of its microbatches."""
+    found = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
+    for chunk, sets in spread(graph).items():
+        devices = tuple(dict.fromkeys(device for members in sets for device in members))
+        found[chunk] = replace(found[chunk], devices=devices)
+    return found
+
+
+def layouts_of(graph: Graph) -> list[PartPlacements]:
+    """Return the microbatches by the devices that run them, from the first microbatch on.
+
+    There is one layout unless a directive places single microbatches.
+    """
+    common = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
+    parts = dict.fromkeys(cell.part for cell in graph.index.cells)
+    moved = spread(graph)
+    if not moved:
+        return [PartPlacements(parts=frozenset(parts), placements=common)]
+    by_part: dict[Tags, dict[str, Compute]] = {part: {} for part in parts}
+    for node in graph.nodes.values():
+        if node.chunk in moved:
+            by_part[node.part].setdefault(node.chunk, node)
+    found: dict[frozenset[tuple[str, Devices]], list[Tags]] = {}
+    for part, nodes in by_part.items():
+        found.setdefault(frozenset((chunk, node.devices) for chunk, node in nodes.items()), []).append(part)
+    return [
+        PartPlacements(
+            parts=frozenset(alike),
+            placements={
+                **common,
+                **{chunk: placed(graph, node) for chunk, node in by_part[alike[0]].items()},
+            },
+        )
+        for alike in found.values()
+    ]
+
+
+def spread(graph: Graph) -> dict[str, list[Devices]]:
+    """Return the chunks whose microbatches run on several sets of devices, and those sets in order."""
+    sets: dict[str, list[Devices]] = {}
+    for node in graph.nodes.values():
+        held = sets.setdefault(node.chunk, [node.devices])
+        if node.devices is not held[0] and node.devices not in held:
+            held.append(node.devices)
+    return {chunk: held for chunk, held in sets.items() if len(held) > 1}
+
+
+def first_nodes(graph: Graph) -> dict[str, Compute]:
+    """Return the first node of each chunk."""
+    found: dict[str, Compute] = {}
+    for node in graph.nodes.values():
+        found.setdefault(node.chunk, node)
+    return found
+
+
+def placed(graph: Graph, node: Compute) -> ChunkPlacement:
+    """Return the placement of a chunk as one of its nodes has it."""
+    return ChunkPlacement(
+        chunk=node.chunk,
+        devices=node.devices,
+        policy=graph.policy(node.chunk),
+        origin=node.origin,
+        by=graph.placed_by(node),
+    )

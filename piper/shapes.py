@@ -1,0 +1,84 @@
+"""Compiles a job for batches of other sizes, over the parameters that a compiled program holds."""
+
+from piper.capture.compile.cache import usable_cache
+from piper.capture.recordings import Capturing, Recordings, fields_of
+from piper.capture.trace.record import LossFn
+from piper.compiler import Program, build
+from piper.errors import CaptureError
+from piper.job import Batch
+from piper.plan.plan import Plans
+from piper.runtime.uneven import COUNTS, counted_loss
+
+
+def compile_shape(program: Program, batch: Batch) -> Program:
+    """Compile a program's job for batches like `batch`, and prove its plans.
+
+    Raise a CaptureError where the model then has other parameters, or divides them in another way.
+    """
+    job = program.job
+    loss: LossFn = counted_loss(job.loss) if COUNTS in batch else job.loss
+    fresh = Recordings(
+        model=job.model,
+        loss=loss,
+        precision=job.precision,
+        device=program.device,
+        compiled=program.cache is not None,
+        fields=fields_of(batch),
+    )
+    known = (made.recordings for made in (program, *program.shapes.values()))
+    capturing = Capturing(
+        batch=batch,
+        recordings=next((one for one in known if one.fields == fresh.fields), fresh),
+        cache=None if program.cache is None else usable_cache(program.cache),
+        folder=program.cache,
+    )
+    settings = program.work.settings
+    found = build(job, capturing, state_bytes=settings.state_bytes, whole=settings.whole)
+    check_parameters(program, found, batch)
+    check_buffers(program, found, batch)
+    return found
+
+
+def check_parameters(program: Program, found: Program, batch: Batch) -> None:
+    """Refuse a program that trains other parameters, or holds them in another way."""
+    here, there = trained_in(program), trained_in(found)
+    if (here, program.plans.buckets) == (there, found.plans.buckets):
+        return
+    apart = sorted(here ^ there)
+    which = f"{apart[0]} is trained only for one of them" if apart else "their order or their chunks differ"
+    raise another_model(batch, "parameters", which)
+
+
+def trained_in(program: Program) -> set[str]:
+    """Return the parameters that a backward reaches."""
+    phases = (chunk.phases["B"] for chunk in program.outline.chunks if "B" in chunk.phases)
+    return {name for phase in phases for name in phase.grad_params}
+
+
+def check_buffers(program: Program, found: Program, batch: Batch) -> None:
+    """Refuse a program that writes a buffer on a device that does not hold it otherwise."""
+    written = {name for chunk in found.outline.chunks for name in chunk.mutated}
+    for device, names in buffers_by_device(found.plans).items():
+        held = buffers_by_device(program.plans)[device]
+        if missing := sorted((names - held) & written):
+            raise another_model(batch, "buffers", f"{missing[0]} is written only for one of them")
+
+
+def buffers_by_device(plans: Plans) -> dict[int, set[str]]:
+    """Return the names of the buffers that each device holds."""
+    return {
+        device: {slot.owner for slot in plan.residents if slot.kind == "buffer"}
+        for plan in plans
+        for device in plan.devices
+    }
+
+
+def another_model(batch: Batch, what: str, which: str) -> CaptureError:
+    """Return the error of a model that is not the same for batches of other sizes."""
+    sizes = ", ".join(f"{name} {tuple(field.shape)}" for name, field in batch.items() if name != COUNTS)
+    return CaptureError(
+        f"the model has other {what} for batches of other sizes",
+        by="model",
+        facts={"batch": sizes, "why": which},
+        hint="let the forward use the same layers whatever the sizes, or pad batches: Job(buckets=...)",
+    )

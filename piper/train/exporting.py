@@ -1,0 +1,110 @@
+"""Weights of runs out to Hugging Face's folders, and in from them as the start of a run."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from piper.capture.trace.trace import build_fake
+from piper.checkpoint.adapters import export_adapter, is_adapted, merged
+from piper.checkpoint.folder import step_path
+from piper.checkpoint.huggingface import export_hf, import_hf
+from piper.checkpoint.metadata import FILE, DamagedError
+from piper.compiler import compile
+from piper.errors import ConfigError
+from piper.job import Job
+from piper.launchers.initial_weights import write_start
+from piper.recipe import file_and_function
+from piper.runtime.setup import build_model
+from piper.train.lock import locked
+from piper.train.run_folder import ABOUT, choose, claim, prepare
+from piper.train.saving import checkpoints_of, past_of, prepare_saves
+
+
+def export_values(
+    job: Job, values: Mapping[str, Tensor], folder: Path, *, adapter: bool, dtype: torch.dtype | None
+) -> str:
+    """Write the values of a job's model as an export, and return the name of the class that it is for.
+
+    adapter: only the adapter of a model that peft has wrapped. False: all of the model, adapters merged in.
+    """
+    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    held = {name: values[name] for name in model.state_dict() if name in values}
+    if is_adapted(model):
+        model = build_model(job)
+        model.load_state_dict(held, strict=False)
+        if not adapter:
+            model = merged(model)
+            held = model.state_dict()
+    elif adapter:
+        raise ConfigError(
+            f"a {type(model).__name__} has no adapter",
+            by="--to peft",
+            hint="export all of it: --to hf",
+        )
+    if adapter:
+        export_adapter(model, folder, dtype)
+    else:
+        export_hf(held, model, folder, dtype)
+    return type(model).__name__
+
+
+def import_start(recipe: str, job: Job, weights: Path, out: Path | None) -> Path:
+    """Make the folder of a run that begins with the weights in a Hugging Face folder, and return it."""
+    if job.checkpoint is None:
+        raise ConfigError(
+            "the job saves no checkpoints, so it cannot go on from one either",
+            by=recipe,
+            hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
+        )
+    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    values = import_hf(weights, model if hasattr(model, "save_pretrained") else None)
+    program = compile(job)
+    folder = choose(out, recipe, resume=False)
+    claim(folder)
+    with locked(folder):
+        prepare(folder, job, resume=False)
+        where = prepare_saves(folder, job, resume=False)
+        assert where is not None, "the job has a checkpoint"
+        write_start(program, values, step_path(where, 0))
+    return folder
+
+
+def recipe_of_run(folder: Path) -> str:
+    """Return the recipe of a run, or of the run that a checkpoint lies in: as it was when the run started."""
+    for place in (folder, *folder.absolute().parents[:2]):
+        try:
+            recipe = json.loads((place / ABOUT).read_text(encoding="utf-8"))["recipe"]
+            file, function = file_and_function(str(recipe))
+            kept = place / "recipe.py"
+            same = Path(file).is_file() and Path(file).read_bytes() == kept.read_bytes()
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return str(recipe) if same else f"{kept}:{function}"
+    raise ConfigError(
+        "there is no run here, or it does not say which recipe it ran",
+        by=str(folder),
+        facts={"looked": f"for {ABOUT} and recipe.py"},
+        hint="name the folder that `piper train --out DIR` wrote, or add --recipe file.py:function",
+    )
+
+
+def checkpoint_of(folder: Path, job: Job) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest of a run's folder."""
+    if (folder / FILE).is_file():
+        return folder
+    past = [] if checkpoints_of(folder, job) is None else past_of(folder, job)
+    for found in past:
+        if not isinstance(found, DamagedError):
+            return found
+        sys.stderr.write(f"{found.path} is damaged ({found.why}): looking for an earlier checkpoint\n")
+    raise ConfigError(
+        "this run has no complete checkpoint",
+        by=str(folder),
+        facts={"looked": f"in {checkpoints_of(folder, job) or 'a folder that the job does not name'}"},
+        hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
+    )

@@ -1,0 +1,90 @@
+"""Models are built without memory, whatever their constructors do with tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import piper
+from piper.capture.trace.trace import build_fake
+
+
+class Converted(nn.Module):
+    """Modules that are converted while the model is built, one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Linear(2, 2).to(torch.float32)
+        self.lower = nn.Linear(2, 2).bfloat16()
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.lower.weight
+        self.elsewhere = nn.Parameter(torch.empty(2, 2, device="cuda"))  # as a model names its device
+        self.lower.float()
+
+
+def test_a_constructor_may_convert_modules() -> None:
+    model = build_fake(Converted, FakeTensorMode(), torch.float64, torch.device("cpu"))
+    parameters: list[torch.Tensor] = [*model.parameters()]
+    assert len(parameters) == 6
+    assert {(type(p), p.dtype, p.device.type, p.requires_grad) for p in parameters} == {
+        (FakeTensor, torch.float64, "cpu", True)
+    }
+    made: Any = model
+    assert made.tied.weight is made.lower.weight
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [
+        lambda w: nn.init.trunc_normal_(w, std=0.5),
+        lambda w: nn.init.sparse_(w, 0.5),
+        lambda w: w.div_(w.std().item()),
+        lambda w: w.copy_(torch.linalg.svd(w)[0]),
+    ],
+    ids=["trunc_normal_", "sparse_", "item", "svd"],
+)
+def test_initial_values_are_those_of_plain_pytorch(initialise: Any) -> None:  # noqa: ANN401
+    def model() -> nn.Module:
+        made = nn.Linear(4, 4)
+        with torch.no_grad():
+            initialise(made.weight)
+        return made
+
+    job = piper.Job(
+        model=model,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [{"x": torch.ones(4, 4)}],
+        seed=3,
+    )
+    torch.manual_seed(3)
+    wanted = model().state_dict()
+    with piper.launch(piper.compile(job)) as run:
+        found = run.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_pretrained_weights_start_a_run(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    saved = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1))
+    saved.save_pretrained(tmp_path)
+    tokens = torch.arange(32).view(4, 8) % 16
+    batch = {"input_ids": tokens, "labels": tokens}
+    job = piper.Job(
+        model=lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path),
+        loss=piper.losses.huggingface,
+        data=lambda: [batch],
+        strategy=piper.strategies.fsdp(dp=2),
+        precision="fp64",
+    )
+    with piper.launch(piper.compile(job)) as run:
+        found, result = run.state_dict(), run.step(batch)
+    assert all(torch.equal(found[name], value.double()) for name, value in saved.state_dict().items())
+    loss = saved.double()(**batch).loss
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(saved.parameters(), float("inf")).item()
+    # transformers computes norms and softmax in float32
+    assert (result.loss, result.grad_norm) == pytest.approx((loss.item(), norm), rel=1e-6)

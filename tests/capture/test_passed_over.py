@@ -1,0 +1,72 @@
+"""Models that print, log, warn and checkpoint in their forward are captured, and train as in plain PyTorch."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import piper
+from piper.launchers.launch import launcher
+from piper.runtime.debug.check import check
+
+log = logging.getLogger("model")
+
+
+class Talking(nn.Module):
+    """Layers, each checkpointed in one of torch's two ways, and everything that a forward can say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad = True
+        for number, layer in enumerate(self.layers):
+            print("layer", number, x.shape, x)  # noqa: T201
+            log.info("layer %d", number)
+            log.warning("mean %s", x.mean())
+            logging.debug("layer")
+            warnings.warn(f"layer {number}", stacklevel=1)
+            x = checkpoint(
+                lambda value, layer=layer: self.drop(layer(value)).tanh(), x, use_reentrant=number == 0
+            )
+        return x
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    result: Tensor = model(batch["x"].clone()).square().mean()
+    return result
+
+
+def job(*strategy: piper.Directive) -> piper.Job:
+    data = [{"x": torch.arange(16.0).view(4, 4) / 16}]
+    model = lambda: piper.annotate_layers(Talking())  # noqa: E731
+    return piper.Job(model=model, loss=loss, data=lambda: data, strategy=strategy, precision="fp64")
+
+
+@pytest.mark.filterwarnings("ignore:layer")
+def test_what_a_forward_says_and_checkpoints_is_passed_over(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = job(*piper.strategies.pipeline(layers=2, pp=2, microbatches=2))
+    program = piper.compile(made)
+    batch = next(iter(made.data()))
+    with piper.launch(program) as run:
+        run.step(batch)
+    said = [record.message for record in caplog.records if not record.name.startswith("torch")]
+    assert (capsys.readouterr().out, said) == ("", [])
+    assert program.warnings == (
+        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:35, 2 "
+        "times). Here the strategy says what is recomputed: add piper.remat(piper.at(), budget=0)",
+    )
+    report = check(program, lambda started, options: launcher(started, "inline", options), [batch])
+    assert report.ok, report.first_bad
+
+
+def test_a_strategy_that_recomputes_answers_the_checkpoints() -> None:
+    assert piper.compile(job(piper.remat(piper.at(), budget=0))).warnings == ()

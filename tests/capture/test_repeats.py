@@ -1,0 +1,106 @@
+"""The repeated layers of a phase are found, compiled once, and give the same values."""
+
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture.autodiff.code import GraphCode
+from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.compile import inductor, repeats
+from piper.capture.compile.cache import Cache
+from piper.capture.compile.inductor import CompiledPieces, Source
+from piper.capture.trace.trace import trace
+from tests import zoo
+
+LAYERS = 6
+
+
+class Block(nn.Module):
+    """A layer of enough operations to be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x)) * torch.sigmoid(x.sum(-1, keepdim=True))
+        result: Tensor = x + torch.tanh(self.down(y))
+        return result
+
+
+class Stack(nn.Module):
+    """Equal layers, and a head."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head, self.odd = nn.Linear(16, 4), odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x) * (float(number) if self.odd else 2.0)
+        result: Tensor = self.head(x)
+        return result
+
+
+def captured(model: type[nn.Module] | object, cache: Cache | None = None) -> Captured:
+    found = trace(model, zoo.regression, zoo.vectors(3, 0), 3, "fp64", compiled=True)  # type: ignore[arg-type]
+    return differentiate(found, None, {}, cache)
+
+
+def graph_of(code: Captured, phase: str) -> torch.fx.GraphModule:
+    (made,) = code.codes.values()
+    assert isinstance(made, GraphCode)
+    return made.build(phase)  # type: ignore[arg-type]
+
+
+def test_layers_are_found_and_cut_behind_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "WORTH", 10)
+    code = captured(Stack)
+    for phase, most in (("F", 3), ("B", 4)):
+        pieces = repeats.pieces_of(graph_of(code, phase))
+        assert len(pieces) >= LAYERS - 1
+        assert len({piece.key for piece in pieces}) <= most
+        for piece in pieces[1:-2]:
+            *_, last, _ = piece.module.graph.nodes
+            assert repeats.is_product(last)
+
+
+def test_small_graphs_and_unequal_layers_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repeats.pieces_of(graph_of(captured(Stack), "F")) == []  # too small to be worth it
+    monkeypatch.setattr(repeats, "WORTH", 10)
+    assert repeats.pieces_of(graph_of(captured(lambda: Stack(odd=True)), "F")) == []
+
+
+@pytest.mark.parametrize("phase", ["F", pytest.param("B", marks=pytest.mark.slow)])
+def test_pieces_give_the_values_of_the_whole(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "WORTH", 10)
+    compiled: list[Source] = []
+    make = inductor._compile
+
+    def counted(source: Source, cache: Cache) -> bytes:
+        compiled.append(source)
+        return make(source, cache)
+
+    monkeypatch.setattr(inductor, "_compile", counted)
+    code = captured(Stack, Cache(folder=tmp_path))
+    made = code.phase(code.outline.chunks[0].key, phase)  # type: ignore[arg-type]
+    assert isinstance(made, CompiledPieces)
+    assert len(compiled) == len(made.pieces) < len(made.calls)
+    plain = graph_of(code, phase)
+    (held,) = code.codes.values()
+    assert isinstance(held, GraphCode)
+    torch.manual_seed(0)
+    given = [torch.randn(fake.shape, dtype=fake.dtype) for fake in held.examples(phase)]  # type: ignore[arg-type]
+    wanted = plain(*given)
+    for result, value in zip(pickle.loads(pickle.dumps(made))(*given), wanted, strict=True):
+        torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-12)
+    seen = weakref.ref(given[0])
+    assert len(made.boxed(given)) == len(wanted)
+    assert given == [] and (seen() is None or phase == "F")
