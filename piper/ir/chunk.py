@@ -72,9 +72,10 @@ Source = Batch | Output | Constant | AxisPosition | HostPlace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Operations of a phase that cost the same: what one of them computes and moves, and how many there are.
+    """An operation of a phase, or several that a compiler fuses: what it computes and moves.
 
-    Under a compiler, operations that are fused count as one.
+    Capture lists them in the order in which they run, so those of two microbatch sizes pair up. Where order
+    does not matter, equal ones are listed once with their `count`.
     """
 
     kind: KernelKind

@@ -42,7 +42,7 @@ def schedule(work: LoweringState) -> LoweringState:
     costs = [cost_of(node, chunks, work.values) for node in web.nodes]
     tails = path_lengths(web, order, costs)
     priority = priorities(web, tails)
-    sequence = simulate(web, costs, priority)
+    sequence = received_as_read(web, simulate(web, costs, priority))
     return replace(work, sequence=tuple(web.nodes[i] for i in sequence))
 
 
@@ -242,3 +242,38 @@ def simulate(
                 if not waiting[j]:
                     heapq.heappush(ready[lane[j]], (priority[j], j))
                     touched.add(lane[j])
+
+
+def received_as_read(web: PrecedenceGraph, sequence: list[int]) -> list[int]:
+    """Return the sequence with the transfers to each device in the order in which it reads them.
+
+    A device receives one value after another. One that it reads later, from a peer that is slower than the
+    rough cost says, would hold up the one that it reads next. So a transfer waits for those to the same
+    device that are read before it; each still comes before its own reader.
+    """
+    position = {i: place for place, i in enumerate(sequence)}
+    read_at = {
+        i: min((position[j] for j in web.followers[i]), default=len(sequence))
+        for i in sequence
+        if isinstance(web.nodes[i], Transfer)
+    }
+    due: dict[tuple[int, str], list[int]] = {}  # by device and stream: its transfers, the next one last
+    for i in sorted(read_at, key=lambda i: (-read_at[i], -position[i])):
+        due.setdefault(receiver_of(web.nodes[i]), []).append(i)
+    held: set[int] = set()
+    result: list[int] = []
+    for i in sequence:
+        if i not in read_at:
+            result.append(i)
+            continue
+        held.add(i)
+        waiting = due[receiver_of(web.nodes[i])]
+        while waiting and waiting[-1] in held:
+            result.append(waiting.pop())
+    return result
+
+
+def receiver_of(node: Node) -> tuple[int, str]:
+    """Return the first device that receives a transfer, and the stream that it takes there."""
+    assert isinstance(node, Transfer)
+    return node.target[0], node.stream

@@ -314,15 +314,24 @@ def peak_of(
     )
 
 
-def synthesis_memory(choice: StrategyChoice, layers: ModelLayers, state: State, limit: int) -> Memory | None:
-    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little."""
+def synthesis_memory(
+    choice: StrategyChoice,
+    layers: ModelLayers,
+    state: State,
+    limit: int,
+    beyond: Sequence[int] = (),
+) -> Memory | None:
+    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little.
+
+    beyond: bytes that each rank is known to hold beyond what is counted here.
+    """
     stages = stages_of(choice, layers)
     limits = []
     for rank in range(choice.ranks):
         mine = [stages[number] for number in choice.placement.stages_of(rank)]
         kept = resident(choice, mine, choice.zeros[rank], state, rank)
         transient = max(stage.extra[phase] for stage in mine for phase in ("F", "B", "BI"))
-        left = limit - kept.total - max(0, transient)
+        left = limit - kept.total - max(0, transient) - (beyond[rank] if beyond else 0)
         if left < sum(stage.held for stage in mine):
             return None
         limits.append(left)

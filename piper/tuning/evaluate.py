@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from piper.directives import Directive
 from piper.gc_pause import no_collection
-from piper.plan.memory_timeline import timeline
+from piper.runtime.cuda.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
@@ -20,10 +20,15 @@ class Evaluation:
     strategy: tuple[Directive, ...]
     step: float  # seconds
     peak: int  # bytes of the fullest device
-    needs: int  # bytes of it with its communicators
+    held: tuple[int, ...]  # bytes of each rank at its peak, with its communicators
     busy: float  # seconds a device computes, on average
     exposed: float  # seconds a device waits for communication that nothing hides, on average
     bound: float  # the step was known to be at least this long
+
+    @property
+    def needs(self) -> int:
+        """Return the bytes of the fullest device with its communicators."""
+        return max(self.held)
 
     @property
     def bubble(self) -> float:
@@ -44,19 +49,20 @@ def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: flo
         found = simulate(program.plans, program.outline, model.costs)
     busy, exposed = averages(found)
     peaks = [
-        max(memory.peak, timeline(plan).peak)  # as simulated, and as issued, whatever the times are
+        max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
         for memory, plan in zip(found.memories, program.plans, strict=True)
     ]
-    needs = [
-        peak + int(model.communicator * communicators_of(plan))
-        for peak, plan in zip(peaks, program.plans, strict=True)
-    ]
+    held = dict.fromkeys(range(choice.ranks), 0)
+    rank_of = {device: rank for rank in held for device in choice.devices_of(rank)}
+    for peak, plan in zip(peaks, program.plans, strict=True):
+        rank = rank_of[plan.devices[0]]
+        held[rank] = max(held[rank], peak + int(model.communicator * communicators_of(plan)))
     return Evaluation(
         choice=choice,
         strategy=tuple(strategy),
         step=found.step,
         peak=max(peaks),
-        needs=max(needs),
+        held=tuple(held.values()),
         busy=busy,
         exposed=exposed,
         bound=bound,

@@ -193,20 +193,30 @@ class ModelLayers:
         else:
             for kind, members in bundles(chunk).items():
                 found |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
-        for place in reading:
+        return found | self._inputs(chunk, reading)
+
+    def _late(self, chunk: Chunk) -> dict[Storage, int]:
+        """Return what stays until BW: what it reads of the forward and of BI, and gradients of outputs."""
+        if "BW" not in chunk.phases:
+            return {}
+        spec = chunk.phases["BW"]
+        found = self._storages(chunk, "carried", chunk.carried)
+        for place in spec.tangents:
+            found[chunk.name, f"gradient{place}", -1] = chunk.outputs[place].nbytes
+        if not self.across:
+            kept = [chunk.saved[place] for place in bundles(chunk).get("kept", [])]
+            found |= self._storages(chunk, "kept", kept)
+            found |= self._inputs(chunk, {*spec.inputs, *chunk.kept_inputs.get("BW", ())})
+        return found
+
+    def _inputs(self, chunk: Chunk, places: Iterable[int]) -> dict[Storage, int]:
+        """Return the storages of inputs that other chunks make."""
+        found: dict[Storage, int] = {}
+        for place in places:
             source = chunk.inputs[place]
             if isinstance(source, Output):
                 maker = self.by_name[source.chunk]
                 found |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
-        return found
-
-    def _late(self, chunk: Chunk) -> dict[Storage, int]:
-        if "BW" not in chunk.phases:
-            return {}
-        found = self._storages(chunk, "carried", chunk.carried)
-        if not self.across:
-            kept = [chunk.saved[place] for place in bundles(chunk).get("kept", [])]
-            found |= self._storages(chunk, "kept", kept)
         return found
 
     def _extra(self, chunk: Chunk, phase: Phase) -> int:

@@ -12,6 +12,7 @@ from piper.ir.chunk import CapturedModel
 
 T = TypeVar("T")
 SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
+DROPPED = frozenset(("key",))  # of code, which differs from size to size
 
 
 class UnlikeLayersError(Exception):
@@ -33,7 +34,7 @@ def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel
 
 def between(one: T, other: T, share: float) -> T:
     """Return the value that lies at `share` of the way from one to the other; amounts are affine."""
-    if one == other:
+    if one is other or (one == other and not is_dataclass(one)):
         return one
     if type(one) is not type(other) or isinstance(one, bool):
         raise UnlikeLayersError
@@ -43,8 +44,6 @@ def between(one: T, other: T, share: float) -> T:
             made = round(one + (other - one) * share)
         case float(), float():
             made = one + (other - one) * share
-        case str(), str():
-            made = one  # keys of code differ from size to size
         case tuple(), tuple():
             made = tuple(between(a, b, share) for a, b in zip(one, other, strict=True))
         case Mapping(), Mapping() if one.keys() == other.keys():
@@ -61,9 +60,7 @@ def between_records(one: object, other: object, share: float) -> object:
     changed = {}
     for field in fields(one):  # type: ignore[arg-type]
         first, second = getattr(one, field.name), getattr(other, field.name)
-        if first == second:
-            continue
-        if field.name in SAME:
+        if field.name in SAME and first != second:
             raise UnlikeLayersError
-        changed[field.name] = between(first, second, share)
+        changed[field.name] = first if field.name in DROPPED else between(first, second, share)
     return replace(one, **changed)  # type: ignore[type-var]

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from math import floor, log
 
 from piper.errors import PiperError
@@ -13,7 +13,6 @@ from piper.tuning.bounds import (
     LeastMemory,
     any_order_bound,
     collective_time,
-    least_backward,
     link_bound,
     memory_bound,
     order_bound,
@@ -29,7 +28,9 @@ from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, m
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
 REFINED = 2  # candidates whose orders are searched for longer at the end
-AGAIN = 2  # syntheses of a candidate whose plan does not fit, each with less memory
+AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
+SYNTHESES = 4  # for each candidate that may be evaluated
+PICO = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Leaf:
     held: LeastMemory
     grid: Grid | None = None
     tries: int = 0  # syntheses so far
+    beyond: tuple[int, ...] = ()  # by rank: bytes that its plans held beyond the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class StrategySearch:
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     grids: dict[tuple[str, int, int, int], Grid | None] = field(default_factory=dict)
+    listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
     best: Evaluation | None = None  # of the last or present run
 
@@ -124,6 +127,7 @@ class StrategySearch:
         self.discarded, self.lowest, self.best = [], float("inf"), best
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
+        syntheses = SYNTHESES * trials
         while queue.entries:
             entry = queue.pop()
             if self.best is not None and entry.bound >= self.best.step * (1 - self.gap):
@@ -131,12 +135,17 @@ class StrategySearch:
             elif isinstance(entry, CandidateGroup):
                 queue.extend(self.leaves(entry, limit))
             elif entry.choice.schedule == SYNTHESISED and entry.grid is None:
-                queue.extend(self.synthesised(entry, limit))
+                if syntheses > 0:
+                    queue.extend(self.synthesised(entry, limit))
+                else:
+                    self.lowest = min(self.lowest, entry.bound)
+                    self.discarded.append(discarded(entry))
+                syntheses -= 1
             else:
                 found = self.evaluated.get((entry.choice, entry.grid))
                 if found is None and trials <= 0:
                     left = [entry, *queue.rest()]
-                    self.lowest = min(one.bound for one in left)
+                    self.lowest = min(self.lowest, *(one.bound for one in left))
                     self.discarded += map(discarded, left)
                     break
                 if found is None:
@@ -170,7 +179,13 @@ class StrategySearch:
             if self.best is None or found.step < self.best.step:
                 self.best = found
         elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
-            yield from self.synthesised(leaf, limit - (found.needs - limit) * leaf.tries, trials)
+            before = leaf.beyond or (0,) * len(found.held)
+            all_ranks = (leaf.tries - 1) * (found.needs - limit)  # an order for less may need more elsewhere
+            beyond = [
+                known + max(all_ranks, leaf.tries * (held - limit), 0)
+                for known, held in zip(before, found.held, strict=True)
+            ]
+            yield from self.synthesised(replace(leaf, beyond=tuple(beyond)), limit, trials)
 
     def evaluate(self, leaf: Leaf) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
@@ -185,8 +200,13 @@ class StrategySearch:
         self.report(self, made)
         return made
 
-    def groups(self, *, divided: bool = False) -> Iterator[CandidateGroup]:
-        """Yield every group of candidates, with the time of its busiest rank."""
+    def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
+        """Return every group of candidates, with the time of its busiest rank."""
+        if divided not in self.listed:
+            self.listed[divided] = list(self._groups(divided))
+        return self.listed[divided]
+
+    def _groups(self, divided: bool) -> Iterator[CandidateGroup]:
         seen: set[tuple[StrategyChoice, int, str]] = set()
         for mesh in meshes(self.space, self.shapes):
             if (mesh.tensor * mesh.context > 1) != divided:
@@ -223,17 +243,7 @@ class StrategySearch:
             return [plain]
         key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)
         if "balanced" in self.space.boundaries and key not in self.sizes:
-            layers = self.layers(choice)
-
-            def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
-                made = replace(choice, sizes=sizes)
-                spent = [stage.work["F"] + least_backward(stage) for stage in map(layers.stage, made.stages)]
-                ranks = [0.0] * choice.ranks
-                for rank, seconds in zip(made.placement.ranks, spent, strict=True):
-                    ranks[rank] += seconds
-                return (*sorted(ranks, reverse=True), max(spent))
-
-            self.sizes[key] = balanced(plain, loads)
+            self.sizes[key] = balanced(plain, loads_of(replace(choice, sizes=plain), self.layers(choice)))
         found = [plain] if "even" in self.space.boundaries else []
         if "balanced" in self.space.boundaries:
             found.append(self.sizes[key])
@@ -306,7 +316,7 @@ class StrategySearch:
         """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
         trials = self.synthesis_trials if trials is None else trials
         choice, layers = leaf.choice, self.layers(leaf.choice)
-        memory = synthesis_memory(choice, layers, self.model.state, limit)
+        memory = synthesis_memory(choice, layers, self.model.state, limit, leaf.beyond)
         costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
         if memory is None or costs is None:
             self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
@@ -314,6 +324,37 @@ class StrategySearch:
         made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=trials)
         bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, made.grid))
         yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
+
+
+def loads_of(choice: StrategyChoice, layers: ModelLayers) -> Callable[[tuple[int, ...]], tuple[float, ...]]:
+    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage.
+
+    Times are whole picoseconds, so that equal loads compare as equal.
+    """
+    works = [layer.work for layer in layers.layers]
+    forward, whole, halves = (
+        list(accumulate((round(one * PICO) for one in spent), initial=0))
+        for spent in (
+            [work["F"] for work in works],
+            [work["B"] for work in works],
+            [work["BI"] + work["BW"] for work in works],
+        )
+    )
+    ranks = choice.placement.ranks
+
+    def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
+        found = [0] * choice.ranks
+        first = longest = 0
+        for size, rank in zip(sizes, ranks, strict=True):
+            last = first + size
+            backward = min(whole[last] - whole[first], halves[last] - halves[first])
+            spent = forward[last] - forward[first] + backward
+            found[rank] += spent
+            longest = max(longest, spent)
+            first = last
+        return (*sorted(found, reverse=True), longest)
+
+    return loads
 
 
 def rank_held(

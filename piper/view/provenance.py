@@ -5,6 +5,7 @@ A run saves it as `view.json` next to `plan.txt`, so that `piper view` can draw 
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,8 @@ def outline_columns(outline: CapturedModel) -> dict[str, object]:
 
 def phase_columns(spec: PhaseSpec) -> list[object]:
     """Return the parts of a phase that its cost depends on."""
-    kernels = [[k.kind, k.dtype, k.flops, k.nbytes, k.count, k.shape] for k in spec.kernels]
+    counts = Counter(spec.kernels)
+    kernels = [[k.kind, k.dtype, k.flops, k.nbytes, k.count * n, k.shape] for k, n in counts.items()]
     return [spec.flops, spec.bytes_moved, kernels]
 
 

@@ -1,12 +1,13 @@
 """Lowering in numbers that were worked out by hand: bytes that travel, copies that count, what is trained."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from piper.directives import Directive, apply, order, place, remat, replicate, split
+from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chain import chain
@@ -18,6 +19,7 @@ from piper.lower.lower import lower
 from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Bucket, Plans
 from piper.plan.prove import prove
+from piper.schedules import one_f_one_b, zero_bubble
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, pp
 
 WHOLE = 8 * 8 * 4  # bytes of a stage's one matrix
@@ -179,3 +181,17 @@ def test_an_explanation_says_who_asked_and_where_values_come_from() -> None:
     assert "(order #0 (" in explain(both, first, "B[PP=0]")
     ours, free = lowered(chain(2, width=8), place(at(PP=0), [0]), place(at(PP=1), [1]), split(at(), parts=4))
     assert "after    B[PP=0 MB=0] (our choice)" in explain(free, ours, "F[PP=0 MB=2]")
+
+
+@pytest.mark.parametrize("build", [one_f_one_b, zero_bubble])
+def test_a_device_receives_values_in_the_order_in_which_it_reads_them(
+    build: Callable[[int, int], list[Order]],
+) -> None:
+    """It receives one after another: a value that it reads later must not hold up the next one."""
+    places = [place(at(PP=stage), [stage]) for stage in range(4)]
+    plans, _ = lowered(chain(4, width=8), *places, split(at(), parts=8), *build(4, 8))
+    for plan in plans:
+        received = [slot for ins in plan.instrs if ins.op == "recv" for slot in ins.writes]
+        reads = [min(i for i, ins in enumerate(plan.instrs) if slot in ins.reads) for slot in received]
+        assert reads == sorted(reads)
+        assert len(reads) == (8 if plan.devices[0] in (0, 3) else 16)

@@ -6,6 +6,7 @@ import pytest
 
 import piper
 from piper.compiler import compile
+from piper.runtime.cuda.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
@@ -98,6 +99,16 @@ def test_ctrl_c_gives_the_best_so_far(search: StrategySearch) -> None:
     assert len(found.evaluated) == 3
 
 
+def test_what_is_called_fitting_fits_as_the_runtime_frees_memory(whole: Everything) -> None:
+    """Streams return memory late: what the plan counts alone may be less than what a device holds."""
+    limit = int(0.7 * max(found.needs for found in whole.found))
+    fitting = [found for found in whole.found if found.needs <= limit][:8]
+    assert len(fitting) == 8
+    for found in fitting:
+        plans = whole.search.model.compile(list(found.strategy)).plans
+        assert max(map(predicted_peak, plans)) <= limit, found.choice.label
+
+
 def test_trials_limit_what_is_compiled(search: StrategySearch) -> None:
     captured = search.model.capturing.recordings
     found = tune(JOB, "h100", 4, space=SMALL, trials=2, gap=0.0, captured=captured, front=False)
@@ -106,17 +117,23 @@ def test_trials_limit_what_is_compiled(search: StrategySearch) -> None:
     assert 0 < found.lowest < found.best.step
 
 
-def test_two_recordings_give_the_costs_of_every_size(search: StrategySearch) -> None:
-    model = search.model
-    assert model.recorded[:2] == [2, 4]
-    fresh = search_of(replace(SMALL, rows=(2, 4, 8)), 4, "h100").model
-    estimated = fresh.layers(8, Recompute())
-    assert 8 not in fresh.recorded
-    fresh.record(8)
-    recorded = fresh.layers(8, Recompute())
+@pytest.mark.parametrize("sizes", [(2, 4, 8), (4, 8, 16)])  # 8 samples have as many tokens as a layer is wide
+def test_two_recordings_give_the_costs_of_every_size(sizes: tuple[int, ...]) -> None:
+    fresh = search_of(replace(SMALL, rows=sizes), 4, "h100").model
+    assert fresh.recorded == list(sizes[:2])
+    estimated = fresh.layers(sizes[2], Recompute())
+    assert sizes[2] not in fresh.recorded
+    fresh.record(sizes[2])
+    recorded = fresh.layers(sizes[2], Recompute())
     for one, other in zip(estimated.layers, recorded.layers, strict=True):
         assert one.work == pytest.approx(other.work, rel=1e-9)
         assert (one.held, one.parameters, one.sends) == (other.held, other.parameters, other.sends)
+
+
+def test_a_deferred_weight_gradient_holds_the_gradient_of_its_output(search: StrategySearch) -> None:
+    layer = search.model.layers(2, Recompute()).layers[1]
+    assert layer.late["LAYER=1", "gradient0", -1] == 2 * 8 * 64 * 4
+    assert layer.late["LAYER=0", "out0", -1] == 2 * 8 * 64 * 4  # what the layer reads
 
 
 def test_nothing_fits(search: StrategySearch) -> None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
 from piper.capture.autodiff.partition import Section
-from piper.capture.cost.fused_kernels import Traffic, counted, fused, kernel_of, operations, product_shape
+from piper.capture.cost.fused_kernels import Traffic, fused, kernel_of, operations, product_shape
 from piper.capture.cost.workspace import workspace_of
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Kernel
@@ -40,13 +40,13 @@ def cost_of(
     if fleeting is not None:
         groups = fused(section.body, fleeting)
     traffic = Traffic(section.body, sizes, fleeting or ())
-    kernels = counted(
+    kernels = tuple(
         kernel_of(group, sum(flops_of(node, sizes) for node in group), traffic.of(group), sizes)
         for group in groups
     )
     return Cost(
-        flops=sum(kernel.count * kernel.flops for kernel in kernels),
-        bytes_moved=sum(kernel.count * kernel.nbytes for kernel in kernels),
+        flops=sum(kernel.flops for kernel in kernels),
+        bytes_moved=sum(kernel.nbytes for kernel in kernels),
         workspace=workspace_of(section, sizes, fleeting, lasting),
         kernels=kernels,
     )

@@ -1,6 +1,6 @@
 """Finds the kernels that a phase runs: one for each operation, or for each group that a compiler fuses."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -165,14 +165,3 @@ def attention_shape(node: fx.Node, sizes: SymbolicSizes) -> tuple[int, ...]:
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     batch, heads, length, width = sizes.shape(query.meta["val"])
     return batch * heads, length, sizes.shape(key.meta["val"])[2], width
-
-
-def counted(kernels: Iterator[Kernel]) -> tuple[Kernel, ...]:
-    """Join kernels that cost the same."""
-    counts: dict[Kernel, int] = {}
-    for kernel in kernels:
-        counts[kernel] = counts.get(kernel, 0) + 1
-    return tuple(
-        Kernel(kind=k.kind, dtype=k.dtype, flops=k.flops, nbytes=k.nbytes, shape=k.shape, count=count)
-        for k, count in counts.items()
-    )
