@@ -3,7 +3,7 @@
 Both sides of a row live in one process and take turns; figures are medians. The ranks are those of `gpu.py`:
 PP8 x DP4 at zero=3, 36 layers of width 4096, 16 microbatches, on arrivals that are random.
 
-python benchmarks/gpu_fp8.py [--rows single,ranks,curve] [--stages 4] [--sizes 8] [--steps 300]
+python benchmarks/gpu_fp8.py [--rows single,ranks,curve] [--stages 4] [--sizes 8] [--steps 300] [--gather]
 """
 
 import argparse
@@ -97,8 +97,9 @@ def gathered(program: piper.compiler.Program, rank: int) -> int:
     return sum(ins.nbytes for ins in plan.instrs if ins.op == "gather")
 
 
-def both(stage: int, size: int, cache: str) -> Line:
+def both(stage: int, size: int, cache: str, gather: bool) -> Line:
     """Measure a rank in bf16 and in fp8, in turns."""
+    narrow = piper.precision(piper.at(), "fp8", gather="fp8") if gather else NARROW
     clean()
     batch = batch_of(LARGE, 4 * 16 * size, 1024)
     strategy = pipeline_strategy(3, 16, Choices())
@@ -106,18 +107,18 @@ def both(stage: int, size: int, cache: str) -> Line:
         make = functools.partial(rank_side, stack, batch=batch, rank=4 * stage, cache=cache)
         sides = [
             built("bf16", lambda: make(strategy)),
-            built("fp8", lambda: make([*strategy, NARROW])),
+            built("fp8", lambda: make([*strategy, narrow])),
         ]
         peaks = take_turns(sides, 4, 2)
-        what = f"stage {stage} of PP8 x DP4, {size} x 1024, zero=3"
+        what = f"stage {stage} of PP8 x DP4, {size} x 1024, zero=3{', gathered in fp8' if gather else ''}"
         return judged(what, *sides, peaks, BARS["ranks"])
 
 
-def ranks(cache: str, stages: Sequence[int], sizes: Sequence[int]) -> Iterator[Line]:
+def ranks(cache: str, stages: Sequence[int], sizes: Sequence[int], gather: bool) -> Iterator[Line]:
     """Ranks of the 8B model, by stage and samples of a microbatch."""
     for size in sizes:
         for stage in stages:
-            found = attempt(functools.partial(both, stage, size, cache))
+            found = attempt(functools.partial(both, stage, size, cache, gather))
             yield found if isinstance(found, Line) else Line(what=f"stage {stage}, {size} x 1024", got=found)
 
 
@@ -176,13 +177,14 @@ def main() -> None:
     parser.add_argument("--stages", default="4")
     parser.add_argument("--sizes", default="8")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--gather", action="store_true", help="gather weights in fp8 on the ranks")
     parser.add_argument("--small", action="store_true", help="a tiny model for the curve, to try it on a CPU")
     asked = parser.parse_args()
     numbers = {name: [int(each) for each in getattr(asked, name).split(",")] for name in ("stages", "sizes")}
     with tempfile.TemporaryDirectory() as cache:
         rows: dict[str, Callable[[], Iterator[Line]]] = {
             "single": lambda: single(cache),
-            "ranks": lambda: ranks(cache, **numbers),
+            "ranks": lambda: ranks(cache, gather=asked.gather, **numbers),
             "curve": lambda: curve(cache, asked.steps, LOCAL if asked.small else SMALL),
         }
         for name in asked.rows.split(","):

@@ -170,7 +170,7 @@ def paper_pictures() -> Iterator[Picture]:
         svg=lanes(
             plan,
             times.timelines[0],
-            title="F of stage 0 on microbatch 3 beside B of stage 3 on microbatch 1, devices 0 and 1",
+            title="F of stage 0 on microbatch 3 with B of stage 3 on microbatch 1, devices 0 and 1",
             only=[number for number, ins in enumerate(plan.instrs) if in_pair(ins)],
         ),
     )

@@ -122,8 +122,9 @@ class Program:
         """
         from piper.shapes import compile_shape  # it uses this module
 
-        rows, first = as_run(self, batch, wanted_batch(setup_of(self)))
-        key = read_shapes(rows, self.outline)
+        wanted = wanted_batch(setup_of(self))
+        rows, first = as_run(self, batch, wanted)
+        key = read_shapes(rows, wanted)
         if not first and key not in self.shapes:
             self.shapes[key] = compile_shape(self, rows)
         return self if first else self.shapes[key]

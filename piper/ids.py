@@ -31,6 +31,7 @@ SlotKind = Literal[
     "grad_shard",  # a device's shard of it, reduced
     "param",
     "state",  # of the optimizer
+    "copy",  # of what a device owns of a bucket, in memory that outlives workers
     "whole",  # sharded parameters, gathered
     "batch",  # a field of the batch
     "buffer",

@@ -37,6 +37,7 @@ PACKAGES = {
     "models",
     "plan",
     "optimizer_probe",
+    "protection",
     "recipe",
     "recovery",
     "runtime",
@@ -58,16 +59,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gc_pause": set(),
     "devices": set(),
     "sharding": set(),
+    "protection": set(),  # how copies of the state are kept: graphs and plans share it
     "divisions": {"capture", "directives", "ir"},  # from directives to what capture divides by
     "text_fields": {"errors"},
     "ids": {"devices", "text_fields"},  # what passes and slots are: graphs and plans share it
     "format": set(),
     "experts": {"errors", "torch"},
-    "ir": {"sharding", "ids", "errors", "devices", "text_fields"},
-    "plan": {"sharding", "ids", "errors", "devices", "text_fields"},
-    "directives": {"sharding", "ids", "errors", "devices", "ir"},
+    "ir": {"protection", "sharding", "ids", "errors", "devices", "text_fields"},
+    "plan": {"protection", "format", "sharding", "ids", "errors", "devices", "text_fields"},
+    "directives": {"protection", "sharding", "ids", "errors", "devices", "ir"},
     "schedules": {"errors", "ir", "directives"},
-    "lower": {"sharding", "proof", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
+    "lower": {"protection", "sharding", "proof", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
     "simulate": {"files", "ids", "gc_pause", "errors", "devices", "ir", "plan"},
     "view": {
         "files",
@@ -106,6 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "protection",  # in a message about it
         "callbacks",
         "usercode",
         "private_files",

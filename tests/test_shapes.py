@@ -18,8 +18,9 @@ from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.single_rank import launch_single_rank
-from piper.runtime.batch import read_shapes
+from piper.runtime.batch import read_shapes, wanted_batch
 from piper.runtime.debug.check import check
+from piper.runtime.setup import setup_of
 from piper.runtime.uneven import arranged
 from tests import plain
 from tests.launchers import sabotage
@@ -123,7 +124,7 @@ def test_a_message_names_the_shape_that_is_compiled(
         run.step(rows(8, 12))
         run.step(rows(8, 12))
     compiling, proven = said(caplog)
-    assert compiling == "Compiling for another shape of batches: labels [8, 12], words [8, 12]"
+    assert compiling == "Compiling for another shape of batches: words [8, 12], labels [8, 12]"
     assert proven.startswith("Proven. A device takes ")
 
 
@@ -200,7 +201,7 @@ def test_batches_are_padded_to_buckets(caplog: pytest.LogCaptureFixture) -> None
     assert len(program.shapes) == 1
     with caplog.at_level(logging.WARNING, logger="piper"):
         compare(program, batches)
-    assert said(caplog)[0] == "Compiling for another shape of batches: labels [8, 7], words [8, 7]"
+    assert said(caplog)[0] == "Compiling for another shape of batches: words [8, 7], labels [8, 7]"
     assert len(said(caplog)) == 2 and len(program.shapes) == 2
     with piper.launch(program) as run:
         run.step(batches[0])
@@ -311,7 +312,7 @@ def test_outputs_are_those_of_the_last_step(normed: Program) -> None:
 def test_a_failure_in_another_shape_names_its_instruction(normed: Program) -> None:
     broken = replace(normed, shapes=dict(normed.shapes))
     rest = Sabotaged(program=normed.shaped(SEVERAL[1]), arg="F PP=1", act=sabotage.fail)
-    broken.shapes[read_shapes(SEVERAL[1], normed.outline)] = cast(Program, rest)
+    broken.shapes[read_shapes(SEVERAL[1], wanted_batch(setup_of(normed)))] = cast(Program, rest)
     with piper.launch(broken) as run:
         for batch in SEVERAL[:2]:
             run.step(batch)

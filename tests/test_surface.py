@@ -40,6 +40,7 @@ def test_public_names() -> None:
         "order",
         "place",
         "precision",
+        "protect",
         "remat",
         "replicate",
         "route",

@@ -48,7 +48,7 @@ def pictures() -> Mapping[str, str]:
         "tensor.svg": layer(),
         "split.svg": holdings(
             [replicate(at(), [0, 1]), split(at(), parts=2)],
-            "split: two microbatches of each device's samples",
+            "split: two microbatches on each device",
         ),
         "order.svg": timetable(pipeline, "order: one forward, one backward"),
         "remat.svg": heights(

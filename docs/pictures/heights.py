@@ -58,7 +58,7 @@ def heights(rows: Sequence[MemoryRow], *, title: str) -> str:
     body = [
         element("rect", width=WIDTH, height=height, class_="page"),
         words(title, MARGIN, 30, "title"),
-        words("what a device holds beside parameters and optimizer state", MARGIN, 48, "small faint"),
+        words("what a device holds apart from parameters and optimizer state", MARGIN, 48, "small faint"),
     ]
     for place, row in enumerate(rows):
         y = HEADER + place * each

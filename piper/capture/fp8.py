@@ -41,9 +41,7 @@ class _Product(torch.autograd.Function):
         peaks = x.abs().amax(1, keepdim=True)
         ctx.save_for_backward(x, weight, peaks)
         scales, rows = scale_of(peaks, E4M3), scale_of(weight.abs().amax(1, keepdim=True), E4M3)
-        return product(
-            rounded(x, scales, E4M3), rounded(weight, rows, E4M3), scales, rows, x.dtype, fast=True
-        )
+        return product(rounded(x, scales, E4M3), rounded(weight, rows, E4M3), scales, rows, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
@@ -53,7 +51,7 @@ class _Product(torch.autograd.Function):
             rows = scale_of(weight.abs().amax(1, keepdim=True), E4M3)
             folded = grad.to(rows.dtype) * rows.t()
             scales = scale_of(folded.abs().amax(1, keepdim=True), E4M3)
-            ones = torch.ones((x.shape[1], 1), dtype=scales.dtype, device=x.device)
+            ones = scales.new_ones((x.shape[1], 1))
             narrow = rounded(weight, rows, E4M3).t()
             of_x = product(rounded(folded, scales, E4M3), narrow, scales, ones, x.dtype)
         if ctx.needs_input_grad[1]:
@@ -80,20 +78,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = False
-) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply the rows of `a` by the rows of `b`: [m, k] and [n, k] to [m, n].
 
     Scales are one number each, or one for each row. On tensor cores where they can: the type is not float64
-    and the sides divide by 16. fast: let tensor cores round the sum in between.
+    and the sides divide by 16.
     """
     a, b = a.contiguous(), b.contiguous()
-    across = scale_b if scale_b.dim() == 0 else scale_b.t()
+    by_row = scale_b.dim() > 0
+    across = scale_b.t() if by_row else scale_b
     aligned = not any(side % ALIGNED for side in (*a.shape[1:], *b.shape))
     if a.is_cuda and aligned and dtype is not torch.float64:
         made = torch._scaled_mm(
-            a, b.t(), scale_a, across.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=fast
+            a,
+            b.t(),
+            scale_a,
+            across.contiguous(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=by_row,  # kernels with scales of rows are slow otherwise
         )
         return made.to(dtype)
     emulated: Tensor = fp8_mm(a, b.t(), scale_a, across, dtype)

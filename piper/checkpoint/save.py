@@ -61,11 +61,21 @@ def copied(value: Tensor) -> Tensor:
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
     """Copy all that a worker is the one to write down; `copied`: how, for a caller that copies by itself."""
     plans, device = worker.setup.plans, worker.device
+    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
+    buffers = saved_buffers(shares, device)
+    return copy_parts(worker, saved_buckets(plans, device), buffers, trainer_of(worker), copied)
+
+
+def copy_parts(
+    worker: Worker, buckets: Iterable[Bucket], buffers: Iterable[str], trainer: Trainer, copied: Take
+) -> Copied:
+    """Copy what a worker owns of some buckets and buffers."""
+    device = worker.device
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[TensorRange] = []
     moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
-    for bucket in saved_buckets(plans, device):
+    for bucket in buckets:
         low, high = owned_range(bucket, device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)
@@ -79,12 +89,9 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
                     parts += found
                     like = elementwise(held, value)
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
-    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
-    for name, (share, value) in worker.buffers(saved_buffers(shares, device)).items():
+    for name, (share, value) in worker.buffers(buffers).items():
         parts += buffer_parts(name, share, value, copied(value).view(-1))
-    return Copied(
-        parts=parts, trainer=trainer_of(worker), moments=moments, numbers=numbers, step=worker.env.step
-    )
+    return Copied(parts=parts, trainer=trainer, moments=moments, numbers=numbers, step=worker.env.step)
 
 
 def runs_of(span: BucketSpan, flat: Tensor, begin: int) -> Tensor:

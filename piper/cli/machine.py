@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.capture.fp8 import CAPABLE
 from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.files import write_output
 from piper.launchers.launch import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
-from piper.simulate.cluster import OPTIONAL, Cluster, Link
+from piper.simulate.cluster import FP8, OPTIONAL, Cluster, Link
 from piper.simulate.regression import line_through
 from piper.train.profiling import profile_of
 
@@ -63,6 +64,8 @@ def measure() -> Cluster:
     torch.set_num_threads(1)  # as a worker has
     try:
         flops = {name: arithmetic(kind, dtype) for name, dtype in TYPES.items()}
+        if kind == "cuda" and torch.cuda.get_device_capability() >= CAPABLE:
+            flops[FP8] = arithmetic_in_fp8(kind)
         bandwidth = traffic(kind)
     finally:
         torch.set_num_threads(threads)
@@ -100,6 +103,14 @@ def arithmetic(kind: str, dtype: torch.dtype) -> float:
     side = SIDE[kind] if dtype != torch.float64 or kind == "cpu" else SIDE[kind] // 4
     a, b = (torch.ones(side, side, dtype=dtype, device=kind) for _ in range(2))
     return 2 * side**3 / best(lambda: a @ b, kind)
+
+
+def arithmetic_in_fp8(kind: str) -> float:
+    """Return the operations per second of a large matrix product in fp8."""
+    side = SIDE[kind]
+    one = torch.ones((), device=kind)
+    a, b = (torch.ones(side, side, device=kind).to(torch.float8_e4m3fn) for _ in range(2))
+    return 2 * side**3 / best(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16), kind)
 
 
 def traffic(kind: str) -> float:

@@ -18,6 +18,7 @@ from piper.plan.instr import Instr
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
+from piper.plan.protected import survival
 from piper.plan.text import show_plans
 from piper.runtime.debug.check import Report
 from piper.view.pipeline_stages import stage_tags
@@ -45,12 +46,14 @@ def plan_report(program: Program) -> dict[str, object]:
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
     devices = sorted(rows)
+    survives = survival(program.plans)
     return {
         "devices": devices,
         "nodes": len(program.work.sequence),
         "instructions": [len(rows[device].instrs) for device in devices],
         "comm_bytes": [moved(rows[device]) for device in devices],
         "peak_bytes": [peaks[id(rows[device])] for device in devices],
+        **({"survives": asdict(survives)} if survives is not None else {}),
     }
 
 
@@ -70,6 +73,8 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
     console.print()
     for kind, nbytes in sorted(bytes_by_kind(program).items()):
         console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
+    if (survives := survival(plans)) is not None:
+        console.print(str(survives), markup=False)
     if device is not None:
         print_device(program, console, device, most=None)
     else:
@@ -79,15 +84,20 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
         console.print()
         for reason in plans.why or ("nothing was decided against the strategy",):
             console.print(f"why: {reason}", markup=False)
+    for shape, other in program.shapes.items():
+        sizes = ", ".join(f"{name} {list(sizes)}" for name, sizes, _ in shape)
+        peak = max(timeline(plan).peak for plan in other.plans)
+        console.print(f"also for {sizes}: at most {size(peak)} a device", markup=False)
     for warning in program.warnings:
         console.print(f"\nWarning: {warning}", markup=False)
+    copied = "" if survives is None else ", everything that a step writes is copied before"
     devices = sum(len(plan.devices) for plan in plans)
     console.print()
     what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.sequence), "node")]
     console.print(
         f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
         "written before it is read and freed once, every read sees the value that the model means, every "
-        "gradient holds each sample once.",
+        f"gradient holds each sample once{copied}.",
         markup=False,
     )
 

@@ -12,6 +12,7 @@ from piper.format import percent, seconds, size
 from piper.ids import AGAIN
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
+from piper.plan.protected import survival
 from piper.simulate.cluster import Cluster
 from piper.simulate.critical_path import PathNode
 from piper.simulate.memory import communicators_of
@@ -53,6 +54,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
     devices = sorted(program)
     rows = [program[device] for device in devices]
     accounts, memories = found.accounts, found.memories
+    survives = survival(simulated.plans)
     return {
         "on": simulated.where,
         "step_s": found.step,
@@ -66,6 +68,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
         "contention_s": [accounts[row].contention for row in rows],
         "peak_bytes": [memories[row].peak for row in rows],
         "usable_bytes": [simulated.usable(row) for row in rows],
+        **({"host_bytes": survives.host_bytes} if survives is not None else {}),
         "at_peak": [dict(memories[row].at_peak[:MOST_LIVE]) for row in rows],
         "critical_path": [
             {
@@ -94,6 +97,8 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     print_programs(simulated, console)
     print_exposed(simulated, console)
     print_fit(simulated, console)
+    if (survives := survival(simulated.plans)) is not None:
+        console.print(str(survives), markup=False)
     print_peak(simulated, console)
     console.print()
     print_path(simulated, console)

@@ -11,6 +11,8 @@ from piper.directives.place import place
 from piper.directives.policies import settled
 from piper.directives.precision import Precision as Precision
 from piper.directives.precision import precision
+from piper.directives.protect import Protect as Protect
+from piper.directives.protect import protect
 from piper.directives.remat import Remat as Remat
 from piper.directives.remat import remat
 from piper.directives.replicate import Replicate as Replicate
@@ -28,6 +30,7 @@ __all__ = [
     "order",
     "place",
     "precision",
+    "protect",
     "remat",
     "replicate",
     "shard",

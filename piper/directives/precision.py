@@ -52,7 +52,7 @@ class Precision(Directive):
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
         names = dict.fromkeys(node.chunk for node in nodes)
-        self._check_undivided(graph, list(names), by)
+        self._check_undivided(graph, by)
         chosen = [name for name in names if graph.chunks[name].products]
         if not chosen:
             raise ScheduleError(
@@ -69,17 +69,16 @@ class Precision(Directive):
         )
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
-    def _check_undivided(self, graph: Graph, names: list[str], by: str) -> None:
-        """Refuse regions that are divided along an axis: the scale of a row would be that of its slice."""
-        for name in names:
-            degree = graph.outline.degree(graph.chunks[name])
-            if degree > 1:
-                raise ScheduleError(
-                    f"{name} is divided, and products of divided regions do not run in {self.products}",
-                    by=by,
-                    facts={"asked": str(self.at), "but": f"{degree} devices share each of its samples"},
-                    hint="leave this region out of the filter, or do not shard it along an axis",
-                )
+    def _check_undivided(self, graph: Graph, by: str) -> None:
+        """Refuse models with regions that are divided along an axis: a row's scale would be its slice's."""
+        divided = [chunk.name for chunk in graph.outline.chunks if graph.outline.degree(chunk) > 1]
+        if divided:
+            raise ScheduleError(
+                f"products do not run in {self.products} in a model that is divided along an axis",
+                by=by,
+                facts={"asked": str(self.at), "divided": ", ".join(divided[:3])},
+                hint="leave precision out, or shard no region along an axis",
+            )
 
 
 def precision(at: At, products: str, gather: str | None = None) -> Precision:

@@ -12,6 +12,7 @@ from piper.devices import Devices
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
+from piper.protection import Protection
 from piper.sharding import WHOLE, Sharding
 
 SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
@@ -127,6 +128,14 @@ class AppliedDirective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProtectedChunk:
+    """On which stream a chunk's state is copied, and the directive that says so."""
+
+    stream: str
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """Compute nodes, the policies of their chunks' parameters, and the orderings between them."""
 
@@ -142,6 +151,8 @@ class Graph:
     reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
     precisions: Mapping[str, str] = field(default_factory=dict)  # chunk -> the precision of its products
     gathered_in_fp8: frozenset[str] = frozenset()  # chunks whose weights are, where they are sharded
+    protected: Mapping[str, ProtectedChunk] = field(default_factory=dict)  # by chunk
+    protection: Protection | None = None  # the same for all of them
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
 

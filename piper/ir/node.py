@@ -105,6 +105,7 @@ class LocalNode:
     writes: tuple[SlotId, ...]
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
+    nbytes: int = 0  # that it moves to or from the host
 
     @property
     def name(self) -> str:
@@ -291,6 +292,22 @@ class Broadcast:
         return f"broadcast[{self.chunk}]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirror:
+    """Give the copies of each device's state to the next device of its group, around the end."""
+
+    devices: Devices
+    groups: tuple[Devices, ...]
+    reads: tuple[SlotId, ...]  # of which a device has some
+    writes: tuple[SlotId, ...]
+    stream: str
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"mirror[@{show(self.devices)}]"
+
+
 Node = (
     Compute
     | Load
@@ -304,4 +321,5 @@ Node = (
     | Reduce
     | Total
     | Broadcast
+    | Mirror
 )

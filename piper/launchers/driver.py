@@ -170,7 +170,8 @@ class SocketWorkerGroup(WorkerGroup):
             self.heard[device] = monotonic()
         self.waiting = set(arguments)
         try:
-            return self.gather(self.waiting, self.stall)
+            patient = call == "prepare"  # a worker that loads another program runs no instructions
+            return self.gather(self.waiting, max(PATIENCE, self.stall) if patient else self.stall)
         finally:
             self.waiting = set()
 

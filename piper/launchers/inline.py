@@ -94,7 +94,8 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
             raise ended()
         sums = self._together(ready.program, lambda worker: worker.step(batch, ready.number))
         self.checkpoints.poll()
-        self.protect()
+        if self.plans.protection is None:
+            self.protect()
         return sums
 
     def _together(self, program: ProgramLike, act: Callable[[Worker], Sums]) -> Sums:

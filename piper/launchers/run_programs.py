@@ -112,20 +112,23 @@ class RunsPrograms(ABC):
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
         check_batch(batch, self.wanted)
         rows, first = as_run(self.program, batch, self.wanted)
-        ready = self.first if first else self._prepared(rows, trains=True)
+        ready = self.first if first else self._prepared(rows, trains=True, given=batch)
         sums = self._step(ready, rows)
         return result_of(ready.program.plans, ready.program.outline, sums)
 
-    def _prepared(self, batch: Batch, *, trains: bool) -> Prepared:
-        """Return the program for batches of these shapes. Compile it and prepare the workers if it is new."""
-        key = (trains, read_shapes(batch, self.program.outline) if trains else shapes_of(batch))
+    def _prepared(self, batch: Batch, *, trains: bool, given: Batch | None = None) -> Prepared:
+        """Return the program for batches of these shapes. Compile it and prepare the workers if it is new.
+
+        given: the batch before it was padded and its samples were repeated, for a message.
+        """
+        key = (trains, read_shapes(batch, self.wanted) if trains else shapes_of(batch))
         found = self.prepared.get(key)
         if found is not None and all(self.unread.get(name) is value for name, value in found.buffers.items()):
             return found
         if found is not None:
             program = found.program
         else:
-            program = self._shaped(batch) if trains else self.program.evaluation(batch)
+            program = self._shaped(batch, given or batch) if trains else self.program.evaluation(batch)
         buffers = self._unheld(program)
         self.preparations += 1
         found = Prepared(number=self.preparations, program=program, buffers=buffers)
@@ -133,20 +136,17 @@ class RunsPrograms(ABC):
         self.prepared[key] = found
         return found
 
-    def _shaped(self, batch: Batch) -> ProgramLike:
+    def _shaped(self, batch: Batch, given: Batch) -> ProgramLike:
         """Return the program that trains on batches of these shapes. Say so if it has to be compiled."""
-        key = read_shapes(batch, self.program.outline)
+        key = read_shapes(batch, self.wanted)
         if key in self.program.shapes:
             return self.program.shaped(batch)
-        sizes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in key if name != COUNTS)
-        repeated = f", with samples repeated to fill {slices_of(self.plans)} equal slices"
-        many = len(self.program.shapes) >= MANY
-        log.warning(
-            "Compiling for another shape of batches: %s%s%s",
-            sizes,
-            repeated if COUNTS in batch else "",
-            "; Job(buckets=...) pads batches to a few lengths" if many else "",
-        )
+        sizes = ", ".join(f"{name} {list(given[name].shape)}" for name in self.wanted.shapes)
+        if COUNTS in batch:
+            sizes += f", with samples repeated to fill {slices_of(self.plans)} slices of equal size"
+        if len(self.program.shapes) >= MANY:
+            sizes += "; Job(buckets=...) pads batches to a few lengths"
+        log.warning("Compiling for another shape of batches: %s", sizes)
         program = self.program.shaped(batch)
         peak, first = (max(timeline(plan).peak for plan in one.plans) for one in (program, self.program))
         log.warning("Proven. A device takes %s for it, and %s for the first shape", size(peak), size(first))

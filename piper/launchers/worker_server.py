@@ -188,7 +188,9 @@ class WorkerServer:
 
     def between(self, call: Call) -> None:
         """Do what is due after a call was answered, while the driver makes the next one."""
-        if call == "step" and self.versions is not None and self.trouble is None:
+        if self.versions is None or self.versions.holders.state is not None:
+            return  # there is no memory for it, or instructions copy the state
+        if call == "step" and self.trouble is None:
             try:
                 self.protect()
             except Exception as error:  # noqa: BLE001  it is the answer to the next call

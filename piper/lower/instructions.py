@@ -18,6 +18,7 @@ from piper.ir.node import (
     Gather,
     Load,
     LocalNode,
+    Mirror,
     Node,
     Reduce,
     Total,
@@ -30,9 +31,10 @@ from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
+from piper.plan.protected import MIRRORED
 from piper.plan.weight_rows import gathered_nbytes
 
-Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast
+Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast | Mirror
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +122,7 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             draft.op, draft.payload = "accumulate", Adding(run=node.run)
             emission.begun.add((number, node.writes[0]))
         case LocalNode():
-            draft.op = cast(Op, node.op)
+            draft.op, draft.nbytes = cast(Op, node.op), node.nbytes
         case Transfer():
             raise AssertionError("transfers have two sides")
         case _:
@@ -152,6 +154,13 @@ def draft_communication(emission: Emission, node: Communication, draft: PendingI
             key = ("set", show(node.devices), node.stream)
             draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
             draft.nbytes = sum(emission.size(value) for value in node.writes)
+        case Mirror():
+            draft.op = "mirror"
+            draft.comm, _ = emission.comm(("mirror", node.stream), lambda: node.groups, node.stream)
+            made = {slot: d.nbytes for d in emission.drafts[number] if d.op == "protect" for slot in d.writes}
+            draft.reads = tuple(slot for slot in node.reads if slot in made)
+            draft.nbytes = sum(made[slot] for slot in draft.reads)
+            draft.workspace = 2 * min(draft.nbytes, MIRRORED)  # about as much arrives
         case _:
             assert_never(node)
 

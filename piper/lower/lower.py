@@ -8,6 +8,7 @@ from piper.lower.emit import emit, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
 from piper.lower.orders import add_orders, edges_join_nodes_that_exist
+from piper.lower.protections import add_protections, everything_written_is_copied
 from piper.lower.reductions import (
     add_reductions,
     add_tied_sums,
@@ -42,6 +43,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_losses, every_value_is_where_it_is_read),
     (add_loads, every_field_is_loaded),
     (add_updates, every_gradient_is_applied),
+    (add_protections, everything_written_is_copied),
     (emit, plans_can_run),
 )
 

@@ -25,6 +25,8 @@ Op = Literal[
     "total",
     "update",
     "broadcast",
+    "protect",  # a part of the state into memory that outlives workers
+    "mirror",  # such copies to another machine or device
 ]
 Pattern = Literal["alone", "pair", "direct", "neighbour", "ring", "ring twice"]
 
@@ -101,6 +103,10 @@ _ALL = (
     _communication("total", "total", "t", "ring twice", may_be_alone=True),
     Operation(op="update", label="update", mark="u"),
     _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
+    Operation(
+        op="protect", label="protect", mark="p", takes="copy engine", takes_time=True, needs_nothing=True
+    ),
+    _communication("mirror", "mirror", "m", "neighbour", outward=True),
 )
 OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from piper.devices import Devices, show
 from piper.ids import SlotId, Tags
 from piper.plan.instr import Instr
+from piper.protection import Protection
 from piper.sharding import WHOLE, Sharding
 
 SHOWN = 4  # plans in the text of all plans
@@ -181,6 +182,7 @@ class Plans:
     copies: int = 1  # how many devices hold the loss of each slice
     axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
     chunks: Mapping[str, PlacedChunk] = field(default_factory=dict)
+    protection: Protection | None = None  # how copies of the state are kept. None: by no instruction
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
 
     def __repr__(self) -> str:

@@ -5,6 +5,8 @@
 - There is one global order in which every device issues its instructions, communication being one event on
   all its devices: so nothing can wait in a circle, whatever the streams and however communicators buffer.
 - Every slot is written before it is read, freed exactly once, and then every stream is done with it.
+- Where plans protect the state, everything that a step writes is copied before, and each machine that may be
+  lost leaves copies of every element.
 - Whole parameters and whole gradients are not made before those issued earlier have been given back.
 
 A device's plan stands for all devices that share it. That loses nothing: a circle among devices is also a
@@ -18,6 +20,7 @@ from itertools import pairwise
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
+from piper.plan.protected import protection_problems
 from piper.plan.slots import SlotProof
 
 MOST_PROBLEMS = 20
@@ -39,6 +42,7 @@ def problems_of(plans: Plans) -> Iterator[str]:
     """Yield every problem of the plans, the most telling first."""
     for plan in plans:
         yield from SlotProof(plan).run()
+    yield from protection_problems(plans)
     mismatches = list(match_problems(plans))
     yield from mismatches
     if not mismatches:  # cycles only mean something between events that match

@@ -16,6 +16,7 @@ from piper.plan.sharding_text import (
     show_collective,
     show_shardings,
 )
+from piper.protection import APART, Protection
 from piper.text_fields import (
     AND,
     GAP,
@@ -62,6 +63,7 @@ def lines_of(plans: Plans) -> Iterator[str]:
     axes = show_pairs(tuple(plans.axes.items()))
     shared = [f"weighted={int(plans.weighted)}", f"cells={plans.cells}", f"axes={axes}"]
     shared += [f"copies={plans.copies}"] if plans.copies > 1 else []
+    shared += [f"protection={show_protection(plans.protection)}"] if plans.protection else []
     yield line("plans", f"seed={plans.seed!r}", shared)
     for reason in plans.why:
         yield line("why", shown(reason), [])
@@ -192,6 +194,24 @@ def read_pieces(text: str) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+def show_protection(asked: Protection) -> str:
+    """Write how copies of the state are kept."""
+    return f"{asked.copies} {asked.apart} {asked.every} {asked.devices_per_machine or '-'}"
+
+
+def read_protection(text: str) -> Protection:
+    """Read how copies of the state are kept."""
+    copies, apart, every, machine = text.split(" ")
+    if apart not in APART:
+        raise ValueError(f"{apart} is no distance between copies")
+    return Protection(
+        copies=int(copies),
+        apart=apart,
+        every=int(every),
+        devices_per_machine=None if machine == "-" else int(machine),
+    )
+
+
 def read_elsewhere(text: str) -> dict[Tags, Devices]:
     """Return the microbatches that run on other devices than the first ones of their chunk."""
     cut = (each.rpartition("@") for each in text.split(AND))
@@ -248,6 +268,7 @@ SHARED: Readers = {
     "cells": int,
     "copies": int,
     "axes": lambda text: dict(pairs(text)),
+    "protection": read_protection,
 }
 
 

@@ -66,6 +66,16 @@ class Local:
         if found[0] == "F" and ins.again and expected.mutated:
             self.state.complain(program, place, "runs a second time and writes buffers a second time")
 
+    def protect(self, program: int, place: int, ins: Instr) -> None:
+        """Copy a part of the state: as the step began with it, or it is a state that never was."""
+        slots, begun = self.state.slots[program], self.state.initial[program]
+        for slot in ins.reads:
+            if slot not in begun or slots.get(slot) != begun[slot]:
+                held = self.things.describe(slots.get(slot))
+                self.state.complain(program, place, f"copies {slot}, which holds {held}; the step wrote it")
+        for slot in ins.writes:
+            slots[slot] = self.state.value(Thing("copy", slot.owner))
+
     def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""
         part = ins.part

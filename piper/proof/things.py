@@ -26,6 +26,7 @@ Kind = Literal[
     "sum",  # of losses or of weights
     "param",  # a bucket's parameters
     "buffer",
+    "copy",  # of a part of the state
     "norm",
     "total",
     "spent",  # a gradient that an update has scaled in place

@@ -54,6 +54,7 @@ class Together:
             "reduce_scatter": self.reduce_scatter,
             "total": self.total,
             "broadcast": self.broadcast,
+            "mirror": self.mirror,
         }
         self._aligned: dict[tuple[str, tuple[str, ...]], bool] = {}
 
@@ -85,6 +86,15 @@ class Together:
             )
             return
         self.kernels[members[0].ins.op](comm, members)
+
+    def mirror(self, comm: Comm | None, members: Sequence[Member]) -> None:
+        """Give copies of the state to other devices."""
+        for member in members:
+            for slot in member.ins.reads:
+                found = self.state.slots[member.program].get(slot)
+                wanted = self.state.value(Thing("copy", slot.owner))
+                if found != wanted:
+                    self.state.mismatch(member.program, member.place, slot, found, wanted)
 
     def counts(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Agree on the rows that travel to experts."""

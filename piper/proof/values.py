@@ -76,6 +76,7 @@ class SymbolicRun:
             "accumulate": self.local.accumulate,
             "norm": self.local.norm,
             "update": self.local.update,
+            "protect": self.local.protect,
         }
         self.reached = [0] * len(plans)
         self.ready = deque(range(len(plans)))

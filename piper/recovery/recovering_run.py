@@ -6,12 +6,10 @@ and repeat the steps since then, at most two, on the batches that are still held
 state, the batch and the step's number, so it gives the same bits again. That is compared.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import TypeVar
 
@@ -23,7 +21,7 @@ from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
 from piper.launchers.checkpointing import with_states
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
-from piper.recovery.retrying import Disk, Failed, Saving, failed, no_version
+from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, no_version
 from piper.recovery.run_events import Event, Notify, failure, mismatch
 from piper.recovery.starters import InlineStarter, LocalStarter, Recoverable, Starter
 from piper.recovery.stragglers import Stragglers
@@ -36,9 +34,6 @@ T = TypeVar("T")
 REFILL = 100  # good steps after which all retries are there again
 KEPT = 3  # batches that are held: those of steps that may be repeated, and of the next
 RESULTS = 10_000  # results that are held, to compare repeated steps with
-STEPS = 5  # steps whose times are known before a stall is judged by them
-SLOWER = 10.0  # times the median step that any one wait may take
-LEAST = 6.0  # seconds that any one wait may take, however short steps are
 
 
 class RecoveringRun(Trains):
@@ -78,24 +73,26 @@ class RecoveringRun(Trains):
         self.failed_at: float | None = None  # since when no worker runs
         self.phases: dict[str, float] = {}
         self.good = 0
-        self.times: deque[float] = deque(maxlen=50)
+        self.times = StepTimes()
         self.stragglers = Stragglers(program.plans)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
         self.held[self.done + 1] = batch
+        if self.times.begin(batch) and self.run is not None:
+            self.starter.expect(self.run, self.stall)
 
         def act(run: Recoverable) -> StepResult:
             self._protect(run)
             began = monotonic()
             result = run.step(batch)
-            self.times.append(monotonic() - began)
+            self.times.add(monotonic() - began)
             return result
 
         result = self._call(act, self.done + 1)
         self.done += 1
         self.results[self.done] = result
-        self.held.pop(self.done - KEPT, None)
+        self.held.pop(self.done - max(KEPT, self.versions.every + 2), None)
         self.results.pop(self.done - RESULTS, None)
         self._passed()
         return result
@@ -114,17 +111,10 @@ class RecoveringRun(Trains):
     @property
     def stall(self) -> float:
         """Return the seconds without progress after which the job has stalled."""
-        if self.given_stall is not None:
-            return self.given_stall
-        if len(self.times) < STEPS:
-            return self.options.timeout
-        return min(self.options.timeout, max(LEAST, SLOWER * median(self.times)))
+        return self.times.stall(self.options.timeout) if self.given_stall is None else self.given_stall
 
     def _call(self, act: Callable[[Recoverable], T], step: int | None = None) -> T:
-        """Return what a method of the run returns, over as many failures as there are retries.
-
-        step: the one that is under way. None: it is called between steps.
-        """
+        """Return what a method returns, over as many failures as there are retries. step: under way."""
         while True:
             self.at = self.done if step is None else step
             try:
@@ -151,16 +141,19 @@ class RecoveringRun(Trains):
         if not fresh and (version is None or not self._held(version)):
             self._start_from_disk()
             return
+        blank = not fresh and self.versions.whole
         with self._phase("start"):
-            self.run = self.starter.start(self.options if fresh else replace(self.options, blank=True))
+            self.run = self.starter.start(replace(self.options, blank=True) if blank else self.options)
         self.starter.expect(self.run, self.given_stall or self.options.timeout)
         with self._phase("load"):
+            if path is not None and not blank:
+                self.run.read(path)
             if version is None:
-                if path is not None:
-                    self.run.read(path)
                 self.unread, version = dict(self.run.unread), first
             else:
                 self.versions.forget(lambda step: step > version)  # half of one may be there
+                if not blank:
+                    self.run.protect()  # what no step writes, which was lost
                 self.run.restore(version, self.unread)
                 self.protected = True
         with self._phase("replay"):

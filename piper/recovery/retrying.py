@@ -1,13 +1,20 @@
-"""What recovery knows of failures, of saves under way and of checkpoints."""
+"""What recovery knows of failures, of saves under way, of checkpoints, and of how long steps take."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from torch import Tensor
 
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.base import Resumed
+
+STEPS = 5  # steps whose times are known before a stall is judged by them
+SLOWER = 10.0  # times the median step that any one wait may take
+LEAST = 6.0  # seconds that any one wait may take, however short steps are
+KEPT = 50  # steps whose times are held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,29 @@ def failed(error: WorkerError | LaunchError, step: int) -> Failed | None:
     if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
         return None
     return Failed(step=step, device=error.device, what=error.what, place=error.place)
+
+
+class StepTimes:
+    """The seconds that steps take, for each shape of batches: those of long sequences take longer."""
+
+    def __init__(self) -> None:
+        self.shape: object = None
+        self.known: dict[object, deque[float]] = {}
+
+    def begin(self, batch: object) -> bool:
+        """Note the batch of the next step. Return whether its shape is another than that of the last one."""
+        before, fields = self.shape, batch.items() if isinstance(batch, Mapping) else ()
+        self.shape = tuple((name, getattr(field, "shape", None)) for name, field in fields)
+        return before is not None and before != self.shape
+
+    def add(self, seconds: float) -> None:
+        """Note how long a step took."""
+        self.known.setdefault(self.shape, deque(maxlen=KEPT)).append(seconds)
+
+    def stall(self, most: float) -> float:
+        """Return the seconds without progress after which a step like this has stalled, `most` at most."""
+        times = self.known.get(self.shape, ())
+        return most if len(times) < STEPS else min(most, max(LEAST, SLOWER * median(times)))
 
 
 def no_version(step: int) -> WorkerError:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import ConfigError
-from piper.ir.chunk import Batch, CapturedModel
+from piper.ir.chunk import Batch
 from piper.runtime.compute import parts_of
 from piper.runtime.setup import BucketsLike, ProgramLike, Setup, Shapes
 from piper.runtime.uneven import COUNTS, divides, filled
@@ -59,10 +59,10 @@ def shapes_of(batch: Mapping[str, Tensor]) -> Shapes:
     )
 
 
-def read_shapes(batch: Mapping[str, Tensor], outline: CapturedModel) -> Shapes:
+def read_shapes(batch: Mapping[str, Tensor], wanted: BatchSpec) -> Shapes:
     """Return the shape and type of every field of a batch that a model reads, as a key."""
-    read = {source.field for chunk in outline.chunks for source in chunk.inputs if isinstance(source, Batch)}
-    return shapes_of({name: field for name, field in batch.items() if name in read or name == COUNTS})
+    read = (*wanted.shapes, COUNTS)
+    return shapes_of({name: batch[name] for name in read if name in batch})
 
 
 def check_batch(batch: Mapping[str, Tensor], wanted: BatchSpec, by: str = "step") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from piper.ids import SlotId
 from piper.ir.chunk import Chunk
 from piper.plan.divided import buffer_shares
+from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Comms
@@ -58,6 +59,22 @@ def draw_seed(seed: int, step: int, where: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+class Vault(Protocol):
+    """Memory for copies of a device's state, as a launcher gives it."""
+
+    def due(self, step: int) -> bool:
+        """Return whether the state that a step begins with is to be copied."""
+
+    def copy(self, number: int, ins: Instr) -> None:
+        """Copy what an instruction reads into a section."""
+
+    def outgoing(self, ins: Instr) -> Tensor:
+        """Return the sections that an instruction sends, as bytes, one after another."""
+
+    def take(self, ins: Instr, arrived: Tensor) -> None:
+        """Keep the sections that an instruction brought."""
+
+
 class Env:
     """One device's slots, state and communicators, and what changes from step to step."""
 
@@ -91,6 +108,7 @@ class Env:
             for slot in ins.writes:
                 self.makers.setdefault(slot, ins.stream)
         self.batch: Mapping[str, BatchField] = {}
+        self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:

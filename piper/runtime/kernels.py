@@ -23,6 +23,7 @@ from piper.runtime.gradients import (
     total,
     update,
 )
+from piper.runtime.state_copies import mirror, protect
 
 
 def send(env: Env, ins: Instr) -> Bound:
@@ -143,4 +144,6 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "total": total,
     "update": update,
     "broadcast": broadcast,
+    "protect": protect,
+    "mirror": mirror,
 }

@@ -44,7 +44,8 @@ def filled(batch: Mapping[str, Tensor], plans: Plans, outline: CapturedModel) ->
             order[at] = first + torch.arange(rows) % count if count else 0
             held[at] = count
             first, number = first + count, number + 1
-    return {**{name: field[order] for name, field in batch.items()}, COUNTS: held}
+    rows_of = {name: field[order] for name, field in batch.items() if field.shape[:1] == (samples,)}
+    return {**batch, **rows_of, COUNTS: held}
 
 
 def arranged(samples: int, pieces: int, multiple: int) -> tuple[int, list[int]]:

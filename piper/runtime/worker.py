@@ -207,6 +207,8 @@ class Worker:
             self.kernels,
             self.env.state,
         )
+        if trains:
+            self.others[number].env.vault = self.env.vault
 
     def evaluate(self, number: int, batch: Mapping[str, BatchField]) -> Sums:
         """Run an evaluation program on one global batch, with this worker's parameters and buffers."""

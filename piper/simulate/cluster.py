@@ -16,6 +16,7 @@ from piper.errors import ConfigError
 from piper.plan.ops import OPS, Op
 
 OPTIONAL = (
+    "host_bandwidth",
     "attained",
     "attained_attention",
     "attained_memory",
@@ -28,7 +29,7 @@ OPTIONAL = (
     "fragmentation",
 )
 NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", *OPTIONAL)
-MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[3:])
+MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[4:])
 FP8 = "float8_e4m3fn"
 REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
 
@@ -53,6 +54,7 @@ class Cluster:
     flops: Mapping[str, float]  # peak, by torch's name of the type
     memory: float  # bytes of one device
     memory_bandwidth: float  # bytes per second
+    host_bandwidth: float | None = None  # bytes per second to the host's memory. None: they are the same
     attained: float = 1.0  # the part of the arithmetic peak that large products reach
     attained_attention: float | None = None  # that attention reaches. None: as products
     attained_memory: float | None = (
@@ -186,6 +188,7 @@ def read_cluster(text: str, name: str, source: str) -> Cluster:
         flops={dtype: number(source, f"flops.{dtype}", peak) for dtype, peak in table.items()},
         memory=given["memory"],
         memory_bandwidth=given["memory_bandwidth"],
+        host_bandwidth=given.get("host_bandwidth"),
         attained=given.get("attained", 1.0),
         attained_attention=given.get("attained_attention"),
         attained_memory=given.get("attained_memory"),

@@ -110,7 +110,9 @@ class Roofline:
         return cluster.kernel + max(arithmetic, traffic)
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """Return the seconds to move these bytes through memory once."""
+        """Return the seconds to move these bytes through memory once, or from the device to its host."""
+        if op == "protect" and self.cluster.host_bandwidth is not None:
+            return self.cluster.launch + nbytes / self.cluster.host_bandwidth
         return self.cluster.launch + self.cluster.kernel + nbytes / self.bandwidth
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:

@@ -142,6 +142,8 @@ class InstructionCosts:
 
 def touched(plan: Plan, ins: Instr) -> int:
     """Return the bytes that an instruction reads and writes, an update those of its state too."""
+    if ins.op == "protect":
+        return ins.nbytes  # what its device owns of its slots
     total = 0
     for name in (*ins.reads, *ins.writes):
         slot = plan.slots.get(name) or plan.residents.get(name)

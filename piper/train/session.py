@@ -20,6 +20,7 @@ from piper.job import Job
 from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher, recovers
 from piper.plan.memory_timeline import timeline
+from piper.plan.plan import Plans
 from piper.recipe import load_recipe
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
@@ -40,7 +41,7 @@ from piper.train.run_folder import Metrics, choose, claim, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
-KEPT = 3  # steps after which the position of the data is known
+KEPT = 3  # steps after which the position of the data is known, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
             course = Course(
                 done=done,
                 steps=job.steps,
-                tell=partial(noting, tell, feed, positions),
+                tell=partial(noting, tell, feed, positions, kept_positions(program.plans)),
                 saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
                 stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
@@ -247,11 +248,16 @@ def reserve(asked: TrainOptions, run: Run) -> float:
     return min(asked.grace / 2, RESERVE) if isinstance(run, RecoveringRun) else 0.0
 
 
-def noting(tell: Reporter, feed: Feed, positions: dict[int, object], measure: Measure) -> None:
+def kept_positions(plans: Plans) -> int:
+    """Return for how many steps the position of the data is known: versions may be as old."""
+    return KEPT if plans.protection is None else max(KEPT, plans.protection.every + 2)
+
+
+def noting(tell: Reporter, feed: Feed, positions: dict[int, object], kept: int, measure: Measure) -> None:
     """Pass on the measures of a step, and note the position of the data after it."""
     tell(measure)
     positions[measure.step] = feed.state_dict()
-    positions.pop(measure.step - KEPT, None)
+    positions.pop(measure.step - kept, None)
 
 
 def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -> int:
@@ -314,7 +320,8 @@ def watching(
         watchers: list[Reporter] = [memory, held.enter_context(Metrics(folder, done))]
         if (written := held.enter_context(board(folder, done))) is not None:
             watchers.append(written)
-        peak = max(timeline(plan).peak for plan in program.plans)
+        programs = (program, *program.shapes.values())
+        peak = max(timeline(plan).peak for one in programs for plan in one.plans)
         unit = unit_of(program.outline.batch)
         watchers.append(held.enter_context(display(console, done, program.job.steps, peak, unit)))
 

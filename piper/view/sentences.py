@@ -17,7 +17,12 @@ Shares = tuple[float, float, float]  # seconds of each kind
 
 
 def two_idles(subject: Subject, pipeline: Pipeline) -> str:
-    """Return why devices are idle for another fraction of simulated time than of the schedule's units."""
+    """Return why devices are idle for another fraction of simulated time than of the schedule's units.
+
+    Empty: one device waits for no other.
+    """
+    if len(subject.devices) == 1:
+        return ""
     alone = (
         f"In units a backward takes twice a forward and transfers take nothing: the schedule alone leaves "
         f"devices idle for {share(pipeline.idle)}."

@@ -103,13 +103,13 @@ def test_a_region_without_products() -> None:
     """)
 
 
-def test_a_divided_region() -> None:
+def test_a_divided_model() -> None:
     divided = replace(DENSE, degrees={DENSE.chunks[1].tags: 2})
-    assert said(precision(at(), "fp8"), outline=divided) == cleandoc("""
-        precision #0 (here): PP=1 is divided, and products of divided regions do not run in fp8
-          asked: at()
-          but:   2 devices share each of its samples
-          hint:  leave this region out of the filter, or do not shard it along an axis
+    assert said(precision(at(PP=0), "fp8"), outline=divided) == cleandoc("""
+        precision #0 (here): products do not run in fp8 in a model that is divided along an axis
+          asked:   at(PP=0)
+          divided: PP=1
+          hint:    leave precision out, or shard no region along an axis
     """)
 
 

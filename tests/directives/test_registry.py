@@ -10,7 +10,16 @@ PAGES = Path(__file__).parents[2] / "docs" / "directives"
 
 
 def test_every_directive_is_known_by_its_name() -> None:
-    assert list(known_directives()) == ["place", "replicate", "shard", "split", "order", "remat", "precision"]
+    assert list(known_directives()) == [
+        "place",
+        "replicate",
+        "shard",
+        "split",
+        "order",
+        "remat",
+        "precision",
+        "protect",
+    ]
     assert [verb for verb, kind in known_directives().items() if kind.places] == [
         "place",
         "replicate",
@@ -40,4 +49,8 @@ def test_the_json_form_follows_the_fields() -> None:
         "order": {"filters": True},
         "remat": {"filter": True, "budget": True, "across": False},
         "precision": {"filter": True, "products": True, "gather": False},
+        "protect": {
+            "filter": True, "copies": False, "apart": False, "every": False, "devices_per_machine": False,
+            "stream": False,
+        },
     }  # fmt: skip

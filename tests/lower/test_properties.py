@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from piper.directives import apply, remat, replicate, split
+from piper.directives import apply, protect, remat, replicate, split
 from piper.ids import SlotId
 from piper.ir.graph import start
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
 from piper.lower.lower import LOWERING
+from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
 from piper.plan.plan import Bucket
 from tests.lower.outlines import fitted, skips
@@ -21,7 +22,9 @@ Break = Callable[[LoweringState], LoweringState]
 def stages() -> dict[str, tuple[LoweringState, Property]]:
     """The work after each rewrite, with the property that it must have."""
     strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(3)]
-    graph = apply(start(skips()), [*strategy, split(at(), parts=2), remat(at(PP=0), 1, across="PP")])
+    graph = apply(
+        start(skips()), [*strategy, split(at(), parts=2), remat(at(PP=0), 1, across="PP"), protect(at())]
+    )
     work = LoweringState(graph=replace(graph, outline=fitted(graph)), settings=Settings())
     found = {}
     for rewrite, holds in LOWERING:
@@ -135,6 +138,11 @@ def ungathered(work: LoweringState) -> LoweringState:
         ("add_losses", without(Compute), "which is not on"),
         ("add_loads", without(Load), "before it is loaded"),
         ("add_updates", without(Update), "is applied on [], not on"),
+        (
+            "add_protections",
+            without(CopyState),
+            "update[@0,1] writes PP=0/0.param, which is not copied before",
+        ),
     ],
 )
 def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
@@ -144,4 +152,4 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
 
 
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 14
+    assert len(LOWERING) == len(stages()) == 15

@@ -208,6 +208,6 @@ def test_text_without_plans() -> None:
         read_plans("", source="empty.txt")
     assert str(error.value) == cleandoc("""
         empty.txt: the text holds no plans
-          why:  it lacks one of axes, cells, copies, seed, weighted
+          why:  it lacks one of axes, cells, copies, protection, seed, weighted
           hint: its first line begins with `plans`
     """)

@@ -82,6 +82,16 @@ def experts() -> list[Directive]:
     return [*stages([0, 1], [2, 3], zero=1), *divided, *schedules.one_f_one_b(2, 2)]
 
 
+def both_ways(zero: int = 0) -> list[Directive]:
+    """Two stages of two devices, each on both pairs: two microbatches go down, two up."""
+    placed = [
+        replicate(at(PP=stage, MB=[2 * way, 2 * way + 1]), [2 * rank, 2 * rank + 1], zero=zero)
+        for stage in range(2)
+        for way, rank in ((0, stage), (1, 1 - stage))
+    ]
+    return [split(at(), parts=4), *placed, *schedules.dualpipe(2, 4)]
+
+
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "1f1b": lambda: program(models.Dense, in_pairs()),
     "zero-bubble": lambda: program(
@@ -107,6 +117,8 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
         models.Skipping, [*stages([0], [1, 2], [3], zero=1), *schedules.one_f_one_b(3, 2)]
     ),
     "uneven sets": lambda: program(models.Dense, stages([0, 1], [2, 3, 4]), samples=24),
+    "both ways": lambda: program(models.Tied, both_ways(), clip=0.1),
+    "both ways, zero 3": lambda: program(models.Dense, both_ways(zero=3)),
 }
 
 

@@ -47,6 +47,8 @@ class Script:
     fails: dict[str, list[Exception]] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     memory: dict[int, int] = field(default_factory=dict)  # versions, by generation
+    every: int = 1
+    whole: bool = True
     kept: bool = True  # whether versions are written
     stalls: list[float] = field(default_factory=list)
 
@@ -311,6 +313,11 @@ def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None
     run, _ = scripted(script)
     train(run, 1, 6)
     assert script.stalls == [60.0, 60.0, 60.0, 60.0, 60.0, 10.0, 10.0]
+    longer = {name: value.reshape(1, 1) for name, value in batch(7).items()}
+    script.stalls.clear()
+    run.step(longer)  # of which no step is known yet
+    train(run, 8, 8)
+    assert script.stalls == [60.0, 60.0, 10.0, 10.0]
     given, _ = scripted(script, stall=3.0)
     train(given, 1, 6)
     assert given.stall == 3.0

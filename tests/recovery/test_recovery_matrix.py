@@ -1,16 +1,19 @@
 """Failures at every kind of instruction and during the copy, under many strategies: always the same bits."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 
+from piper.checkpoint.save import Copied
 from piper.compiler import compile
+from piper.directives import Directive, protect
+from piper.ir.select import at
 from piper.launchers.failures import Watcher
 from piper.launchers.inline import launch_inline
-from piper.launchers.transport.versions import HEAD, VersionWriter
+from piper.launchers.transport.version_sections import HEAD, SectionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.recovery.recovering_run import recovering
@@ -18,7 +21,7 @@ from piper.recovery.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
 from tests.launchers.sabotage import BrokenError
-from tests.runtime.grid import Cell, batches, job
+from tests.runtime.grid import Cell, batches, job, strategy
 
 CELLS = [
     *(Cell(case="mlp", schedule="1f1b", dp=2, zero=zero) for zero in range(4)),
@@ -32,7 +35,7 @@ CELLS = [
 ]
 MATRIX = (pytest.mark.matrix, pytest.mark.timeout(300))
 SHORT = [Cell(case="convnet", schedule="none", dp=2, zero=1)]
-PROTECT = "protect"
+COPY = "half a copy"
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Injector:
 
 @pytest.fixture
 def injector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Injector]:
-    made, watch, write = Injector(), Watcher.watch, VersionWriter.write
+    made, watch, write = Injector(), Watcher.watch, SectionWriter.write
 
     def watched(self: Watcher, place: int, ins: Instr, run: Bound) -> Bound:
         def act() -> None:
@@ -58,15 +61,14 @@ def injector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Injector]:
 
         return watch(self, place, ins, act)
 
-    def written(self: VersionWriter) -> None:
-        if made.armed == (self.worker.device, PROTECT):  # it is lost half-way
-            memory = self._memory(self.worker.env.step % 2, 64)
-            HEAD.pack_into(memory, 0, 0, 10, 10)
-        made.fire(self.worker.device, PROTECT)
-        write(self)
+    def written(self: SectionWriter, copied: Copied, text: bytes | None = None) -> None:
+        if made.armed == (self.device, COPY):  # it is lost half-way
+            HEAD.pack_into(self._memory(64), 0, 0, 10, 10, 0, 0)
+        made.fire(self.device, COPY)
+        write(self, copied, text)
 
     monkeypatch.setattr(Watcher, "watch", watched)
-    monkeypatch.setattr(VersionWriter, "write", written)
+    monkeypatch.setattr(SectionWriter, "write", written)
     yield made
 
 
@@ -76,23 +78,44 @@ def targets(plans: Plans) -> list[tuple[int, str]]:
     for plan in plans:
         for ins in plan.instrs:
             found[ins.op] = plan.devices[-1]
-    devices = [device for plan in plans for device in plan.devices]
+    ops = {device: {ins.op for ins in plan.instrs} for plan in plans for device in plan.devices}
+    devices = [device for device in ops if plans.protection is None or "protect" in ops[device]]
     return [
         *((device, op) for op, device in sorted(found.items())),
-        (devices[0], PROTECT),
-        (devices[-1], PROTECT),
+        (devices[0], COPY),
+        (devices[-1], COPY),
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+WAYS: dict[str, list[Directive]] = {
+    "between steps": [],
+    "by the plan": [protect(at())],
+    "copies": [protect(at(), copies=1, apart="device", every=2)],
+}
+
+
+DEFAULT = [("between steps", "fp64"), ("by the plan", "bf16")]
+
+
 @pytest.mark.parametrize(
-    "cell",
-    [*SHORT, *(pytest.param(cell, marks=MATRIX) for cell in CELLS if cell not in SHORT)],
-    ids=str,
+    ("cell", "way", "precision"),
+    [
+        pytest.param(
+            cell,
+            way,
+            precision,
+            marks=() if cell in SHORT and (way, precision) in DEFAULT else MATRIX,
+            id=f"{cell}-{way}-{precision}",
+        )
+        for cell in dict.fromkeys([*SHORT, *CELLS])
+        for way in WAYS
+        for precision in ("fp64", "bf16")
+    ],
 )
-def test_a_failure_at_every_instruction(cell: Cell, precision: str, injector: Injector) -> None:
+def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, injector: Injector) -> None:
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
-    program = compile(job(cell, precision=precision, scheduler=scheduler))
+    made = job(cell, precision=precision, scheduler=scheduler)
+    program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
     aims = targets(program.plans)
     given = batches(cell, len(aims) + 2)
     with launch_inline(program) as run:
@@ -105,7 +128,7 @@ def test_a_failure_at_every_instruction(cell: Cell, precision: str, injector: In
             if 0 < number <= len(aims):
                 injector.armed = aims[number - 1]
             got.append(run.step(batch))
-            if injector.armed is not None and injector.armed[1] == PROTECT:
+            if injector.armed is not None and injector.armed[1] == COPY and way != "copies":
                 raise AssertionError("the copy did not fail")
         assert got == wanted
         assert all(torch.equal(state[name], value) for name, value in run.state_dict().items())

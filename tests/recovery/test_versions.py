@@ -11,7 +11,8 @@ import torch
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.launchers.inline import InlineRun
-from piper.launchers.transport.versions import HEAD, Versions, check_memory, held_in, step_in, version_bytes
+from piper.launchers.transport.version_sections import HEAD, held_in, step_in
+from piper.launchers.transport.versions import Versions, check_memory, version_bytes
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job
 
@@ -80,7 +81,7 @@ def test_a_version_is_complete_or_absent(
     first = versions.devices[0]
     torn = versions.descriptors[first][0]
     assert held_in(torn).copied.step == 2
-    os.pwrite(torn, HEAD.pack(0, 10, 10), 0)  # a worker was killed while it copied step 2
+    os.pwrite(torn, HEAD.pack(0, 10, 10, 0, 0), 0)  # a worker was killed while it copied step 2
     assert step_in(torn) is None and versions.newest() == 1
     versions.forget(lambda step: True)
     assert versions.newest() is None

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper import Directive, at, place, precision, remat, replicate, split
+from piper import Directive, at, place, precision, remat, replicate, shard, split
 from piper.compiler import Program, compile
 from piper.ir.select import At
 from piper.launchers.launch import launcher
+from piper.models import decoder
 from piper.runtime.debug.check import Report, check, numbers
 from piper.runtime.debug.reference import Reference
 from piper.schedules import one_f_one_b, zero_bubble
 from tests import zoo
+from tests.runtime.grid import Cell, strategy
+from tests.runtime.grid import batches as batches_of
+from tests.runtime.grid import job as cell_job
 
 FP8 = precision(at(), "fp8")
 GATHERED = precision(at(), "fp8", gather="fp8")
@@ -147,6 +151,22 @@ def test_compiled_code_has_the_numbers_of_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_that_are_divided_beside_products_in_fp8() -> None:
+    cell = Cell(case="moe", schedule="zero-bubble", dp=2, ways=2, parts=2)
+    program = compile(replace(cell_job(cell), strategy=[*strategy(cell), FP8]))
+    report = check(
+        program, lambda started, options: launcher(started, "inline", options), batches_of(cell, 2)
+    )
+    assert report.ok, report
+
+
+def test_a_divided_model_is_refused() -> None:
+    divided = shard(at(PP=0), [0, 1], axis="TP", weights={"stages.0": 0, "stages.1": 1})
+    with pytest.raises(piper.ScheduleError, match="in a model that is divided along an axis"):
+        compile(job(divided, place(at(PP=1), [0, 1]), FP8))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "moe", "qwen3_hf"])
 def test_models_have_the_numbers_of_one_device(name: str) -> None:
     case = zoo.case(name)
@@ -164,3 +184,39 @@ def test_a_job_in_bf16_trains() -> None:
     with piper.launch(compile(job(FP8, precision="bf16"), device="cpu"), on="inline") as run:
         first, *_, last = (run.step(data()[0]).loss for _ in range(4))
     assert last < first
+
+
+def texts(steps: int) -> list[dict[str, Tensor]]:
+    """Batches of a random chain in which each of 64 tokens is followed by one of four."""
+    draw = torch.Generator().manual_seed(0)
+    follow = torch.randint(64, (64, 4), generator=draw)
+    found = []
+    for _ in range(steps):
+        tokens = [torch.randint(64, (16,), generator=draw)]
+        for _ in range(16):
+            tokens.append(follow[tokens[-1], torch.randint(4, (16,), generator=draw)])
+        rows = torch.stack(tokens, 1)
+        found.append({"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+    return found
+
+
+@pytest.mark.slow
+def test_a_training_in_fp8_ends_where_the_plain_one_does() -> None:
+    config = decoder.Config(
+        vocab=64, dim=32, layers=2, heads=4, kv_heads=4, head_dim=8, hidden=64, qk_norm=True
+    )
+    batches = texts(150)
+    ends = []
+    for asked_for in ((), (FP8,)):
+        asked = piper.Job(
+            model=lambda: decoder.Decoder(config),
+            loss=decoder.token_loss,
+            data=lambda: batches,
+            strategy=asked_for,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=5e-3),
+        )
+        with piper.launch(compile(asked, device="cpu"), on="inline") as run:
+            losses = [run.step(batch).loss for batch in batches]
+        assert losses[-1] < 0.5 * losses[0]
+        ends.append(sum(losses[-20:]) / 20)
+    assert ends[1] == pytest.approx(ends[0], rel=0.005) and ends[0] != ends[1]

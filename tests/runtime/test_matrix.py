@@ -17,7 +17,7 @@ from tests.runtime.grid import SHAPES, Cell, case_of
 from tests.runtime.sharing import Shared, one_core
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(120)]
-WRITES_BUFFERS = ("convnet",)  # whose microbatches stay on one set of devices
+WRITES_BUFFERS = ("convnet", "deepseek")  # whose microbatches stay on one set of devices
 HEAVY = ("deepseek", "qwen3_moe_hf", "moe")  # first, so that the last worker to end ends early
 
 

@@ -15,7 +15,7 @@ from piper.capture.cost.estimate import pairs_of_tokens
 from piper.cli.prices import prices_of
 from piper.devices import Devices
 from piper.ids import Pass
-from piper.ir.chunk import CapturedModel, Chunk, Kernel, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk import Chunk, Kernel, Phase, PhaseSpec, TensorSpec
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
@@ -24,7 +24,6 @@ from piper.simulate.cluster import Cluster, Link, load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk
 from piper.simulate.dependencies import touched
 from piper.simulate.measured import Measured, MeasuredOn
-from piper.simulate.passes import pass_seconds
 from piper.simulate.products import attention_seconds, product_seconds
 from piper.simulate.simulate import simulate, simulate_alone
 from tests.slots import slot, slots
@@ -245,26 +244,6 @@ def test_memory_that_a_plan_may_not_use() -> None:
     assert SMALL.usable(100) == 0.0
 
 
-def test_an_accumulation_belongs_to_the_pass_that_makes_the_gradients() -> None:
-    """Two parameters of 8 and 4 bytes: 36 bytes at 20 per second, beside the start of a kernel."""
-    phases: Mapping[Phase, PhaseSpec] = {
-        "F": PhaseSpec(kernels=(Kernel(kind="traffic", dtype="float32", nbytes=20),)),
-        "BI": PhaseSpec(),
-        "BW": PhaseSpec(grad_params=("w", "b")),
-    }
-    chunk = replace(chunk_of(), phases=phases)
-    parameters = (
-        Parameter(name="w", shape=(2,), dtype="float32"),
-        Parameter(name="b", shape=(2,), dtype="bfloat16"),
-        Parameter(name="other", shape=(100,), dtype="float32"),
-    )
-    outline = CapturedModel(chunks=(chunk,), loss=Output(chunk="PP=0", index=0), parameters=parameters)
-    costs = Roofline(SMALL)
-    assert pass_seconds(outline, chunk, "F", costs) == 1 + 0.125 + 1
-    assert pass_seconds(outline, chunk, "BI", costs) == 1
-    assert pass_seconds(outline, chunk, "BW", costs) == 1 + (1 + 0.125 + 36 / 20)
-
-
 def test_an_update_reads_and_writes_the_state_of_the_optimizer() -> None:
     ins = Instr(op="update", node="u", stream="compute", reads=slots("a/0.grad"), writes=slots("a/0.param"))
     assert ins.writes[0].kind == "param"
@@ -357,7 +336,7 @@ def test_a_stage_as_an_h200_runs_it(samples: int, measured: float) -> None:
 
 
 def test_the_simulator_needs_no_torch() -> None:
-    modules = "piper.simulate.simulate, piper.simulate.measured, piper.simulate.passes, piper.cli.prices"
+    modules = "piper.simulate.simulate, piper.simulate.measured, piper.cli.prices"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -74,7 +74,7 @@ def test_a_roofline_is_the_longer_of_the_two_at_the_part_that_is_attained() -> N
     assert costs.compute(chunk({"F": (100, 60)}), "F") == 1 + 10 / 0.5
     assert costs.compute(chunk({"F": (10, 60)}), "F") == 1 + 3 / 0.5
     assert costs.touch("add", 40) == 1 + 40 / (20 * 0.5)
-    assert CLUSTER.peak("bfloat16") == 40.0 and CLUSTER.peak("float8_e4m3fn") == 10.0
+    assert CLUSTER.peak("bfloat16") == 40.0 and CLUSTER.peak("float16") == 10.0
 
 
 def test_a_line_goes_through_the_median_of_each_size() -> None:

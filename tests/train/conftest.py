@@ -109,6 +109,12 @@ def uneven():
 def deeper():
     return job(data=changed(3, lambda batch: {"x": batch["x"][:, None]}), strategy=())
 
+def several():
+    """Batches of 8, 5 and 4 samples in turn."""
+    sizes = (8, 5, 4)
+    each = lambda: zip(range(6), Samples(rows(), batch=8, seed=1))
+    return job(data=lambda: [{"x": batch["x"][:sizes[n % 3]]} for n, batch in each()])
+
 def short():
     return job(data=lambda: iter_once, strategy=())
 

@@ -61,10 +61,24 @@ def test_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert choose(Path("here"), "net.py:job", resume=False) == Path("here")
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped(piper: Piper, recipe: Path, tmp_path: Path) -> None:
-    piper(f"{recipe}:job", "--out", "whole")
-    piper(f"{recipe}:job", "--out", "parts", "--steps", "3")
-    done = piper(f"{recipe}:job", "--out", "parts", "--resume")
+SHAPES = {
+    "job": [],
+    "several": [
+        "Compiling for another shape of batches: x [5, 8], with samples repeated to fill 4 slices of equal size",
+        "Compiling for another shape of batches: x [4, 8]",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ["job", pytest.param("several", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(
+    name: str, piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    whole = piper(f"{recipe}:{name}", "--out", "whole")
+    shapes = [line for line in whole.stdout.splitlines() if line.startswith("Compiling for")]
+    assert shapes == SHAPES[name]
+    piper(f"{recipe}:{name}", "--out", "parts", "--steps", "3")
+    done = piper(f"{recipe}:{name}", "--out", "parts", "--resume")
     assert done.returncode == 0, done.stderr
     assert "Going on from parts/checkpoints/step-00000003, after step 3\n" in done.stdout
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole"), "to the last bit"

@@ -307,6 +307,13 @@ def test_paper_has_every_drawing_with_all_dependencies_and_no_selection(
     assert not page.locator("#dag canvas").is_visible()
     assert page.locator("#strategy").is_visible()
     assert not page.locator("#details").is_visible()
+    page.set_viewport_size({"width": 700, "height": 300})  # as narrow as paper
+    assert page.evaluate(
+        """() => {
+            const [last, panel] = ["#strategy li:last-child", "#strategy-panel"].map((one) => document.querySelector(one));
+            return last.getBoundingClientRect().bottom < panel.getBoundingClientRect().bottom;
+        }"""
+    ), "the panel holds the whole strategy"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     assert lines.count() == 0

@@ -26,9 +26,9 @@ def timeline(*spans: tuple[float, float]) -> Timeline:
     return Timeline(devices=(0,), spans=tuple(Span(start=start, end=end) for start, end in spans))
 
 
-def subject(clock: str = "h100", **more: object) -> Subject:
+def subject(clock: str = "h100", devices: tuple[int, ...] = (0, 1), **more: object) -> Subject:
     """A step of 10 ms: 6 ms of computing, then 3 ms of sending, of which computing hides 1 ms."""
-    plan = Plan(devices=(0,), instrs=INSTRS, slots={}, residents={})
+    plan = Plan(devices=devices, instrs=INSTRS, slots={}, residents={})
     planned = timeline((0, 0.006), (0.005, 0.008))
     return Subject(
         title="t",
@@ -54,6 +54,7 @@ def test_idle_in_units_and_in_simulated_time_are_explained_together() -> None:
         "equally long."
     )
     assert two_idles(subject("whole units"), PIPELINE).endswith("idle for 25 %.")
+    assert two_idles(subject(devices=(0,)), PIPELINE) == ""
 
 
 def test_a_measured_step_is_compared_part_by_part_with_the_planned_one() -> None:

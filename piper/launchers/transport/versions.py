@@ -1,196 +1,90 @@
 """Versions of a job's state in memory that outlives its workers.
 
-[Note: versions] Every device has two files without a name, which the driver holds open. After step k a device
-copies what it is the one to save, each element once, into file k mod 2. It first writes 0 into the head of
-the file, and the number of the step only when all is copied, so a version of a device is complete or absent.
-A version of the job is complete when all devices have it. The loss is summed over all devices, so a device
-ends step k + 1 only after all others have begun it, and a device begins it only after its copy of step k. So
-while any device overwrites step k - 1, step k is complete. Versions are read only when no worker lives that
-could write.
+[Note: versions] Every device has two files without a name, one for each generation, which the driver holds
+open. A file has sections, each at its own distance from the beginning. Where the plan protects the state,
+each of its copies is a section, see [Note: sections], and section 0 holds what no step writes. Elsewhere
+section 0 holds all that the device is the one to save, and is written between two steps. A section is
+written over the older of its two generations: first a 0 into its head, and the number of the step only when
+all is copied, so a section of a step is complete or absent. A version of the job is complete when its
+sections hold every element. A device begins step k + 1 only when all devices have ended step k, and with it
+the copy that was made during it. So while any device overwrites an older version, the one after it is
+complete. Versions are read only when no worker lives that could write.
 """
 
-import mmap
 import os
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import is_
 
 import torch
 from torch import Tensor
 
-from piper.checkpoint.bucket_spans import owned_range, saved_buckets
-from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.bucket_spans import owned_range, saved_buckets, saved_buffers
 from piper.checkpoint.load import read_state
-from piper.checkpoint.metadata import Record, SavedPiece, Trainer, kept_by
-from piper.checkpoint.save import Copied, RefusedError, Shapes, copy_state, merged
-from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
+from piper.checkpoint.metadata import Trainer
+from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_of, trainer_of
+from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.format import size
+from piper.ids import SlotId
 from piper.launchers.processes import SharedFile
-from piper.launchers.transport.serialize import Codec
-from piper.launchers.transport.shared_memory import ALIGNMENT, MEMORY, nameless_file
+from piper.launchers.transport.shared_memory import MEMORY, nameless_file
+from piper.launchers.transport.version_sections import (
+    HEAD,
+    REST,
+    SPAN,
+    HeldVersion,
+    SectionWriter,
+    VersionShelf,
+    encoded,
+    held_in,
+    image_bytes,
+    same,
+    step_in,
+)
+from piper.plan.divided import buffer_shares
+from piper.plan.instr import Instr
 from piper.plan.plan import Plans
+from piper.plan.protected import GENERATIONS, ProtectedState, sent
+from piper.protection import Protection
 from piper.runtime.worker import Worker
 
-GENERATIONS = 2
-HEAD = struct.Struct("=qqq")  # the step plus one, or 0 while it is written; bytes of the copy and the layout
-INDEX = 2**20  # bytes that indices take at most, for the estimate
+INDEX = 2**20  # bytes that the indices of a device take at most, for the estimate
 Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionLayout:
-    """What lies where in a version of one device."""
+class Holders:
+    """Finds the sections that make up a version, in the memory of all devices."""
 
-    placed: tuple[StoredRange, ...]
-    offsets: tuple[int, ...]  # of each placed part, in bytes
-    moments: dict[str, Shapes]  # the optimizer's tensors
+    def __init__(self, plans: Plans) -> None:
+        self.devices = [device for plan in plans for device in plan.devices]
+        self.state = ProtectedState(plans) if plans.protection is not None else None
+        self.sections = () if self.state is None else self.state.sections
 
+    def numbers(self, device: int) -> list[int]:
+        """Return the numbers of all sections in the memory of a device."""
+        return [REST, *(section.number for section in self.sections if section.holder == device)]
 
-CODEC = Codec((Copied, VersionLayout))
+    def rest(self, files: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]] | None:
+        """Return where everything lies that no step writes, as (device, descriptor, section). None: lost."""
+        found = [(d, file, REST) for d in self.devices for file in files[d][:1] if step_in(file) is not None]
+        return found if len(found) == len(self.devices) else None
 
-
-def same(value: Tensor) -> Tensor:
-    """Return a tensor's elements, copied only if they do not lie one after another."""
-    return value.detach().contiguous()
-
-
-def rounded(nbytes: int) -> int:
-    """Return bytes rounded up, so that any type can begin there."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class VersionWriter:
-    """Writes the versions of one device, see [Note: versions]."""
-
-    def __init__(self, worker: Worker, descriptors: Sequence[int]) -> None:
-        self.worker, self.descriptors = worker, descriptors
-        self.memories: dict[int, mmap.mmap] = {}
-        self.layout: tuple[object, bytes] | None = None  # what it depends on, and the layout as bytes
-
-    def write(self) -> None:
-        """Copy the state as it is between two steps."""
-        copied = copy_state(self.worker, same)
-        texts = (CODEC.encode(replace(copied, parts=[], moments={})), self._layout(copied))
-        lengths = [len(text) for text in texts]
-        index = b"".join(texts)
-        at = [rounded(HEAD.size + len(index))]
-        for part in copied.parts:
-            at.append(rounded(at[-1] + part.tensor.nbytes))
-        memory = self._memory(copied.step % GENERATIONS, at[-1])
-        HEAD.pack_into(memory, 0, 0, *lengths)
-        memory[HEAD.size : HEAD.size + len(index)] = index
-        for part, offset in zip(copied.parts, at, strict=False):
-            if count := part.tensor.numel():
-                place = torch.frombuffer(memory, dtype=part.tensor.dtype, count=count, offset=offset)
-                place.copy_(part.tensor.reshape(-1))
-                del place  # before the memory closes under it
-        HEAD.pack_into(memory, 0, copied.step + 1, *lengths)
-
-    def _layout(self, copied: Copied) -> bytes:
-        """Return what lies where, as bytes. It seldom changes from step to step, so it is kept."""
-        depends = (
-            [(p.key, p.start, p.stride, p.tensor.shape, p.tensor.dtype) for p in copied.parts],
-            copied.moments,
-        )
-        if self.layout is None or self.layout[0] != depends:
-            layout = layout_of(copied, f"device-{self.worker.device:05}")
-            self.layout = (depends, CODEC.encode(layout))
-        return self.layout[1]
-
-    def _memory(self, generation: int, nbytes: int) -> mmap.mmap:
-        """Return the memory of a generation, at least this large."""
-        found = self.memories.get(generation)
-        if found is None or len(found) < nbytes:
-            if found is not None:
-                found.close()
-            descriptor = self.descriptors[generation]
-            # Memory that is missing is an error here. Where it is written to, it would be a killed process.
-            os.posix_fallocate(descriptor, 0, nbytes)
-            found = self.memories[generation] = mmap.mmap(descriptor, 0)
-        return found
-
-
-def layout_of(copied: Copied, file: str) -> VersionLayout:
-    """Return what lies where in a version. Offsets count from the first tensor."""
-    offsets, at = [], 0
-    for part in copied.parts:
-        offsets.append(at)
-        at = rounded(at + part.tensor.nbytes)
-    placed = tuple(
-        StoredRange(
-            key=part.key,
-            dtype=str(part.tensor.dtype).removeprefix("torch."),
-            size=part.size,
-            piece=part.lies(file),
-        )
-        for part in copied.parts
-    )
-    return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldVersion:
-    """A version of one device in memory."""
-
-    copied: Copied  # without tensors
-    layout: VersionLayout
-    memory: mmap.mmap
-    begin: int  # where its tensors begin
-
-    def part(self, number: int) -> Tensor:
-        """Return the elements of a part."""
-        placed, at = self.layout.placed[number], self.begin + self.layout.offsets[number]
-        count = placed.piece.elements
-        return torch.frombuffer(self.memory, dtype=dtype_named(placed.dtype), count=count, offset=at)
-
-
-def step_in(descriptor: int) -> int | None:
-    """Return the step of the version in a file. None: there is none, or it was not completed."""
-    head = os.pread(descriptor, HEAD.size, 0)
-    if len(head) < HEAD.size:
-        return None
-    number = int(HEAD.unpack(head)[0])
-    return number - 1 if number else None
-
-
-def held_in(descriptor: int) -> HeldVersion:
-    """Return the version in a file."""
-    memory = mmap.mmap(descriptor, 0)
-    _, first, second = HEAD.unpack_from(memory)
-    middle, end = HEAD.size + first, HEAD.size + first + second
-    copied, layout = CODEC.decode(memory[HEAD.size : middle]), CODEC.decode(memory[middle:end])
-    assert isinstance(copied, Copied) and isinstance(layout, VersionLayout)
-    copied = replace(copied, moments=layout.moments)
-    return HeldVersion(copied=copied, layout=layout, memory=memory, begin=rounded(end))
-
-
-class VersionShelf(CheckpointReader):
-    """The tensors of a version. A worker reads what it needs, from the memory of any device."""
-
-    def __init__(self, held: Iterable[HeldVersion], seed: int) -> None:
-        found = [*held]
-        self.located = {
-            (placed.piece.file, placed.key, placed.piece.offset): (one, number)
-            for one in found
-            for number, placed in enumerate(one.layout.placed)
-        }
-        copies = [one.copied for one in found]
-        moments, numbers = merged([c.moments for c in copies]), merged([c.numbers for c in copies])
-        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
-        self.record = Record(
-            step=copies[0].step,
-            seed=seed,
-            trainer=replace(trainer, kept=kept_by(moments, numbers)),
-            moments=moments,
-            numbers=numbers,
-            tensors=index_of(one.layout.placed for one in found),
-        )
-
-    def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
-        """Return elements of a stored piece: `length` of them from its element `first` on."""
-        held, number = self.located[piece.file, key, piece.offset]
-        return held.part(number)[first : first + length]
+    def of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
+        """Return where a version lies, each element once, as (device, descriptor, section). None: nowhere."""
+        if self.state is None:
+            one = {d: next((f for f in files[d] if step_in(f) == step), None) for d in self.devices}
+            every = [(device, file, REST) for device, file in one.items() if file is not None]
+            return every if len(every) == len(self.devices) else None
+        missing, found = set(self.state.written), []
+        for section in sorted(self.sections, key=lambda section: section.holder != section.owner):
+            if missing.isdisjoint(section.elements):
+                continue
+            file = next((f for f in files[section.holder] if step_in(f, section.number) == step), None)
+            if file is not None:
+                found.append((section.holder, file, section.number))
+                missing.difference_update(section.elements)
+        return None if missing else found
 
 
 class WorkerVersions:
@@ -198,27 +92,125 @@ class WorkerVersions:
 
     def __init__(self, worker: Worker, files: Files) -> None:
         self.worker, self.files = worker, files
-        self.writer = VersionWriter(worker, [opened(file) for file in files[worker.device]])
+        self.descriptors = [opened(file) for file in files[worker.device]]
+        self.holders = Holders(worker.setup.plans)
+        self.writers: dict[int, SectionWriter] = {}
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
+        self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
+        self.known: dict[int, tuple[list[Tensor], Copied]] = {}  # what was copied last, while it is the same
+        self.began: int | None = None  # the first step whose state is copied. None: the next one
+        if self.holders.state is not None:
+            worker.env.vault = self
 
     def write(self) -> None:
-        """Copy the state as it is between two steps, if it can be."""
+        """Copy the state as it is between two steps, if it can be, without what instructions copy."""
+        self.began = None
         if not self.refused:
             try:
-                self.writer.write()
+                copied = copy_state(self.worker, same) if self.holders.state is None else self._rest()
+                self.writer(REST).write(copied)
             except (RefusedError, ConfigError):
                 self.refused = True
 
+    def due(self, step: int) -> bool:
+        """Return whether the state that this step begins with is to be copied."""
+        asked = self.worker.setup.plans.protection
+        assert asked is not None
+        if self.began is None:
+            self.began = step
+        return (step - self.began) % asked.every == 0
+
+    def copy(self, number: int, ins: Instr) -> None:
+        """Copy what an instruction reads into a section, if it can be."""
+        if not self.refused:
+            try:
+                self._copy(self.writer(number), ins)
+            except (RefusedError, ConfigError):
+                self.refused = True
+
+    def _copy(self, writer: SectionWriter, ins: Instr) -> None:
+        step = self.worker.env.step
+        if self.said is None or self.said[0] != step:
+            trainer = trainer_of(self.worker)
+            text = encoded(Copied(parts=[], trainer=trainer, moments={}, numbers={}, step=step))
+            self.said = step, trainer, text
+        kept, known = self._kept(ins), self.known.get(writer.number)
+        if kept is None:
+            writer.write(replace(self._copied(ins, same), trainer=self.said[1]))
+            return
+        if known is None or len(kept) != len(known[0]) or not all(map(is_, kept, known[0])):
+            known = self.known[writer.number] = kept, self._copied(ins, Tensor.detach)
+        writer.write(replace(known[1], step=step), self.said[2])
+
+    def _copied(self, ins: Instr, take: Callable[[Tensor], Tensor]) -> Copied:
+        """Return what an instruction copies."""
+        buckets = [self.worker.setup.plans.buckets[s.owner] for s in ins.reads if s.kind == "param"]
+        buffers = [slot.owner for slot in ins.reads if slot.kind == "buffer"]
+        return copy_parts(self.worker, buckets, buffers, Trainer(), take)
+
+    def _kept(self, ins: Instr) -> list[Tensor] | None:
+        """Return the tensors that the optimizer keeps for the buckets that an instruction copies.
+
+        As long as they are the same, so is everything that is copied. None: there are values that a step
+        replaces, such as buffers.
+        """
+        found: list[Tensor] = []
+        for slot in ins.reads:
+            if slot.kind == "buffer":
+                return None
+            bucket = self.worker.setup.plans.buckets[slot.owner]
+            for values in states_of(self.worker, bucket).values() if slot.kind == "param" else ():
+                for value in values.values():
+                    if not isinstance(value, Tensor) or not value.is_contiguous():
+                        return None
+                    found.append(value)
+        return found
+
+    def outgoing(self, ins: Instr) -> Tensor:
+        """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
+        own = [s for s in self.holders.sections if s.holder == s.owner == self.worker.device]
+        sends = () if self.refused else sent(self.worker.env.plan, ins, own)
+        empty = torch.empty(0, dtype=torch.uint8)
+        return torch.cat([empty, *(self.writer(section.number).image() for section in sends)])
+
+    def take(self, ins: Instr, arrived: Tensor) -> None:
+        """Keep the sections of other devices that an instruction brought."""
+        mine = [s for s in self.holders.sections if s.holder == self.worker.device != s.owner]
+        for section in (s for s in mine if s.by == ins.node and len(arrived)):
+            nbytes = image_bytes(arrived)
+            self.writer(section.number).take(arrived[:nbytes])
+            arrived = arrived[nbytes:]
+
+    def _rest(self) -> Copied:
+        """Return what this device is the one to save and no instruction copies."""
+        plans, device = self.worker.setup.plans, self.worker.device
+        copied = copied_slots(plans)
+        buckets = [b for b in saved_buckets(plans, device) if SlotId("param", b.name) not in copied]
+        shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
+        buffers = [name for name in saved_buffers(shares, device) if SlotId("buffer", name) not in copied]
+        found = copy_parts(self.worker, buckets, buffers, Trainer(), same)
+        return replace(found, step=0)  # it is the same after every step
+
+    def writer(self, number: int) -> SectionWriter:
+        """Return the writer of a section of this device's memory."""
+        if number not in self.writers:
+            self.writers[number] = SectionWriter(self.worker.device, self.descriptors, number)
+        return self.writers[number]
+
     def restore(self, step: int) -> None:
-        """Take the state after a step, which every device has."""
-        held: list[HeldVersion] = []
-        for files in self.files.values():
-            descriptor = opened(files[step % GENERATIONS])
-            assert step_in(descriptor) == step, "the driver has looked"
-            held.append(held_in(descriptor))
-            os.close(descriptor)
+        """Take the state after a step, which the driver has found complete."""
+        files = {device: [opened(file) for file in found] for device, found in self.files.items()}
+        try:
+            chosen = self.holders.of(files, step)
+            rest = self.holders.rest(files) if self.holders.state is not None else []
+            assert chosen is not None and rest is not None, "the driver has looked"
+            held = [held_in(file, number) for _, file, number in (*chosen, *rest)]
+        finally:
+            for descriptor in (descriptor for pair in files.values() for descriptor in pair):
+                os.close(descriptor)
         for act in read_state(self.worker, VersionShelf(held, self.worker.setup.seed)):
             act()
+        self.worker.env.step, self.began = step, None
 
 
 def opened(file: SharedFile) -> int:
@@ -233,8 +225,10 @@ class Versions:
 
     def __init__(self, plans: Plans) -> None:
         """Open the memory. Refuse a machine that has too little of it."""
-        self.devices = [device for plan in plans for device in plan.devices]
-        check_memory(sum(version_bytes(plans, device) for device in self.devices))
+        self.holders = Holders(plans)
+        self.devices = self.holders.devices
+        self.every = 1 if plans.protection is None else plans.protection.every
+        check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
     @property
@@ -242,37 +236,47 @@ class Versions:
         """Return where workers find the memory."""
         return {d: tuple(map(SharedFile.of, found)) for d, found in self.descriptors.items()}
 
+    @property
+    def whole(self) -> bool:
+        """Return whether what no step writes is in memory too, so that workers can begin without values."""
+        return self.holders.state is None or self.holders.rest(self.descriptors) is not None
+
     def newest(self) -> int | None:
-        """Return the newest step that is complete on all devices. None: there is none."""
-        found = [
-            steps.pop()
-            for steps in (
-                {step_in(pair[generation]) for pair in self.descriptors.values()}
-                for generation in range(GENERATIONS)
-            )
-            if len(steps) == 1
-        ]
-        return max((step for step in found if step is not None), default=None)
+        """Return the newest step of which all elements are complete. None: there is none."""
+        steps = {
+            step_in(descriptor, number)
+            for device, pair in self.descriptors.items()
+            for descriptor in pair
+            for number in self.holders.numbers(device)
+        }
+        found = (step for step in steps if step is not None and self.holders.of(self.descriptors, step))
+        return max(found, default=None)
 
     def forget(self, chosen: Callable[[int], bool]) -> None:
         """Drop the versions of chosen steps. No worker may live."""
-        for pair in self.descriptors.values():
-            for descriptor in pair:
-                step = step_in(descriptor)
-                if step is not None and chosen(step):
-                    os.pwrite(descriptor, HEAD.pack(0, 0, 0), 0)
+        for device, pair in self.descriptors.items():
+            for number in self.holders.numbers(device):
+                for descriptor in pair:
+                    step = step_in(descriptor, number)
+                    if step is not None and chosen(step):
+                        os.pwrite(descriptor, bytes(HEAD.size), number * SPAN)
+
+    def _held(self, step: int) -> list[tuple[int, HeldVersion]]:
+        """Return the sections of a complete version, with their devices."""
+        found = [*(self.holders.of(self.descriptors, step) or ())]
+        if self.holders.state is not None:
+            found += self.holders.rest(self.descriptors) or ()
+        return [(device, held_in(file, number)) for device, file, number in found]
 
     def shelf(self, step: int, seed: int) -> VersionShelf:
         """Return the tensors of a complete version."""
-        pairs = self.descriptors.values()
-        return VersionShelf((held_in(pair[step % GENERATIONS]) for pair in pairs), seed)
+        return VersionShelf((held for _, held in self._held(step)), seed)
 
     def parts(self, step: int) -> dict[int, list[TensorRange]]:
         """Return all tensors of a complete version by device, to write them to a disk."""
-        found: dict[int, list[TensorRange]] = {}
-        for device, pair in self.descriptors.items():
-            held = held_in(pair[step % GENERATIONS])
-            found[device] = [
+        found: dict[int, list[TensorRange]] = {device: [] for device in self.devices}
+        for device, held in self._held(step):
+            found[device] += [
                 TensorRange(
                     key=placed.key,
                     size=placed.size,
@@ -296,15 +300,25 @@ def version_bytes(plans: Plans, device: int) -> int:
     """Return how much memory the versions of a device take at most, in bytes."""
     residents = plans.of(device).residents
     states = {slot.owner: found.nbytes for slot, found in residents.items() if slot.kind == "state"}
-    total = sum(found.nbytes for slot, found in residents.items() if slot.kind == "buffer")
+    copied = copied_slots(plans)
+    total = sum(s.nbytes for s in ProtectedState(plans).sections if s.holder == device)
+    total += sum(
+        found.nbytes for slot, found in residents.items() if slot.kind == "buffer" and slot not in copied
+    )
     for bucket in saved_buckets(plans, device):
-        low, high = owned_range(bucket, device)
-        total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
+        if SlotId("param", bucket.name) not in copied:
+            low, high = owned_range(bucket, device)
+            total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
     return GENERATIONS * (total + INDEX)
 
 
-def check_memory(wanted: int) -> None:
-    """Refuse to train if the versions do not fit into shared memory."""
+def copied_slots(plans: Plans) -> set[SlotId]:
+    """Return the slots that instructions copy, on any device."""
+    return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}
+
+
+def check_memory(wanted: int, asked: Protection | None = None) -> None:
+    """Refuse to train if the versions do not fit into shared memory. asked: how the plan protects them."""
     if not MEMORY.is_dir():
         return
     found = os.statvfs(MEMORY)
@@ -313,6 +327,10 @@ def check_memory(wanted: int) -> None:
         raise ConfigError(
             "there is too little shared memory to keep versions of the state in",
             by=f"--retries, on {MEMORY}",
-            facts={"needs": f"{size(wanted)}: two versions of what each device owns", "has": size(free)},
+            facts={
+                "needs": f"{size(wanted)}: two versions of what each device owns",
+                **({"protect": f"copies={asked.copies}"} if asked is not None else {}),
+                "has": size(free),
+            },
             hint=f"enlarge it (mount -o remount,size=... {MEMORY}), or train without: --retries 0",
         )

@@ -90,6 +90,12 @@ class Group(ABC):
         parts = [flat if member == to else empty for member in range(self.size)]
         return self.swap(parts, [len(flat) if member == source else 0 for member in range(self.size)])[source]
 
+    def shift_uneven(self, flat: Tensor, length: int) -> Tensor:
+        """Give a tensor to the next member, around the end, and return the `length` elements that arrive."""
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        parts = [flat if member == to else flat[:0] for member in range(self.size)]
+        return self.swap(parts, [length if member == source else 0 for member in range(self.size)])[source]
+
     def broadcast(self, value: Tensor) -> Tensor:
         """Return the first member's value."""
         flat = value.reshape(-1)

@@ -73,6 +73,8 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     routed = [name for name in named if chunks[name].kind == "expert"]
     drawn = [name for name in named if chunks[name].random]
     reasons = []
+    if any(ins.op == "protect" for ins in plan.instrs):
+        reasons.append("protect: the host says in every step where the copies go")
     if routed:
         reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
     if drawn:

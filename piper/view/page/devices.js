@@ -255,11 +255,8 @@ function devicesView() {
 
 function devicesLegend() {
   const entry = (kind, text) => make("span", {}, make("i", { class: kind }), text);
-  byId("devices-legend").replaceChildren(
-    entry("talk", "communication, hidden behind computing"),
-    entry("exposed", "communication that no computing hides"),
-    entry("level", "communication of the selection"),
-  );
+  const entries = [entry("talk", "communication, hidden behind computing"), entry("exposed", "communication that no computing hides"), entry("level", "communication of the selection")];
+  byId("devices-legend").replaceChildren(...(facts.comms.length ? entries : []));
   byId("compared").textContent = facts.compared;
   byId("compared").hidden = !facts.compared;
 }

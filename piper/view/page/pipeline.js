@@ -275,6 +275,7 @@ function pipelineLegend() {
 // The switch between units and simulated time, and what each clock says of idle devices.
 function fillClocks() {
   byId("idles").textContent = facts.idles;
+  byId("idles").hidden = !facts.idles;
   const buttons = [...byId("clock").querySelectorAll("button")];
   const apply = () => {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.value === state.clock));

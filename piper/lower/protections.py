@@ -1,0 +1,196 @@
+"""Copies of the state that a step begins with, into memory that outlives workers, while the step runs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from piper.devices import Devices, show
+from piper.errors import ScheduleError
+from piper.ids import SlotId
+from piper.ir.graph import ProtectedChunk
+from piper.ir.node import LocalNode, Mirror, Node, Norm
+from piper.lower.buckets import param_slot
+from piper.lower.placements import placements_of
+from piper.lower.state import LoweringState
+from piper.lower.value_table import buffer_slot
+from piper.plan.plan import Bucket, Slot
+from piper.protection import Protection
+
+SHORT = ("bfloat16", "float16")  # types of which the optimizer keeps a master copy
+Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyState(LocalNode):
+    """Copy what a device owns of a bucket, or the buffers of a chunk, into memory that outlives workers."""
+
+    op = "protect"
+
+    what: str
+
+    @property
+    def name(self) -> str:
+        return f"protect[{self.what} @{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copying:
+    """A part of the state that is copied: what it is, where it lies and what holds it."""
+
+    what: str
+    chunks: tuple[str, ...]
+    slots: tuple[SlotId, ...]
+    named: str  # a parameter or buffer in it, for messages
+    owners: Owners
+    nbytes: int
+
+
+def add_protections(work: LoweringState) -> LoweringState:
+    """Copy all that the step writes before it is written, and send copies to other machines or devices.
+
+    F[PP=0]  B[PP=0]  norm  total  update
+    -->
+    protect[PP=0/0], F[PP=0]  B[PP=0], mirror (copies=1), norm  total  update
+    """
+    asked = work.graph.protection
+    if asked is None or work.settings.buckets is not None:  # an evaluation writes nothing
+        return work
+    written = {value for node in work.sequence for value in node.writes if value in work.residents}
+    nodes: list[Node] = []
+    sent: list[CopyState] = []
+    for copying in (*buffer_copies(work, written), *bucket_copies(work, written)):
+        by = protected_by(work, copying)
+        keep, send = holders(copying.owners, asked)
+        for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
+            if devices:
+                node = CopyState(
+                    what=copying.what, devices=devices, reads=copying.slots, writes=slots,
+                    stream=by.stream, origin=(by.by,), nbytes=copying.nbytes,
+                )  # fmt: skip
+                nodes.append(node)
+                sent += [node] if slots else []
+    sequence = list(work.sequence)
+    if sent:  # late, so that a host that issues all streams has issued the rest of the step before it waits
+        end = next(place for place, node in enumerate(sequence) if isinstance(node, Norm))
+        sequence.insert(end, mirror(work, asked, sent))
+    values = {slot: Slot(nbytes=0) for node in sent for slot in node.writes}  # it lies on the host
+    return replace(work, sequence=(*nodes, *sequence), values={**work.values, **values})
+
+
+def everything_written_is_copied(work: LoweringState) -> Iterator[str]:
+    """Yield each bucket or buffer that a step writes and that is not copied before."""
+    if work.graph.protection is None or work.settings.buckets is not None:
+        return
+    copied: set[SlotId] = set()
+    for node in work.sequence:
+        if isinstance(node, CopyState):
+            copied.update(node.reads)
+        for slot in node.writes:
+            if slot.kind in ("param", "buffer") and slot in work.residents and slot not in copied:
+                tied = work.buckets[slot.owner].siblings if slot.kind == "param" else ()
+                if not any(SlotId("param", name) in copied for name in tied):
+                    yield f"{node.name} writes {slot}, which is not copied before"
+
+
+def bucket_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
+    """Yield the trained buckets. The copies of a tied parameter are one of them, held by more devices."""
+    seen: set[str] = set()
+    for bucket in work.buckets.values():
+        if param_slot(bucket) not in written or bucket.name in seen:
+            continue
+        family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
+        seen.update(member.name for member in family)
+        held = SlotId("state", bucket.name)
+        shard = bucket.largest_shard if bucket.zero else bucket.numel
+        whole = 0 if bucket.dtype in SHORT else shard * bucket.itemsize
+        yield Copying(
+            what=bucket.name,
+            chunks=tuple(chunk for member in family for chunk in member.chunks),
+            slots=(param_slot(bucket), held),
+            named=bucket.pieces[0].name,
+            owners=owners(bucket),
+            nbytes=whole + work.residents[held].nbytes,
+        )
+
+
+def buffer_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
+    """Yield the buffers that each chunk writes. All its devices hold the first one's after the step."""
+    seen: set[str] = set()
+    placements = placements_of(work.graph)
+    for chunk in work.graph.outline.chunks:
+        names = [name for name in chunk.mutated if buffer_slot(name) in written and name not in seen]
+        seen.update(names)
+        slots = tuple(map(buffer_slot, names))
+        if names:
+            yield Copying(
+                what=f"buffers of {chunk.name}",
+                chunks=(chunk.name,),
+                slots=slots,
+                named=names[0],
+                owners={(): list(placements[chunk.name].devices)},
+                nbytes=sum(work.residents[slot].nbytes for slot in slots),
+            )
+
+
+def owners(bucket: Bucket) -> Owners:
+    """Return the devices that own the same elements of a bucket, by their slice and shard."""
+    place = {device: position for position, device in enumerate(bucket.devices)}
+    found: Owners = {}
+    for group in bucket.groups:
+        held = tuple(s.index(place[group[0]]) for piece in bucket.pieces for s in piece.shardings)
+        for rank, device in enumerate(group):
+            found.setdefault((held, rank if bucket.zero else 0), []).append(device)
+    return found
+
+
+def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:
+    """Return the devices that copy their elements, and those that send the copy on as well.
+
+    Where another owner is far enough away, it copies the same elements, and none has to be sent.
+    """
+    keep, send = set[int](), set[int]()
+    for devices in owned.values():
+        first = devices[0]
+        far = next((d for d in devices if asked.domain(d) != asked.domain(first)), None)
+        if not asked.copies or far is not None:
+            keep |= {first} if far is None or not asked.copies else {first, far}
+        else:
+            send.add(first)
+    return tuple(sorted(keep)), tuple(sorted(send))
+
+
+def protected_by(work: LoweringState, copying: Copying) -> ProtectedChunk:
+    """Return what protects a part of the state. Refuse a strategy that leaves it out."""
+    found = next((work.graph.protected[c] for c in copying.chunks if c in work.graph.protected), None)
+    if found is None:
+        last = max(held.by for held in work.graph.protected.values())
+        raise ScheduleError(
+            "a part of the state is not protected",
+            by=work.graph.directives[last].title,
+            facts={"written": copying.named, "region": copying.chunks[0]},
+            hint="protect(at()) selects everything that a step writes",
+        )
+    return found
+
+
+def mirror(work: LoweringState, asked: Protection, sent: list[CopyState]) -> Mirror:
+    """Return the node in which each device gives its copies to the next machine or device of a ring."""
+    everyone = work.graph.devices()
+    domains = list(asked.domains(everyone).values())
+    if len(domains) < 2 or len(set(map(len, domains))) > 1:
+        raise ScheduleError(
+            f"there is no other {asked.apart} for a copy" if len(domains) < 2 else "machines are not alike",
+            by=work.graph.directives[sent[0].origin[0]].title,
+            facts={
+                "devices": show(everyone),
+                f"{asked.apart}s": "; ".join(map(show, domains)),
+            },
+            hint="use as many devices on each machine, and two machines at least, or copies=0",
+        )
+    return Mirror(
+        devices=everyone,
+        groups=tuple(zip(*domains, strict=True)),
+        reads=tuple(dict.fromkeys(slot for node in sent for slot in node.writes)),
+        writes=(),
+        stream=sent[0].stream,
+        origin=sent[0].origin,
+    )

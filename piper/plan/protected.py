@@ -1,0 +1,263 @@
+"""Which copies of the state the plans keep, on which devices, and which losses the copies survive.
+
+[Note: sections] An instruction `protect` copies what its device owns of its slots into one section of the
+memory that the device writes to. `mirror` gives sections to the next device of a ring, which keeps them as
+sections of its own memory. A section is copied whole or not at all, so a state is complete if every element
+that a step writes is in some section of the same step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from piper.devices import show
+from piper.format import size
+from piper.ids import SlotId
+from piper.plan.instr import Instr
+from piper.plan.plan import Bucket, Plan, Plans
+
+MIRRORED = 2**24  # bytes of copies that a device sends at a time
+GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
+SHORT = ("bfloat16", "float16")  # types of which the optimizer keeps a master copy, as a part of its state
+Elements = tuple[str, object]  # a bucket or buffer, and which slice and shard of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSection:
+    """A part of the state in the memory of one device. See [Note: sections]."""
+
+    holder: int  # the device in whose memory it lies
+    owner: int  # the device whose state it is
+    number: int  # in the memory of the holder, from 1
+    by: str  # the node that copies it, or that brings it from its owner
+    elements: tuple[Elements, ...]
+    nbytes: int  # of parameters, optimizer state and buffers
+
+
+class ProtectedState:
+    """The sections of some plans."""
+
+    def __init__(self, plans: Plans) -> None:
+        self.plans = plans
+        self.first: dict[str, str] = {}  # of a parameter's buckets, the first: the others hold the same
+        for bucket in plans.buckets.values():
+            for piece in bucket.pieces:
+                self.first.setdefault(piece.name, bucket.name)
+        self._owned: dict[str, dict[int, object]] = {}
+
+    @cached_property
+    def sections(self) -> tuple[StateSection, ...]:
+        """Return every section, device by device."""
+        own: dict[int, list[StateSection]] = {}
+        for plan in self.plans:
+            copied = [ins for ins in plan.instrs if ins.op == "protect"]
+            for device in plan.devices:
+                own[device] = [self._section(plan, ins, device, i) for i, ins in enumerate(copied, 1)]
+        found = {device: list(sections) for device, sections in own.items()}
+        for plan in self.plans:
+            for ins in plan.instrs:
+                if ins.op != "mirror":
+                    continue
+                receivers = self._receivers(ins)
+                for device in plan.devices:
+                    holder = receivers.get(device, device)
+                    for section in sent(plan, ins, own[device]):
+                        found[holder].append(
+                            StateSection(
+                                holder=holder,
+                                owner=device,
+                                number=len(found[holder]) + 1,
+                                by=ins.node,
+                                elements=section.elements,
+                                nbytes=section.nbytes,
+                            )
+                        )
+        return tuple(section for device in sorted(found) for section in found[device])
+
+    def _receivers(self, ins: Instr) -> dict[int, int]:
+        """Return the device that each device gives its copies to."""
+        comm = None if ins.comm is None else self.plans.comms.get(ins.comm)
+        groups = () if comm is None else comm.groups
+        return {a: b for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)}
+
+    def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:
+        held = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
+        return StateSection(
+            holder=device,
+            owner=device,
+            number=number,
+            by=ins.node,
+            elements=tuple(self.elements(slot, device) for slot in held),
+            nbytes=sum(self._nbytes(plan, slot, device) for slot in held),
+        )
+
+    def elements(self, slot: SlotId, device: int) -> Elements:
+        """Return the elements that a device owns of a bucket or buffer."""
+        if slot.kind == "buffer":
+            held = self.plans.of(device).residents.get(slot)
+            placed = held.placed if held is not None else ()
+            return str(slot), held.sharding.index(placed.index(device)) if held and placed else 0
+        bucket = self.plans.buckets.get(slot.owner)
+        if bucket is None or device not in self._slices(bucket):
+            return str(slot), None
+        return str(SlotId("param", self.first[bucket.pieces[0].name])), self._slices(bucket)[device]
+
+    def _slices(self, bucket: Bucket) -> Mapping[int, object]:
+        """Return the slice and the shard of a bucket that each device owns."""
+        if bucket.name not in self._owned:
+            place = {device: position for position, device in enumerate(bucket.devices)}
+            found: dict[int, object] = {}
+            for group in bucket.groups:
+                cut = tuple(s.index(place[group[0]]) for piece in bucket.pieces for s in piece.shardings)
+                found |= {device: (cut, rank if bucket.zero else 0) for rank, device in enumerate(group)}
+            self._owned[bucket.name] = found
+        return self._owned[bucket.name]
+
+    def _nbytes(self, plan: Plan, slot: SlotId, device: int) -> int:
+        """Return the bytes of a device's own elements, without padding, and of their optimizer state."""
+        if slot.kind == "buffer":
+            return plan.residents[slot].nbytes if slot in plan.residents else 0
+        bucket = self.plans.buckets.get(slot.owner)
+        if bucket is None:
+            return 0
+        longest = bucket.largest_shard if bucket.zero else bucket.numel
+        state = plan.residents.get(SlotId("state", bucket.name))
+        each = (0 if bucket.dtype in SHORT else bucket.itemsize) + (state.nbytes // longest if state else 0)
+        group = next((group for group in bucket.groups if device in group), (device,))
+        start, stop = bucket.shard(group.index(device)) if bucket.zero else (0, bucket.numel)
+        return max(0, min(stop, bucket.numel) - start) * each
+
+    @cached_property
+    def written(self) -> dict[Elements, SlotId]:
+        """Return the elements that a step writes and a later one needs, each with a slot that holds them."""
+        found: dict[Elements, SlotId] = {}
+        for plan in self.plans:
+            for ins in plan.instrs:
+                for slot in ins.writes:
+                    if slot.kind in ("param", "buffer") and slot in plan.residents:
+                        for device in plan.devices:
+                            found.setdefault(self.elements(slot, device), slot)
+        return found
+
+    def named(self, slot: SlotId) -> str:
+        """Return a parameter of a bucket, or a buffer, for messages."""
+        bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
+        return slot.owner if bucket is None else bucket.pieces[0].name
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """Return every device, in order."""
+        return sorted(device for plan in self.plans for device in plan.devices)
+
+    @cached_property
+    def host_bytes(self) -> dict[int, int]:
+        """Return the bytes of one version of the state in the memory of each machine."""
+        assert self.plans.protection is not None
+        found = {self.plans.protection.machine(device): 0 for device in self.devices}
+        for section in self.sections:
+            found[self.plans.protection.machine(section.holder)] += section.nbytes
+        return found
+
+    def lost_with(self, domain: Callable[[int], int]) -> dict[int | None, SlotId]:
+        """Return what is lost with the memory of each domain, as one slot of which elements lie only there.
+
+        domain: of a device. None: nothing holds the elements at all.
+        """
+        held: dict[Elements, set[int]] = {}
+        for section in self.sections:
+            for elements in section.elements:
+                held.setdefault(elements, set()).add(domain(section.holder))
+        found: dict[int | None, SlotId] = {}
+        for elements, slot in self.written.items():
+            where = held.get(elements, set())
+            if len(where) < 2:
+                found.setdefault(next(iter(where), None), slot)
+        return found
+
+
+def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
+    """Return the sections of a device that an instruction sends: those whose copies it reads."""
+    copied = [other for other in plan.instrs if other.op == "protect"]
+    return [
+        section
+        for other, section in zip(copied, own, strict=True)
+        if not set(other.writes).isdisjoint(ins.reads)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """What a job survives, and the memory of hosts that it takes."""
+
+    copies: int
+    every: int  # steps from one version to the next
+    machines: int
+    losable: tuple[int, ...]  # the machines without which every element is still held
+    apart: bool  # the memory of any single device may be lost
+    host_bytes: tuple[int, ...]  # of each machine, for the versions that are held at a time
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        if len(self.losable) == self.machines:
+            lost = "any machine"
+        else:
+            lost = f"machines {show(self.losable)} of {self.machines}" if self.losable else "no machine"
+        if self.apart and not self.losable:
+            lost += ", but the memory of any device"
+        held = size(max(self.host_bytes, default=0))
+        return f"survives: any worker; {lost} (copies={self.copies}); host memory {held} per machine"
+
+
+def survival(plans: Plans) -> Survival | None:
+    """Return what a job survives by the copies that its plans make. None: they make none."""
+    asked = plans.protection
+    if asked is None:
+        return None
+    state = ProtectedState(plans)
+    machines = sorted({asked.machine(device) for device in state.devices})
+    lost = state.lost_with(asked.machine)
+    return Survival(
+        copies=asked.copies,
+        every=asked.every,
+        machines=len(machines),
+        losable=tuple(machine for machine in machines if machine not in lost),
+        apart=asked.copies > 0 and asked.apart == "device",
+        host_bytes=tuple(GENERATIONS * nbytes for nbytes in state.host_bytes.values()),
+    )
+
+
+def protection_problems(plans: Plans) -> Iterator[str]:
+    """Yield what a step writes and no copy holds, and what is lost with a machine or a device."""
+    asked = plans.protection
+    for plan in plans:
+        yield from order_problems(plan)
+        if asked is None and any(ins.op in ("protect", "mirror") for ins in plan.instrs):
+            yield f"device {plan.devices[0]} copies its state, and the plans do not say how copies are kept"
+    if asked is None:
+        return
+    state = ProtectedState(plans)
+    lost = state.lost_with(asked.domain)
+    for domain, members in asked.domains(state.devices).items() if asked.copies else ():
+        if domain in lost:
+            named = f"the {asked.apart} of devices {show(members)}"
+            yield (
+                f"{state.named(lost[domain])} is lost with {named}: no other {asked.apart} holds a copy of "
+                f"these elements of {lost[domain]}"
+            )
+    if (slot := lost.get(None)) is not None:
+        yield f"{state.named(slot)} is written by a step, and no instruction copies all of {slot} before"
+
+
+def order_problems(plan: Plan) -> Iterator[str]:
+    """Yield each copy of a bucket without its optimizer state, and each that is made after a write."""
+    written: dict[SlotId, str] = {}
+    for ins in plan.instrs:
+        if ins.op == "protect":
+            for slot in ins.reads:
+                if slot in written:
+                    yield f"{ins.node} copies {slot}, which {written[slot]} has already written"
+                state = SlotId("state", slot.owner)
+                if slot.kind == "param" and state in plan.residents and state not in ins.reads:
+                    yield f"{ins.node} copies {slot} without its optimizer state"
+        for slot in ins.writes:
+            written.setdefault(slot, ins.node)

@@ -1,0 +1,171 @@
+"""`protect`: the plan copies the state; killed workers and lost machines go on from the copies, to the bit."""
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from piper.compiler import Program, compile
+from piper.directives import protect
+from piper.errors import ConfigError
+from piper.ir.select import at
+from piper.launchers.base import StepResult
+from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.transport.version_sections import SPAN, held_in, step_in
+from piper.launchers.transport.versions import Versions, version_bytes
+from piper.plan.protected import survival
+from piper.recovery.recovering_run import recovering
+from piper.recovery.run_events import Event
+from piper.runtime.worker import Options
+from tests.runtime.grid import Cell, batches, job, strategy
+
+PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
+SHARDED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
+BUFFERS = Cell(case="convnet", schedule="none", dp=2, zero=0)
+EXPERTS = Cell(case="moe", schedule="none", dp=2, zero=3, ways=2, rows=1)
+
+
+class Deadly(torch.optim.lr_scheduler.LinearLR):
+    """Kills the process that is asked for its state first, once a file is there: a protect instruction asks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flag: str) -> None:
+        super().__init__(optimizer, start_factor=0.1, total_iters=10)
+        self.flag = Path(flag)
+
+    def state_dict(self) -> dict[str, object]:
+        try:
+            self.flag.unlink()
+        except FileNotFoundError:
+            return {k: v for k, v in super().state_dict().items() if k != "flag"}
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def protected(cell: Cell, copies: int = 0, **changes: object) -> Program:
+    asked = protect(at(), copies=copies, apart="device" if copies else "machine")
+    return compile(job(cell, **{"strategy": [*strategy(cell), asked], **changes}))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("cell", "copies"),
+    [
+        (PAIR, 1),
+        *(
+            pytest.param(cell, n, marks=pytest.mark.slow)
+            for cell in (SHARDED, BUFFERS, EXPERTS)
+            for n in (0, 1)
+        ),
+    ],
+    ids=str,
+)
+def test_a_process_killed_at_a_protect_instruction(cell: Cell, copies: int, tmp_path: Path) -> None:
+    flag = tmp_path / "now"
+    program = protected(cell, copies, scheduler=partial(Deadly, flag=str(flag)))
+    given = batches(cell, 5)
+    with launch_inline(program) as whole:
+        wanted = [whole.step(batch) for batch in given]
+        state = whole.state_dict()
+    events: list[Event] = []
+    got: list[StepResult] = []
+    with recovering(program, "local", Options(), retries=3, notify=events.append) as run:
+        for number, batch in enumerate(given):
+            if number in (0, 3):
+                flag.touch()
+            got.append(run.step(batch))
+        assert all(torch.equal(state[name], value) for name, value in run.state_dict().items())
+    assert got == wanted
+    assert [(e.event, e.step) for e in events] == [
+        ("failure", 1), ("recovery", 1), ("failure", 4), ("recovery", 4),
+    ]  # fmt: skip
+    assert all(str(e.instruction).find("protect[") > 0 for e in events if e.event == "failure"), events
+    assert (events[-1].version, events[-1].replayed) == (2, 1)  # the version of step 3 was not completed
+
+
+@pytest.fixture(scope="module")
+def buffered() -> Program:
+    """Replicas with buffers, and master weights in addition to the parameters."""
+    return protected(BUFFERS, copies=1, precision="bf16")
+
+
+@pytest.fixture
+def versions(buffered: Program) -> Iterator[Versions]:
+    made = Versions(buffered.plans)
+    yield made
+    made.close()
+
+
+def trained(program: Program, versions: Versions, steps: int) -> InlineRun:
+    run = InlineRun(program, Options(), versions.files)
+    run.protect()
+    for batch in batches(BUFFERS, steps):
+        run.step(batch)
+    return run
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_what_one_device_loses_another_holds(buffered: Program, versions: Versions, device: int) -> None:
+    """The memory of a device is gone. The others hold every element, and constants are made again."""
+    run = trained(buffered, versions, 3)
+    wanted, unread = run.step(batches(BUFFERS, 4)[3]), dict(run.unread)
+    state = run.state_dict()
+    run.close()
+    assert versions.newest() == 3 and versions.whole
+    for descriptor in versions.descriptors[device]:
+        os.ftruncate(descriptor, 0)
+    assert versions.newest() == 3 and not versions.whole
+    again = InlineRun(buffered, Options(), versions.files)
+    again.protect()
+    again.restore(3, unread)
+    assert again.step(batches(BUFFERS, 4)[3]) == wanted
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    again.close()
+
+
+def test_a_version_is_of_the_state_that_a_step_begins_with(buffered: Program, versions: Versions) -> None:
+    run = trained(buffered, versions, 2)
+    run.close()
+    assert versions.newest() == 1
+    torn = versions.holders.of(versions.descriptors, 1)
+    assert torn is not None
+    for device in (0, 1):  # a worker was killed while it copied: the other copy is left, then none
+        for descriptor in versions.descriptors[device]:
+            if step_in(descriptor, 1) == 1:
+                os.pwrite(descriptor, bytes(8), SPAN)
+        assert versions.newest() == (1 if device == 0 else 0)
+    versions.forget(lambda step: True)
+    assert versions.newest() is None and not versions.whole
+
+
+def test_host_bytes_are_those_of_the_plan(buffered: Program, versions: Versions) -> None:
+    """Parameters, moments and buffers that steps write. Counters of steps are a part of the index."""
+    trained(buffered, versions, 2).close()
+    held = 0
+    for section in versions.holders.sections:
+        descriptor = next(d for d in versions.descriptors[section.holder] if step_in(d, section.number) == 1)
+        found = held_in(descriptor, section.number)
+        held += sum(
+            found.part(number).nbytes
+            for number, placed in enumerate(found.layout.placed)
+            if not placed.key.endswith(".step")
+        )
+    report = survival(buffered.plans)
+    assert report is not None and report.host_bytes == (2 * held,)
+    assert sum(os.fstat(d).st_blocks * 512 for pair in versions.descriptors.values() for d in pair) <= sum(
+        version_bytes(buffered.plans, device) for device in versions.devices
+    )
+
+
+def test_too_little_memory(buffered: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
+    with pytest.raises(ConfigError) as caught:
+        Versions(buffered.plans)
+    assert str(caught.value).splitlines()[0] == (
+        "--retries, on /dev/shm: there is too little shared memory to keep versions of the state in"
+    )
+    assert "protect: copies=1" in str(caught.value)
