@@ -48,11 +48,11 @@ def job(**changes):
 """
 
 
-def run(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, command: str, code: int = 0) -> None:
     monkeypatch.setattr(sys, "argv", ["piper", *command.split()])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 0
+    assert ended.value.code == code
 
 
 @pytest.mark.slow  # docs/fine-tuning.md is its short form
@@ -69,6 +69,12 @@ def test_only_the_adapters_train_and_both_forms_are_exported(
     run(monkeypatch, "export run --to hf whole")
     assert "Exported PeftModel after 1 step" in (out := capsys.readouterr().out)
     assert "Exported LlamaForCausalLM after 1 step" in out
+
+    run(monkeypatch, "import net.py:job whole", code=2)
+    assert capsys.readouterr().err == (
+        "error: net.py:job: peft has wrapped the model, and a folder of weights is that of its base\n"
+        "  hint: build the base with from_pretrained in the recipe: the run then starts from it\n"
+    )
 
     def seeded() -> nn.Module:
         torch.manual_seed(0)

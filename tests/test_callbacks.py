@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from piper.callbacks import (
 )
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
+from piper.launchers.base import epochs
 from piper.train.session import TrainOptions, train_recipe
 from tests import plain
 
@@ -82,6 +84,22 @@ class Notes(Callback):
 
     def on_end(self, run: Running, step: int) -> None:
         self.seen.append(f"end {step}")
+
+
+def test_the_data_begins_again_where_it_ends() -> None:
+    two = [made_of_ones(2.0), made_of_ones(3.0)]
+    calls: list[int] = []
+
+    def data() -> Iterator[dict[str, Tensor]]:
+        calls.append(len(calls))
+        yield from two if len(calls) < 3 else ()
+
+    given = [batch["x"][0, 0].item() for batch in islice(epochs(data), 9)]
+    assert (given, calls) == ([2.0, 3.0, 2.0, 3.0], [0, 1, 2])
+
+
+def made_of_ones(scale: float) -> dict[str, Tensor]:
+    return {"x": scale * torch.ones(2, 2)}
 
 
 class StopAt(Callback):

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -86,10 +86,11 @@ class Trains(ABC):
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train on the job's data, by default for the job's steps. A second call continues from there.
 
-        The job's `evaluate` and callbacks run as well. It ends early where a callback calls `stop`.
+        Where the data ends, the next epoch begins with a new call of `data`. The job's `evaluate` and
+        callbacks run as well. It ends early where a callback calls `stop`.
         """
         if self.batches is None:
-            self.batches = iter(self.program.job.data())
+            self.batches = epochs(self.program.job.data)
         self.stopping = False
         last = self.done + (self.program.job.steps if steps is None else steps)
         for batch in islice(self.batches, last - self.done):
@@ -303,6 +304,16 @@ class Readable(Protocol):
     """An object that can be waited for."""
 
     def fileno(self) -> int: ...
+
+
+def epochs(data: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the batches of one call of `data` after another, until a call returns none."""
+    some = True
+    while some:
+        some = False
+        for batch in data():
+            some = True
+            yield batch
 
 
 def streams_of(plans: Plans) -> int:

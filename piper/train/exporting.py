@@ -62,6 +62,12 @@ def import_start(recipe: str, job: Job, weights: Path, out: Path | None) -> Path
             hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
         )
     model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    if is_adapted(model):
+        raise ConfigError(
+            "peft has wrapped the model, and a folder of weights is that of its base",
+            by=recipe,
+            hint="build the base with from_pretrained in the recipe: the run then starts from it",
+        )
     values = import_hf(weights, model if hasattr(model, "save_pretrained") else None)
     program = compile(job)
     folder = choose(out, recipe, resume=False)

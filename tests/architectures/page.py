@@ -12,7 +12,7 @@ Stock Hugging Face models, small, unedited but for `piper.annotate_layers(model)
 `piper.strategies.pipeline(pp=2, dp=2, zero=3, schedule="1f1b")` with `piper.losses.huggingface`. Each is compared with
 plain PyTorch on one device in fp64: losses, gradients and parameters within 1e-9 over two steps, dropout included.
 
-<!-- not run: it takes a quarter of an hour -->
+<!-- not run: it takes twenty minutes -->
 ```bash
 .venv/bin/python -m pytest -m slow tests/architectures
 ```

@@ -134,6 +134,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen2": decoder(hf.Qwen2ForCausalLM, hf.Qwen2Config, tie_word_embeddings=True),
     "Qwen3": decoder(hf.Qwen3ForCausalLM, hf.Qwen3Config, tie_word_embeddings=True),
     "Gemma 2": decoder(hf.Gemma2ForCausalLM, hf.Gemma2Config, sliding_window=6),
+    "Gemma 3": decoder(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, sliding_window=6),
+    "SmolLM3": decoder(hf.SmolLM3ForCausalLM, hf.SmolLM3Config),
+    "Cohere 2": decoder(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=6),
+    "StableLM": decoder(hf.StableLmForCausalLM, hf.StableLmConfig),
+    "Granite": decoder(hf.GraniteForCausalLM, hf.GraniteConfig),
     "Phi-3": decoder(hf.Phi3ForCausalLM, hf.Phi3Config),
     "OLMo 2": decoder(hf.Olmo2ForCausalLM, hf.Olmo2Config),
     "GPT-2": Architecture(
@@ -171,6 +176,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=lambda: hf.FalconConfig(
             **TEXT, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, new_decoder_architecture=False
         ),
+        batch=words,
+    ),
+    "Mamba": Architecture(
+        kind="decoder",
+        model=hf.MambaForCausalLM,
+        config=lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, state_size=4),
         batch=words,
     ),
     "BERT": Architecture(
@@ -288,6 +299,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         batch=spectra,
     ),
     "Mixtral": decoder(hf.MixtralForCausalLM, hf.MixtralConfig, num_local_experts=4, **EXPERTS),
+    "GPT-OSS": decoder(
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
+        num_local_experts=4,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **EXPERTS,
+    ),
+    "DeepSeek-V3": decoder(
+        hf.DeepseekV3ForCausalLM,
+        hf.DeepseekV3Config,
+        num_key_value_heads=4,
+        head_dim=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    ),
     "OLMoE": decoder(hf.OlmoeForCausalLM, hf.OlmoeConfig, num_experts=4, **EXPERTS),
     "Qwen3-MoE": decoder(
         hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, num_experts=4, moe_intermediate_size=16, **EXPERTS

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests import zoo
 from tests.capture.capturing import captured, case, check, compare
@@ -80,3 +81,20 @@ def test_backward_uses_the_mask_that_the_forward_drew() -> None:
         assert "dropout" in code.phase(chunk.key, "F").code  # type: ignore[attr-defined]
         for phase in ("B", "BI", "BW"):
             assert "aten.native_dropout.default" not in code.phase(chunk.key, phase).code  # type: ignore[attr-defined]
+
+
+class Softened(nn.Module):
+    """A softplus of a transposed value: its backward lays the gradient out otherwise than a trace says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).view(-1, 4, 4)
+        result: Tensor = self.b(nn.functional.softplus(h).transpose(1, 2)).sum(1)
+        return result
+
+
+def test_gradients_that_a_kernel_lays_out_otherwise() -> None:
+    check(Softened, zoo.regression, zoo.vectors(4, 0))

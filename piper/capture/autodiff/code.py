@@ -59,7 +59,7 @@ class GraphCode:
 
     def __init__(self, partition: Partition, *, joined: bool = False) -> None:
         """Build the code of a chunk. `joined`: it will be compiled, so it costs what compiled code does."""
-        self.partition = partition
+        self.partition, self.joined = partition, joined
         self._shape = _shape_of(partition, joined)
 
     @property
@@ -82,6 +82,9 @@ class GraphCode:
             copies[node].meta = (
                 {"val": node.meta["val"]} if "val" in node.meta else {}
             )  # not the stacks: large
+            if node.target is torch.ops.aten.view.default and not self.joined:
+                # Some kernels lay their results out otherwise than a trace says: such a view needs a copy.
+                copies[node].target = torch.ops.aten.reshape.default
         results = []
         for write in section.writes:
             result = copies[write.node]
