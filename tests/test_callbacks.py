@@ -137,6 +137,9 @@ class Recorded:
     def stop(self) -> None:
         self.asked.append("stop")
 
+    def resize(self, devices: int) -> None:
+        self.asked.append(f"resize {devices}")
+
     def save(self, path: Path | str, **options: object) -> None:
         self.asked.append(f"save {path}")
 

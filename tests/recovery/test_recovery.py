@@ -5,7 +5,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import cleandoc
 from pathlib import Path
@@ -60,6 +60,9 @@ class Script:
     def start(self, options: Options) -> Recoverable:
         self.do("start blank" if options.blank else "start")
         return cast(Recoverable, Counting(self))
+
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        raise AssertionError("no script resizes")
 
     def expect(self, run: Recoverable, stall: float) -> None:
         self.stalls.append(stall)
@@ -502,7 +505,7 @@ def test_a_fork_server_that_is_lost_is_replaced(
     before, done = len(events), run.done
     forks = cast(LocalStarter, run.starter).forks
     assert forks is not None
-    os.kill(forks.process.pid, signal.SIGKILL)
+    os.kill(forks.server, signal.SIGKILL)
     run.step(batches(SHARDED, 1)[0])
     assert run.done == done + 1 and events[-1].event == "recovery"
     assert [e.event for e in events[before:]].count("recovery") == 1

@@ -7,8 +7,8 @@ import pytest
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
 from piper.train.ending import ending
 from piper.train.measure import Measure
+from piper.train.outcome import Outcome
 from piper.train.profiling import track_of
-from piper.train.session import Outcome
 
 
 def measure(step: int, loss: float) -> Measure:
