@@ -181,6 +181,9 @@ class Run(Protocol):
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""
 
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, if the job is elastic."""
+
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
