@@ -20,6 +20,12 @@ BOUND = 30.0  # seconds that making or ending a host may take
 ROOM = "256m"  # of shared memory and of the private folder, each
 PRIVATE = Path("/mnt")  # a folder that every host has for itself
 NEEDED = ("ip", "unshare", "nsenter", "mount")
+KINDS = ("--net", "--pid", "--mount", "--mount-proc", "--uts", "--ipc")
+TRIAL = """
+ip link add one0 type veth peer name two0
+ip link add bridge type bridge
+mount -t tmpfs none /mnt
+"""
 # Orphans are reaped by the system, as `SIG_IGN` asks. The host lives until the pipe is closed.
 FIRST = """
 import os, signal, sys
@@ -38,10 +44,7 @@ def obstacle() -> str | None:
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tried = subprocess.run(
-        ["unshare", "--net", "--pid", "--fork", "--mount", "--mount-proc", "--uts", "--ipc", "sh", "-c"]
-        + [
-            "ip link add one0 type veth peer name two0 && ip link add bridge type bridge && mount -t tmpfs none /mnt"
-        ],
+        ["unshare", *KINDS, "--fork", "sh", "-ec", TRIAL],
         capture_output=True,
         text=True,
         timeout=BOUND,
@@ -96,7 +99,7 @@ class Host:
     def __init__(self, number: int, switch: Namespaces) -> None:
         self.name, self.address, self.port = f"host{number}", f"{PREFIX}.{number + 1}", f"port{number}"
         self.switch, self.started = switch, list[subprocess.Popen[str]]()
-        self.inside = Namespaces("--net", "--pid", "--mount", "--mount-proc", "--uts", "--ipc")
+        self.inside = Namespaces(*KINDS)
 
     def connect(self) -> None:
         """Lay the cable, and give the host its name, address and memory."""
@@ -152,7 +155,9 @@ class Host:
         command(*self.switch.enter("ip", "link", "set", self.port, "up"))
 
     def kill(self) -> None:
-        """End every process of the host at once, and its network with them. Idempotent."""
+        """Take the host's power: it sends nothing more, then all of its processes have ended. Idempotent."""
+        if self.inside.holder.poll() is None:
+            self.unplug()
         self.inside.end()
         for process in self.started:
             process.wait(BOUND)

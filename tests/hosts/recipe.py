@@ -1,13 +1,15 @@
 """A recipe for tests on several hosts: two stages in double precision, and steps that take a tenth of a second."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 import piper
 from piper.data import Samples
+from piper.data.batches import Batch
+from piper.data.shuffle import Places
 
 STEPS = 40
 
@@ -15,7 +17,7 @@ STEPS = 40
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -25,13 +27,13 @@ class Net(nn.Module):
 
 
 class Slow(Samples):
-    def collect(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def collect(self, samples: Places) -> Batch:
         time.sleep(0.1)
         return super().collect(samples)
 
 
 def rows() -> list[dict[str, Tensor]]:
-    drawn = torch.randn(50, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
     return [{"x": row} for row in drawn]
 
 
@@ -57,5 +59,6 @@ def job(strategy: list[piper.Directive]) -> piper.Job:
         data=lambda: Slow(rows(), batch=8, seed=1),
         strategy=strategy,
         steps=STEPS,
+        precision="fp64",
         checkpoint=piper.Checkpoint(folder="checkpoints", every=5),
     )

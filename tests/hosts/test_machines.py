@@ -25,7 +25,7 @@ def test_hosts_reach_each_other_and_leave_nothing() -> None:
         assert server.stdout is not None and server.stdout.readline() == "up\n"
         call = "import socket; socket.create_connection(('10.99.0.2', 4000), 20)"
         two.unplug()
-        with pytest.raises(AssertionError, match="No route|timed out"):
+        with pytest.raises(AssertionError, match=r"No route|timed out"):
             one.run(PYTHON, "-ISc", call.replace("20", "0.2"))
         two.plug()
         one.run(PYTHON, "-ISc", call)
