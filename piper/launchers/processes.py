@@ -6,6 +6,7 @@ Nothing heavy is imported: some of this runs where a worker no longer answers, a
 import mmap
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -181,6 +182,11 @@ class RankEnvironment:
         return self.rank == 0
 
     @property
+    def with_leader(self) -> bool:
+        """Return whether rank 0 is on this machine: ranks are counted machine by machine."""
+        return self.rank == self.local
+
+    @property
     def one_machine(self) -> bool:
         """Return whether all ranks are on this machine."""
         return self.nearby == self.size
@@ -240,6 +246,6 @@ def on_rank_zero(verb: Callable[P, None]) -> Callable[P, None]:
         else:
             from piper.launchers.torchrun_worker import attend
 
-            attend(world)
+            sys.exit(attend(world))
 
     return act

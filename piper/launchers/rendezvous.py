@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.messages import PATIENCE
 from piper.launchers.processes import RankEnvironment
+from piper.launchers.transport.open_sockets import OpenSockets
 from piper.private_files import private_folder, read_private, write_private
 
 LOOPBACK = "127.0.0.1"
@@ -42,7 +43,9 @@ HOW = (
 )
 MOST = 4096  # streams of a device that an address may claim
 LOOK = 0.2  # seconds between looks at whether there is another launch
-END = "end"  # set when rank 0 launches nothing any more
+END = "end"  # the exit code of rank 0, set when it launches nothing any more
+LEFT = "left"  # how many ranks have read it
+LEAVE = 10.0  # seconds that they may take
 LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
 
 
@@ -59,10 +62,13 @@ class DriverAddress:
 @cache  # a process is in one world; rank 0 keeps the store that all meet at, unless torchrun does
 def store_of(world: RankEnvironment) -> Store:
     """Return the store of a job."""
+    opened = OpenSockets()
     try:
-        found = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
+        with opened.recording():
+            found = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
     except LOST as error:
         raise apart(world, str(error)) from error
+    opened.keep_alive()  # torch waits for the store's answer without limit
     return PrefixStore("piper", cast(Store, found[0]))
 
 
@@ -133,14 +139,40 @@ def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
         return
 
 
+def ending(world: RankEnvironment) -> int:
+    """Return the exit code of a rank that has no launch to wait for any more.
+
+    The launcher of a machine sees its own ranks only. So a failure is reported on the other machines too; on
+    its own, rank 0 reports it, and no rank may end with an error before rank 0 has done so.
+    """
+    try:
+        code = int(store_of(world).get(END))
+        store_of(world).add(LEFT, 1)
+    except (*LOST, RuntimeError) as error:
+        raise LaunchError(
+            "rank 0 is gone, or cannot be reached any more",
+            by=f"rank {world.rank}",
+            facts={"at": f"{world.address}:{world.port}"},
+            hint="look at what rank 0 says; start all ranks again with --resume to go on from a checkpoint",
+        ) from error
+    return 0 if world.with_leader else code
+
+
 @contextmanager
 def leading(world: RankEnvironment) -> Iterator[None]:
-    """Launch inside the block, and end the other ranks after it."""
-    store = store_of(world)
+    """Launch inside the block, and end the other ranks after it, with the exit code of this one."""
+    store, code = store_of(world), 1
     try:
         yield
+        code = 0
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        raise
     finally:
-        store.set(END, "")
+        store.set(END, str(code))
+        until = time.monotonic() + (LEAVE if code == 0 else 0)  # of a failed run, ranks may be lost
+        while store.add(LEFT, 0) < world.size - 1 and time.monotonic() < until:
+            time.sleep(LOOK)  # the store may end with this process
 
 
 def store_on(address: str) -> TCPStore:

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -26,6 +25,7 @@ from piper.launchers.rendezvous import (
     DriverAddress,
     addresses,
     check_key,
+    ending,
     fetched_key,
     find_address,
     given_key,
@@ -34,13 +34,13 @@ from piper.launchers.rendezvous import (
     own_address,
 )
 from piper.launchers.transport.channel import Channel, ClosedError, connect
+from piper.launchers.transport.open_sockets import OpenSockets
 from piper.launchers.transport.shared_memory import HeldValues, SharedValues, map_marks, new_marks
 from piper.launchers.worker_server import WorkerServer
 from piper.runtime.setup import Initial, ProgramLike
 
 P = ParamSpec("P")
 T = TypeVar("T")
-DESCRIPTORS = Path("/proc/self/fd")
 CHANGES = ("step", "evaluate", "load")  # methods that every rank has to call when rank 0 does
 BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
 LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
@@ -144,52 +144,6 @@ class BackgroundWorker:
         self.channel.close()
 
 
-class OpenSockets:
-    """Records which sockets are opened, to shut them: gloo ends a wait only when it loses its peer."""
-
-    def __init__(self) -> None:
-        self.opened: dict[int, int] = {}  # descriptors, and which file each was
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the sockets that are opened inside the block."""
-        before = sockets()
-        yield
-        self.opened |= {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
-
-    def shut(self) -> None:
-        """Shut the recorded sockets. Every wait on them, on either side, then ends with an error."""
-        now = sockets()
-        for fd, inode in self.opened.items():
-            if now.get(fd) == inode:
-                with suppress(OSError):  # the other side was faster, or gloo's own thread closes it too
-                    shut(fd)
-        self.opened = {}
-
-
-def shut(fd: int) -> None:
-    """Shut a socket, and leave its descriptor to its owner."""
-    with socket.socket(fileno=os.dup(fd)) as end:
-        # One that listens must stay: gloo ends the process when it cannot accept.
-        if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            end.shutdown(socket.SHUT_RDWR)
-
-
-def sockets() -> dict[int, int]:
-    """Return the inodes of this process's sockets, by descriptor."""
-    found: dict[int, int] = {}
-    if not DESCRIPTORS.exists():
-        return found  # then a wait ends with its timeout
-    for name in os.listdir(DESCRIPTORS):
-        try:
-            about = os.fstat(int(name))
-        except OSError:
-            continue  # the one that listed them
-        if stat.S_ISSOCK(about.st_mode):
-            found[int(name)] = about.st_ino
-    return found
-
-
 def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
@@ -249,8 +203,8 @@ def values_of(given: Assignment) -> Initial:
         os.close(descriptor)
 
 
-def attend(world: RankEnvironment) -> None:
-    """Be a worker of everything that rank 0 launches, until it is done.
+def attend(world: RankEnvironment) -> int:
+    """Be a worker of everything that rank 0 launches, until it is done. Return the exit code of this rank.
 
     torchrun passes SIGTERM and Ctrl-C on to every rank. Rank 0 acts on them: it saves, and needs this worker.
     """
@@ -264,6 +218,7 @@ def attend(world: RankEnvironment) -> None:
             workers.append(join(world, address, None, termination))
     for worker in workers:
         worker.wait()
+    return ending(world)
 
 
 def received(

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from piper.launchers import torchrun_worker
-from piper.launchers.torchrun_worker import OpenSockets
+from piper.launchers.transport import open_sockets
+from piper.launchers.transport.open_sockets import OpenSockets
 
 
 def test_only_what_was_opened_meanwhile_is_cut() -> None:
@@ -30,8 +30,8 @@ def test_a_socket_that_its_owner_closes_first_does_not_matter(monkeypatch: pytes
     cutter = OpenSockets()
     with cutter.recording():
         first, second = socket.socketpair(), socket.socketpair()
-    seen = torchrun_worker.sockets()
-    monkeypatch.setattr(torchrun_worker, "sockets", lambda: seen)
+    seen = open_sockets.sockets()
+    monkeypatch.setattr(open_sockets, "sockets", lambda: seen)
     os.close(first[0].detach())  # between looking and cutting
     cutter.shut()
     second[1].settimeout(5)

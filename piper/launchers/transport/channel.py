@@ -7,6 +7,7 @@ with an HMAC over its number, its length and its content under that key, so fram
 repeated or left out.
 """
 
+import errno
 import hashlib
 import hmac
 import secrets
@@ -34,6 +35,13 @@ PENDING = 256  # connections that may be in their handshake at a time; the oldes
 SLICE = 0.5  # seconds after which a wait looks whether the other process is lost
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
 PAUSE = 0.2  # seconds before the next try
+IDLE, AGAIN, PROBES = (
+    4,
+    2,
+    3,
+)  # seconds without traffic before the other machine is asked, and how often it is
+UNHEARD = (IDLE + AGAIN * PROBES) * 1000  # milliseconds for which what was sent may stay unconfirmed
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 PLAIN = Codec()
 
 
@@ -47,6 +55,20 @@ class FrameKeys:
 
     sent: bytes
     received: bytes
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": IDLE,
+        "TCP_KEEPINTVL": AGAIN,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": UNHEARD,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has all of them
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Channel:
@@ -126,7 +148,11 @@ class Channel:
                 return move(data)
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise ClosedError("the other process is gone") from error
-            except TimeoutError:
+            except OSError as error:
+                if error.errno in UNREACHABLE:
+                    raise ClosedError("the other machine cannot be reached") from error
+                if not isinstance(error, TimeoutError):
+                    raise
                 if self.lost() or monotonic() - began >= (self.timeout or 0.0):
                     raise
 
@@ -185,6 +211,7 @@ def _connect(address: tuple[str, int], key: bytes, name: int, timeout: float, co
     end = socket.create_connection(address, timeout)
     try:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end)
         greeting = _exactly(end, len(GREETING) + NONCE)
         if not greeting.startswith(GREETING):
             raise ClosedError("what listens there is not a driver of this version")
@@ -219,6 +246,7 @@ class _Visitor:
         self.answer = b""
         end.setblocking(False)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end)
         end.send(GREETING + self.nonce)  # it fits into any send buffer
 
     def read(self) -> bool:

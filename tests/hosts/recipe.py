@@ -1,0 +1,64 @@
+"""A recipe for tests on several hosts: two stages in double precision, and steps that take a tenth of a second."""
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper.data import Samples
+from piper.data.batches import Batch
+from piper.data.shuffle import Places
+
+STEPS = 40
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("PP"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+class Slow(Samples):
+    def collect(self, samples: Places) -> Batch:
+        time.sleep(0.1)
+        return super().collect(samples)
+
+
+def rows() -> list[dict[str, Tensor]]:
+    drawn = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+    return [{"x": row} for row in drawn]
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    value: Tensor = (model(batch["x"]) - batch["x"]).square().mean()
+    return value
+
+
+def pair() -> piper.Job:
+    """Both stages on devices of their own."""
+    return job([piper.place(piper.at(PP=0), [0]), piper.place(piper.at(PP=1), [1])])
+
+
+def alone() -> piper.Job:
+    """Both stages on one device."""
+    return job([piper.place(piper.at(), [0])])
+
+
+def job(strategy: list[piper.Directive]) -> piper.Job:
+    return piper.Job(
+        model=Net,
+        loss=loss,
+        data=lambda: Slow(rows(), batch=8, seed=1),
+        strategy=strategy,
+        steps=STEPS,
+        precision="fp64",
+        checkpoint=piper.Checkpoint(folder="checkpoints", every=5),
+    )
