@@ -8,7 +8,7 @@ import pytest
 
 from tests.hosts.machines import hosts, obstacle
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=obstacle() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=obstacle() or "")]
 PYTHON = sys.executable
 
 

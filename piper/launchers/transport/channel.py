@@ -35,12 +35,8 @@ PENDING = 256  # connections that may be in their handshake at a time; the oldes
 SLICE = 0.5  # seconds after which a wait looks whether the other process is lost
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
 PAUSE = 0.2  # seconds before the next try
-IDLE, AGAIN, PROBES = (
-    4,
-    2,
-    3,
-)  # seconds without traffic before the other machine is asked, and how often it is
-UNHEARD = (IDLE + AGAIN * PROBES) * 1000  # milliseconds for which what was sent may stay unconfirmed
+IDLE, AGAIN, PROBES = 4, 2, 3  # seconds of silence before the other machine is asked, and how often it is
+UNHEARD = 60  # seconds for which data may stay unread: a worker that computes reads nothing meanwhile
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 PLAIN = Codec()
 
@@ -64,7 +60,7 @@ def keep_alive(end: socket.socket) -> None:
         "TCP_KEEPIDLE": IDLE,
         "TCP_KEEPINTVL": AGAIN,
         "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": UNHEARD,
+        "TCP_USER_TIMEOUT": UNHEARD * 1000,
     }
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has all of them
