@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.machines import hosts, obstacle
+from tests.hosts.machines import hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=obstacle() or "")]
+pytestmark = pytest.mark.slow
 PYTHON = sys.executable
 
 

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.machines import Host, hosts, obstacle
+from tests.hosts.machines import Host, hosts
 from tests.hosts.training import ended, losses, on_one_device, steps, torchrun, wait_for_step
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(obstacle() is not None, reason=obstacle() or ""),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
