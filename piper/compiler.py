@@ -291,18 +291,6 @@ def strategy_of(job: Job) -> list[Directive]:
     return list(job.strategy)
 
 
-def resized(program: Program, size: int) -> Program:
-    """Compile an elastic job for fewer devices than its program has. What is captured is used again."""
-    job = replace(program.job, strategy=directives_for(program.job, size), elastic=None)
-    return compile(
-        job,
-        device=program.device,
-        compile=program.cache is not None,
-        cache=program.cache or CACHE,
-        captured=program,
-    )
-
-
 def first_batch(job: Job) -> Batch:
     """Return the first batch of a job's data, padded as all are: its types stand for all."""
     batch = next(batches_of(job.data), None)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from piper.compiler import Program, resized
+from piper.capture.compile.cache import CACHE
+from piper.compiler import Program, compile
 from piper.errors import ConfigError, PiperError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job, directives_for
@@ -125,9 +126,7 @@ class Programs:
         for number in PASSED:
             signal.signal(number, signal.SIG_DFL)
         for size, file in sorted(self.files.items(), reverse=True):
-            with suppress(
-                PiperError
-            ):  # the strategy has none of this size: that is said when it is asked for
+            with suppress(PiperError):  # it is raised again when this size is asked for
                 data = pack_setup(setup_of(resized(self.whole, size)))
                 os.pwrite(file, data, LENGTH.size)
                 os.pwrite(file, LENGTH.pack(len(data)), 0)  # last: now it is complete
@@ -153,6 +152,18 @@ class Programs:
         for file in self.files.values():
             os.close(file)
         self.files = {}
+
+
+def resized(program: Program, size: int) -> Program:
+    """Compile an elastic job for fewer devices than its program has. What is captured is used again."""
+    job = replace(program.job, strategy=directives_for(program.job, size), elastic=None)
+    return compile(
+        job,
+        device=program.device,
+        compile=program.cache is not None,
+        cache=program.cache or CACHE,
+        captured=program,
+    )
 
 
 class SizeFile:

@@ -114,7 +114,7 @@ def test_a_chosen_region_multiplies_in_fp8_in_every_phase() -> None:
     forward = [kernel for kernel in first.phases["F"].kernels if kernel.dtype == "float8_e4m3fn"]
     product = next(kernel for kernel in forward if kernel.kind == "product")
     assert product == Kernel(
-        kind="product", dtype="float8_e4m3fn", flops=1024, nbytes=product.nbytes, count=2, shape=(1, 8, 8, 8)
+        kind="product", dtype="float8_e4m3fn", flops=1024, nbytes=product.nbytes, shape=(1, 8, 8, 8)
     )
     assert code.reasons() == ["PP=1: the products of 2 weights run in fp8"]
 

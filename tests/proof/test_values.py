@@ -312,9 +312,9 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
     "gradients of different microbatches added": (
         unequal,
         0,
-        changing("add", "PP=0.grad0.3@0[MB=0]", reads=("PP=2.din1@0[MB=1]", "PP=0.grad0.1@0[MB=0]")),
-        "adds what are not gradients of one value: the gradient of output 0 of PP=0 on MB=1 from input 1 of "
-        "PP=2 and the gradient of output 0 of PP=0 on MB=0 from input 0 of PP=0 #1",
+        changing("add", "PP=0.grad0.3@0[MB=1]", reads=("PP=2.din1@0[MB=0]", "PP=0.grad0.1@0[MB=1]")),
+        "adds what are not gradients of one value: the gradient of output 0 of PP=0 on MB=0 from input 1 of "
+        "PP=2 and the gradient of output 0 of PP=0 on MB=1 from input 0 of PP=0 #1",
     ),
     "an accumulation into another slot": (
         pipeline,
