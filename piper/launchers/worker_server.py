@@ -72,6 +72,7 @@ class WorkerServer:
         self.keeper = BackgroundSaver(self.worker)
         self.versions = None if given.versions is None else WorkerVersions(self.worker, given.versions)
         self.trouble: Failure | None = None  # of what was done between two calls
+        self.failed = False  # the last call
         self.thread = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
@@ -190,7 +191,7 @@ class WorkerServer:
         """Do what is due after a call was answered, while the driver makes the next one."""
         if self.versions is None or self.versions.holders.state is not None:
             return  # there is no memory for it, or instructions copy the state
-        if call == "step" and self.trouble is None:
+        if call == "step" and self.trouble is None and not self.failed:
             try:
                 self.protect()
             except Exception as error:  # noqa: BLE001  it is the answer to the next call
@@ -201,9 +202,11 @@ class WorkerServer:
         if self.trouble is not None:
             return self.trouble
         try:
-            return getattr(self, call)(argument)
+            found: object = getattr(self, call)(argument)
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-            return failure_of(self.device, error)
+            found = failure_of(self.device, error)
+        self.failed = isinstance(found, Failure)  # a step that ends half-way leaves no state to keep
+        return found
 
     def close(self) -> None:
         """End this worker's threads, where its process continues."""

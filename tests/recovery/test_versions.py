@@ -4,16 +4,19 @@ import os
 from collections.abc import Iterator
 from inspect import cleandoc
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
+from piper.launchers.failures import Failure
 from piper.launchers.inline import InlineRun
 from piper.launchers.transport.version_sections import HEAD, held_in, step_in
-from piper.launchers.transport.versions import Versions, check_memory, version_bytes
-from piper.runtime.worker import Options
+from piper.launchers.transport.versions import Versions, WorkerVersions, check_memory, version_bytes
+from piper.launchers.worker_server import WorkerServer
+from piper.runtime.worker import Options, Sums
 from tests.runtime.grid import Cell, batches, job
 
 CELLS = [
@@ -85,6 +88,21 @@ def test_a_version_is_complete_or_absent(
     assert step_in(torn) is None and versions.newest() == 1
     versions.forget(lambda step: True)
     assert versions.newest() is None
+
+
+def test_a_failed_step_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would overwrite the only version that a device which was killed before its copy has too."""
+    written: list[str] = []
+    server = WorkerServer.__new__(WorkerServer)
+    server.device, server.trouble = 0, None
+    kept = SimpleNamespace(holders=SimpleNamespace(state=None), write=lambda: written.append("version"))
+    server.versions = cast(WorkerVersions, kept)
+    lost = Failure(device=1, kind="error", what="it is gone", trace="")
+    for given in (Sums(squares=1.0, loss=1.0, weight=1.0), lost):
+        monkeypatch.setattr(server, "step", lambda batch, given=given: given)
+        server.answer("step", None)
+        server.between("step")
+    assert written == ["version"]
 
 
 def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
