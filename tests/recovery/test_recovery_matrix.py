@@ -1,6 +1,6 @@
 """Failures at every kind of instruction and during the copy, under many strategies: always the same bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -97,21 +97,20 @@ WAYS: dict[str, list[Directive]] = {
 DEFAULT = [("between steps", "fp64"), ("by the plan", "bf16")]
 
 
-@pytest.mark.parametrize(
-    ("cell", "way", "precision"),
-    [
-        pytest.param(
-            cell,
-            way,
-            precision,
-            marks=() if cell in SHORT and (way, precision) in DEFAULT else MATRIX,
-            id=f"{cell}-{way}-{precision}",
-        )
-        for cell in dict.fromkeys([*SHORT, *CELLS])
-        for way in WAYS
-        for precision in ("fp64", "bf16")
-    ],
-)
+def trials() -> Iterator[object]:
+    """Yield every cell with every way of copying; precisions alternate in the matrix, the others are slow."""
+    for number, cell in enumerate(dict.fromkeys([*SHORT, *CELLS])):
+        for place, way in enumerate(WAYS):
+            for turn, precision in enumerate(("fp64", "bf16")):
+                marks: Sequence[pytest.MarkDecorator] = MATRIX
+                if cell in SHORT and (way, precision) in DEFAULT:
+                    marks = ()
+                elif (number + place + turn) % 2:
+                    marks = (pytest.mark.slow, pytest.mark.timeout(300))
+                yield pytest.param(cell, way, precision, marks=marks, id=f"{cell}-{way}-{precision}")
+
+
+@pytest.mark.parametrize(("cell", "way", "precision"), [*trials()])
 def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, injector: Injector) -> None:
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
     made = job(cell, precision=precision, scheduler=scheduler)
