@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def test_tensorboard_reads_every_measure(tmp_path: Path) -> None:
             assert tell is not None
             for step in steps:
                 tell(measure(step))
+        time.sleep(1.1)  # files are read in the order of their names: the second, then a count without zeros
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     names = ("grad_norm", "loss", "lr", "step_s", "tokens_per_s")
     assert sorted(events.Tags()["scalars"]) == [f"train/{name}" for name in names]
