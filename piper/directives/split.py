@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, given_filter, is_whole, registered, selected, spelt, touched
+from piper.directives.base import Directive, check_whole, given_filter, is_whole, registered, selected, spelt, touched
 from piper.errors import ScheduleError
 from piper.ir.graph import ChunkRun, Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute
@@ -69,16 +69,8 @@ class Split(Directive):
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
         """Refuse a filter that mixes split and unsplit values: their samples would not line up."""
-        names = {node.name for node in nodes}
+        check_whole(graph, nodes, by)
         chunks = {node.chunk for node in nodes}
-        inside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
-        if inside is not None:
-            raise ScheduleError(
-                "the filter cuts through a chunk",
-                by=by,
-                facts={"matched": nodes[0].name, "left out": inside.name},
-                hint="select whole regions: leave PASS and earlier axes out of the filter",
-            )
         for chunk in graph.outline.chunks:
             for _, source in inputs_from_chunks(chunk):
                 if (chunk.name in chunks) != (source.chunk in chunks):

@@ -178,7 +178,7 @@ def test_a_split_that_cuts_through_a_chunk() -> None:
         split #0 (here): the filter cuts through a chunk
           matched:  F[PP=0]
           left out: B[PP=1]
-          hint:     select whole regions: leave PASS and earlier axes out of the filter
+          hint:     select whole regions: leave PASS and axes of split out of the filter
     """)
 
 
