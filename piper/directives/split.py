@@ -3,7 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.base import Directive, check_whole, given_filter, is_whole, registered, selected, spelt, touched
+from piper.directives.base import (
+    Directive,
+    check_whole,
+    given_filter,
+    is_whole,
+    registered,
+    selected,
+    spelt,
+    touched,
+)
 from piper.errors import ScheduleError
 from piper.ir.graph import ChunkRun, Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute
