@@ -1,4 +1,4 @@
-"""The time from a job to the end of its first step, split into parts: from an empty cache and from a filled one.
+"""The time from a job to the end of its first step, split into parts, from an empty and from a filled cache.
 
 Every measurement is a process of its own with caches of its own. `imports` is not part of a total: both sides
 pay it. With --steps, both sides then train in turns in one process, ours also with repeated layers compiled
@@ -11,6 +11,7 @@ whole.
 import argparse
 import functools
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -23,7 +24,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piper.models.decoder import Config
 
 BEGUN = time.perf_counter()
 PARTS = {  # of our side: what is timed, and as what; time inside another part counts there alone
@@ -68,7 +72,7 @@ class Split:
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call, updated=())
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever is timed
             stack = self.local.__dict__.setdefault("stack", [0.0])
             stack.append(0.0)
             begin = time.perf_counter()
@@ -128,7 +132,7 @@ class Sampler(threading.Thread):
             self.itself.update(names[:1])
 
     def shares(self, seconds: float, most: int) -> dict[str, list[float]]:
-        """Return the functions that most of the time is inside, with the seconds in them and in themselves."""
+        """Return the functions that hold most of the time: seconds inside them, and in themselves."""
         unit = seconds / max(1, self.looks)
         return {
             name: [looks * unit, round(self.itself[name] * unit, 2)]
@@ -136,7 +140,7 @@ class Sampler(threading.Thread):
         }
 
 
-def main_config(asked: argparse.Namespace) -> Any:
+def main_config(asked: argparse.Namespace) -> "Config":
     from gpu import DENSE
 
     if asked.dim == DENSE.dim:
@@ -187,7 +191,7 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
         run.step(batch)
         marks.append(time.perf_counter())
         memory = torch.cuda.max_memory_allocated() if cuda else 0
-    compiled, launched, first, second = (b - a for a, b in zip(marks, marks[1:], strict=False))
+    compiled, launched, first, second = (b - a for a, b in itertools.pairwise(marks))
     from torch._dynamo.utils import compilation_time_metrics
 
     inner = {name: sum(spans) for name, spans in compilation_time_metrics.items()}
@@ -224,7 +228,7 @@ def peer(asked: argparse.Namespace) -> dict[str, Any]:
         step()
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
-    built, first, second = (b - a for a, b in zip(marks, marks[1:], strict=False))
+    built, first, second = (b - a for a, b in itertools.pairwise(marks))
     return {
         "total": marks[2] - marks[0],
         "imports": imports,
