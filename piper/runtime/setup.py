@@ -1,5 +1,6 @@
 """The setup that a worker needs to run one device's plan."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plan, Plans
 from piper.usercode import raised
 
+log = logging.getLogger("piper")
 Code = Callable[..., tuple[Tensor, ...]]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Mean = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and its weight
@@ -178,6 +180,7 @@ def build_model(job: JobLike) -> nn.Module:
 
 def initial_tensors(job: JobLike) -> dict[str, Tensor]:
     """Return every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
+    log.debug("Drawing initial values")
     model = build_model(job)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 

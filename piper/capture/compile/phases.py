@@ -96,6 +96,7 @@ def compile_phases(
 
 def _compile_all(graphs: Mapping[str, Source], cache: Cache) -> dict[str, Compiled]:
     """Return the compiled forms of graphs by their names, and say how far the compilation is."""
+    log.debug("Loading compiled code")
     made = {name: found for name, source in graphs.items() if (found := loaded(name, source, cache))}
     missing = [name for name in graphs if name not in made]
     for number, name in enumerate(missing, start=1):
