@@ -160,6 +160,13 @@ def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
     )
 
 
+def start_workers() -> None:
+    """Start the processes in which Inductor compiles kernels, so that they are ready when the trace is."""
+    from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
+
+    AsyncCompile.use_process_pool()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capturing:
     """Captures a model for the microbatch sizes that are asked for, each once."""
@@ -173,6 +180,8 @@ class Capturing:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""
         known = self.recordings
         if rows not in known.recorded:
+            if self.cache is not None and known.device != "cpu":
+                start_workers()
             known.recorded[rows] = trace(
                 known.model,
                 known.loss,
