@@ -473,7 +473,7 @@ def tables_of(text: str) -> dict[str, Table]:
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             if not names:
                 names = cells
-            else:
+            elif set(cells) != {"---"}:
                 found.setdefault(heading, []).append(dict(zip(names, cells, strict=True)))
     return found
 
