@@ -19,7 +19,7 @@ from piper.errors import ScheduleError
 from piper.ir.graph import Graph, OffloadedChunk
 from piper.ir.select import At
 
-STREAM = "offload"
+STREAM = "host"
 KINDS = ("activations",)
 
 
@@ -59,19 +59,17 @@ class Offload(Directive):
         asked = OffloadedChunk(
             stream=self.stream or STREAM, least=int(self.least_mb * 2**20), ahead=self.ahead, by=number
         )
-        graph = replace(
-            graph, offloaded={**graph.offloaded, **{(self.what, name): asked for name in names}}
-        )
+        graph = replace(graph, offloaded={**graph.offloaded, **{(self.what, name): asked for name in names}})
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check(self, by: str) -> None:
         """Refuse what cannot be offloaded, or not to there, and numbers that mean nothing."""
-        if self.what not in KINDS or self.to != "host":
-            name = "what" if self.what not in KINDS else "to"
+        if self.what not in KINDS:
+            known = " or ".join(f'"{kind}"' for kind in KINDS)
+            raise ScheduleError(f"what={self.what!r} cannot be offloaded", by=by, hint=f"what is {known}")
+        if self.to != "host":
             raise ScheduleError(
-                f"{name}={getattr(self, name)!r} cannot be offloaded{' to' if name == 'to' else ''}",
-                by=by,
-                hint=f"what is {' or '.join(map(repr, KINDS))}, to is 'host'",
+                f"to={self.to!r} is no memory to offload to", by=by, hint='to is "host": its memory'
             )
         least = self.least_mb
         sized = isinstance(least, int | float) and not isinstance(least, bool) and 0 <= least < float("inf")

@@ -93,7 +93,7 @@ class Local:
         """Bring copies back from the host, each as the value that it is of."""
         slots = self.state.slots[program]
         if len(ins.reads) != len(ins.writes):
-            self.state.complain(program, place, f"brings {len(ins.reads)} copies into {len(ins.writes)} slots")
+            self.state.complain(program, place, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
         for read, written in zip(ins.reads, ins.writes, strict=False):
             if slots.get(read) != self.state.value(Thing("host", read)):
                 held = self.things.describe(slots.get(read))

@@ -19,7 +19,7 @@ class TensorCopy:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def fetch(env: Env, ins: Instr) -> Bound:
                 data.copy_(item.buffer.data, non_blocking=True)
                 storages[key] = data.untyped_storage()
             made = torch.empty(0, dtype=item.dtype, device=device)
-            return made.set_(storages[key], item.offset, item.size, item.stride)  # type: ignore[call-overload]
+            return made.set_(storages[key], item.offset, item.size, item.stride)
 
         for source, target in pairs:
             copy = slots[source]
@@ -116,4 +116,4 @@ def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
 
 def as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """Return a storage as one tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

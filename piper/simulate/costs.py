@@ -111,8 +111,8 @@ class Roofline:
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds to move these bytes through memory once, or from the device to its host."""
-        if OPS[op].host and self.cluster.host_bandwidth is not None:
-            return self.cluster.launch + nbytes / self.cluster.host_bandwidth
+        if OPS[op].host and (copying := self.cluster.host_seconds(op, nbytes)) is not None:
+            return self.cluster.launch + copying
         return self.cluster.launch + self.cluster.kernel + nbytes / self.bandwidth
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:

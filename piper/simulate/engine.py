@@ -118,7 +118,8 @@ class Engine:
         elif operation.takes == "device":
             uses.append((self.devices[program], 1.0))
         elif operation.host:
-            uses.append((self._link(program, HOST, operation.host), 1.0))
+            way = "out" if operation.outward else "in"
+            uses.append((self._link(program, HOST, way), 1.0))
         task = Task((number,), seconds, uses)
         if wake:
             self._expect(task, self.now + wake)
