@@ -129,19 +129,16 @@ def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     copied: dict[str, int] = {}
     for place, draft in enumerate(drafts):
         if draft.op == "compute":
-            over = list(copied.values())
             if not scattered.isdisjoint(draft.writes):
-                over += reduced.values()
-            if over:
-                found[place] = over
+                found[place] = list(reduced.values())
+            if copied:
+                found[place] = [*found.get(place, ()), *copied.values()]
             computed[draft.stream] = place
         elif draft.op == "offload":
             copied[draft.stream] = place
-        elif draft.op == "fetch":
-            found[place] = list(computed.values())
         elif draft.op == "reduce_scatter":
             reduced[draft.stream] = place
-        elif draft.op == "gather" and not slots.keys().isdisjoint(draft.writes):
+        elif draft.op == "fetch" or (draft.op == "gather" and not slots.keys().isdisjoint(draft.writes)):
             found[place] = list(computed.values())
     return found
 

@@ -73,11 +73,10 @@ class SlotProof:
 
         Streams must be known to have finished what was issued before it and frees such memory.
         """
-        if ins.op == "fetch":
-            self._check_over(place, ins, "compute", mine)
         if ins.op == "compute":
             self._check_over(place, ins, "offload", mine)
-        if ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes):
+        whole = ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes)
+        if whole or ins.op == "fetch":
             self._check_over(place, ins, "compute", mine)
         if ins.op == "compute" and not self._scattered.isdisjoint(ins.writes):
             self._check_over(place, ins, "reduce_scatter", mine)

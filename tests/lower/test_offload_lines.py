@@ -12,7 +12,7 @@ from piper.ir.select import at
 from piper.plan.memory_timeline import allocations, host_peak, timeline
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
-from piper.schedules import gpipe, one_f_one_b, zero_bubble
+from piper.schedules import gpipe, zero_bubble
 from tests.lower.outlines import normed
 from tests.lower.test_lines import compiled, shown, stages
 from tests.proof.plans import made
@@ -186,10 +186,10 @@ def test_values_that_share_a_storage_go_together_and_count_once() -> None:
             """,
         ),
         (
-            [*stages(2, 4), offload(at(PP=1), least_mb=0), *one_f_one_b(2, 4)],
+            [*stages(2, 3), offload(at(PP=0), least_mb=0), *gpipe(2, 3)],
             """
             offload #3 (test_offload_lines.py:…): everything that these regions save is read again too soon
-              regions: PP=1
+              regions: PP=0
               needed:  3 compute nodes of the device between two uses (ahead=1)
               hint:    select earlier stages, split into more microbatches, or leave offload out
             """,
