@@ -1,5 +1,6 @@
 """Memory of the host for values that a device copies out and takes back, used again from step to step."""
 
+import weakref
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class HostBuffer:
     """Bytes of the host's memory, and the copy back after which they may be overwritten."""
 
@@ -31,8 +32,10 @@ class HostMemory:
             found = self.idle.get(nbytes)
             buffer = found.pop(0) if found else None
         if buffer is None:
-            pinned = device.type == "cuda"
-            return HostBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned))
+            made = HostBuffer(torch.empty(nbytes, dtype=torch.uint8))
+            if device.type == "cuda" and nbytes:
+                pin(made)
+            return made
         if buffer.free is not None:
             torch.cuda.current_stream(device).wait_event(buffer.free)
         return buffer
@@ -44,3 +47,13 @@ class HostMemory:
             buffer.free.record(torch.cuda.current_stream(device))
         with self.lock:
             self.idle.setdefault(len(buffer.data), []).append(buffer)
+
+
+def pin(buffer: HostBuffer) -> None:
+    """Pin a buffer until it is gone.
+
+    PyTorch's own pinned memory comes in powers of two: large activations would take up to twice their bytes.
+    """
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data.data_ptr(), len(buffer.data), 0))
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data.data_ptr())
