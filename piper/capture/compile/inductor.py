@@ -152,7 +152,7 @@ def _benchmarking_alone(lock: Path) -> Iterator[None]:
     """Let one process at a time measure kernels on the accelerator: the fastest is chosen by its time."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    plain = CachingAutotuner.benchmark_all_configs
+    plain: Callable[..., object] = CachingAutotuner.benchmark_all_configs
 
     def alone(*args: object, **kwargs: object) -> object:
         with lock.open("w") as file:

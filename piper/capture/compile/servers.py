@@ -5,6 +5,7 @@ Whatever they cannot do is left to the process that asked: it compiles the graph
 """
 
 import importlib
+import logging
 import os
 import pickle
 import select
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from piper.capture.compile.cache import Cache
 from piper.errors import PiperError
@@ -31,6 +33,7 @@ from piper.ir.chunk import Phase
 if TYPE_CHECKING:
     from piper.capture.compile.inductor import Source  # it takes a second to import
 
+log = logging.getLogger("piper")
 CORES = 4  # of this machine, for each server
 MOST = 4  # servers
 IDLE = 120.0  # seconds after which a server that has nothing to do ends
@@ -52,12 +55,36 @@ Described = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator of torch by its names: namespace and name, and overload."""
+
+    name: str
+    overload: str
+
+    def found(self) -> Callable[..., object]:
+        """Return the operator."""
+        namespace, _, name = self.name.partition("::")
+        found: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The result of a node, as an argument of a later one."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A graph to compile. It can be read once the modules that define its operators are imported."""
+    """A graph to compile. It can be read once the modules that define its operators are imported.
+
+    A pickle of torch's runs operations that have no tensor among their arguments, and so changes the graph.
+    """
 
     name: str
     modules: tuple[str, ...]
-    module: bytes  # a pickle of the graph
+    nodes: bytes  # a pickle of the op, target, positional and named arguments of each node
     arguments: tuple[Described, ...]
     chunk: str
     phase: Phase
@@ -65,26 +92,48 @@ class Request:
 
 
 def request_of(name: str, source: "Source", cache: Cache) -> Request | None:
-    """Return a graph as a request. None: it cannot be sent, or has sizes that are not known."""
+    """Return a graph as a request. None: it cannot be sent, reads attributes, or has unknown sizes."""
     from piper.capture.compile.inductor import modules_of
 
     sizes = [size for value in source.arguments for size in (*value.shape, *value.stride())]
-    if any(isinstance(size, torch.SymInt) for size in sizes):
+    attributes = any(node.op == "get_attr" for node in source.module.graph.nodes)
+    if attributes or any(isinstance(size, torch.SymInt) for size in sizes):
         return None
     try:
-        module = pickle.dumps(source.module)
+        nodes = pickle.dumps(list(written(source.module.graph)))
     except _UNSENT:
         return None
     described = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in source.arguments]
     return Request(
         name=name,
         modules=tuple(modules_of(source.module.graph)),
-        module=module,
+        nodes=nodes,
         arguments=tuple(described),
         chunk=source.chunk,
         phase=source.phase,
         cache=cache,
     )
+
+
+def written(graph: fx.Graph) -> Iterator[tuple[object, ...]]:
+    """Yield the nodes of a graph as values that can be sent."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = Operator(name=target._schema.name, overload=target._overloadname)
+        sent = fx.node.map_arg((node.args, node.kwargs), lambda used: Result(node=numbers[used]))
+        yield (node.op, target, *sent)
+
+
+def read(nodes: Sequence[tuple[str, object, tuple[object, ...], dict[str, object]]]) -> fx.GraphModule:
+    """Return the graph whose nodes were written."""
+    graph, made = fx.Graph(), list[fx.Node]()
+    for op, target, args, kwargs in nodes:
+        given = pytree.tree_map_only(Result, lambda used: made[used.node], (args, kwargs))
+        called = target.found() if isinstance(target, Operator) else target
+        made.append(graph.create_node(op, called, *given))  # type: ignore[arg-type]
+    return fx.GraphModule({}, graph)
 
 
 class CompileServers:
@@ -152,15 +201,16 @@ class Compilation:
         """Let one server compile graphs until none is left. If it ends, others compile what it leaves."""
         assert process.stdin is not None and process.stdout is not None
         with suppress(*_BROKEN_OFF, Empty):
-            pickle.load(process.stdout)  # it is ready
-            while True:
+            failure = pickle.load(process.stdout)  # it is ready, or says why not
+            while not failure:
                 name = self._next()
                 try:
                     pickle.dump(self.requests[name], process.stdin)
                     process.stdin.flush()
-                    pickle.load(process.stdout)
+                    failure = pickle.load(process.stdout)
                 finally:
                     self.shared.task_done()
+            log.debug("A process that compiles failed: %s", failure)
 
     def take(self) -> Iterator[str]:
         """Yield the names of graphs that no server has begun, for the caller to compile."""
@@ -214,9 +264,8 @@ def serve(device: str, threads: int) -> None:
     from torch._inductor import config
 
     config.compile_threads = threads
-    if device == "cuda":
-        warm_up(torch.device(device, 0))
-    requests, answer = sys.stdin.buffer, "ready"
+    answer = warm_up(torch.device(device, 0)) if device == "cuda" else ""
+    requests = sys.stdin.buffer
     while True:
         pickle.dump(answer, answers)
         answers.flush()
@@ -229,9 +278,9 @@ def serve(device: str, threads: int) -> None:
         answer = compile_request(request)
 
 
-def warm_up(device: torch.device) -> None:
+def warm_up(device: torch.device) -> str:
     """Compile a small graph, so that what a compiler sets up once is there when the first request comes."""
-    from piper.capture.compile.inductor import Source, compiled, name_of
+    from piper.capture.compile.inductor import Source, name_of
 
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -242,7 +291,9 @@ def warm_up(device: torch.device) -> None:
     source = Source(module=fx.GraphModule({}, graph), arguments=arguments, chunk="", phase="F")
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(folder=Path(folder), key=Path(folder) / "key")
-        compiled(name_of(source), source, cache)
+        request = request_of(name_of(source), source, cache)
+        assert request is not None
+        return compile_request(request)
 
 
 def compile_request(request: Request) -> str:
@@ -257,9 +308,10 @@ def compile_request(request: Request) -> str:
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 for shape, strides, dtype, device in request.arguments
             ]
-        module = pickle.loads(request.module)
+        module = read(pickle.loads(request.nodes))
         source = Source(module=module, arguments=arguments, chunk=request.chunk, phase=request.phase)
-        assert name_of(source) == request.name, "another graph arrived than was sent"
+        if name_of(source) != request.name:
+            return "another graph arrived than was sent"
         compiled(request.name, source, request.cache)
     except (PiperError, *_FAILED) as error:
         return f"{type(error).__name__}: {error}"
