@@ -104,7 +104,7 @@ def test_a_graph_arrives_as_it_was_sent(tmp_path: Path) -> None:
     *_, last = graph.nodes
     with graph.inserting_before(last):  # a pickle of a module would run it and send its value
         zero = graph.call_function(torch.ops.aten.scalar_tensor.default, (0,), {"dtype": torch.int64})
-        several = graph.call_function(torch.ops.aten.split.Tensor, (last.args[0][0], 2, -1))  # type: ignore[index]
+        several = graph.call_function(torch.ops.aten.split.Tensor, (last.args[0][0], 2, -1))
         item = graph.call_function(operator.getitem, (several, 1))
     last.args = ((item, zero),)
     given.module.recompile()

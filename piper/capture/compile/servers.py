@@ -122,7 +122,9 @@ def written(graph: fx.Graph) -> Iterator[tuple[object, ...]]:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             target = Operator(name=target._schema.name, overload=target._overloadname)
-        sent = fx.node.map_arg((node.args, node.kwargs), lambda used: Result(node=numbers[used]))
+        sent = pytree.tree_map_only(
+            fx.Node, lambda used: Result(node=numbers[used]), (node.args, node.kwargs)
+        )
         yield (node.op, target, *sent)
 
 
@@ -301,8 +303,8 @@ def compile_request(request: Request) -> str:
     from piper.capture.compile.inductor import Source, compiled, name_of
 
     try:
-        for module in request.modules:
-            importlib.import_module(module)
+        for needed in request.modules:
+            importlib.import_module(needed)
         with FakeTensorMode():
             arguments = [
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
