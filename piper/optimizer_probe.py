@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from piper.devices import show
-from piper.errors import ConfigError
+from piper.errors import ConfigError, ScheduleError
+from piper.ir.graph import Graph
 from piper.plan.plan import Bucket
 from piper.runtime.standins import (
     ParameterPart,
@@ -48,6 +49,7 @@ class Probe:
     name: str
     state_bytes: int  # of state for one parameter element
     whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
+    ours: bool = True  # it is one of torch's own, whose state is by parameter: its step may come in parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,18 @@ def probe_trained(
     return probe
 
 
+def check_streamed(probe: Probe, graph: Graph) -> None:
+    """Refuse an optimizer whose state a strategy offloads, if it may not be stepped bucket by bucket."""
+    by = next((how.by for (what, _), how in graph.offloaded.items() if what == "optimizer"), None)
+    if by is not None and not probe.ours:
+        raise ScheduleError(
+            f"the state of {probe.name} cannot be offloaded",
+            by=graph.directives[by].title,
+            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
+            hint="use an optimizer of torch.optim, or leave this directive out",
+        )
+
+
 def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small: Sizes) -> Iterable[View]:
     """Return what devices hold of parameters of the sizes at which they are tried."""
     if small is sizes:
@@ -189,7 +203,8 @@ def measured(
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    return small, Probe(name=type(optimizer).__name__, state_bytes=kept // max(1, count))
+    ours = type(optimizer).__module__.startswith("torch.")
+    return small, Probe(name=type(optimizer).__name__, state_bytes=kept // max(1, count), ours=ours)
 
 
 def trial_of(

@@ -260,6 +260,8 @@ class Worker:
 
     def renew(self) -> None:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""
+        for bucket in self.env.state.away:
+            self.env.state.put_away(bucket, wait=True)
         if isinstance(self.executor, GraphExecutor):
             self.executor.reset()
 
