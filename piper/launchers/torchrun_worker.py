@@ -34,8 +34,9 @@ from piper.launchers.rendezvous import (
     own_address,
 )
 from piper.launchers.transport.channel import Channel, ClosedError, connect
+from piper.launchers.transport.nameless_files import map_marks, new_marks
 from piper.launchers.transport.open_sockets import OpenSockets
-from piper.launchers.transport.shared_memory import HeldValues, SharedValues, map_marks, new_marks
+from piper.launchers.transport.shared_memory import HeldValues, SharedValues
 from piper.launchers.worker_server import WorkerServer
 from piper.runtime.setup import Initial, ProgramLike
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
-from piper.launchers.transport.shared_memory import MEMORY
+from piper.launchers.transport.nameless_files import MEMORY
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import REFILL, RecoveringRun
@@ -109,7 +109,7 @@ class ElasticRun(RecoveringRun):
         """Take another program and the memory of its versions. No worker may run."""
         if self.versions not in self.memory:
             self.versions.close()
-        self.versions, self.turn = Versions(program.plans), turn
+        self.versions, self.turn = type(self.versions)(program.plans), turn
         if self.memory:
             files = self.memory[turn].descriptors
             self.versions.close()

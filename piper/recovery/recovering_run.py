@@ -23,7 +23,7 @@ from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, no_version
 from piper.recovery.run_events import Event, Notify, failure, mismatch
-from piper.recovery.starters import Kept, Recoverable, Starter, starter_of
+from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -372,7 +372,7 @@ def recovering(
     kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
-        versions = Versions(program.plans) if kept is None else kept.versions
+        versions = versions_of(program.plans, on) if kept is None else kept.versions
         held.callback(versions.close)
         starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
         held.callback(starter.close)

@@ -15,6 +15,7 @@ from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
+from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -139,6 +140,15 @@ class LocalStarter:
     def close(self) -> None:
         """End the fork server."""
         self._drop()
+
+
+def versions_of(plans: Plans, on: str) -> Versions:
+    """Return the memory for versions of a launcher: of this machine, or of all nodes of Ray."""
+    if on != "ray":
+        return Versions(plans)
+    from piper.launchers.ray_versions import RayVersions
+
+    return RayVersions(plans)
 
 
 def starter_of(

@@ -47,6 +47,12 @@ def pair() -> piper.Job:
     return job([piper.place(piper.at(PP=0), [0]), piper.place(piper.at(PP=1), [1])])
 
 
+def copied() -> piper.Job:
+    """Both stages on machines of their own, and the state of each on the other one too."""
+    stages = [piper.place(piper.at(PP=0), [0]), piper.place(piper.at(PP=1), [1])]
+    return job([*stages, piper.protect(piper.at(), copies=1, devices_per_machine=1)])
+
+
 def alone() -> piper.Job:
     """Both stages on one device."""
     return job([piper.place(piper.at(), [0])])
