@@ -36,6 +36,7 @@ from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
 LOOK = 2.0  # seconds between two looks at whether there is room
+SOON = 0.1  # seconds between two looks at which agents have answered
 SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
 
 
@@ -227,7 +228,9 @@ class RayStarter:
             for bundle, agents in self.agents.items()
             if bundle not in found
         }
-        finished([call for calls in asked.values() for call in calls], REACH)
+        until = monotonic() + REACH
+        while sum(map(finished, asked.values())) < len(self.machines) and monotonic() < until:
+            finished([call for calls in asked.values() for call in calls], SOON)
         for bundle, calls in asked.items():
             try:
                 if finished(calls):

@@ -56,6 +56,7 @@ class RayVersions(Versions):
         self.protection = plans.protection
         self.owner = secrets.token_hex(8)
         self.agents: dict[int, Agent] = {}  # by device
+        self.lost: set[int] = set()  # devices whose agent does not answer any more
         self.found: dict[
             int, dict[int, tuple[SharedFile, ...]]
         ] = {}  # files, as the worker of a device sees them
@@ -63,7 +64,7 @@ class RayVersions(Versions):
     def place(self, agents: Mapping[int, Agent]) -> None:
         """Let agents hold the memory of their devices from now on."""
         new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
-        self.agents = dict(agents)
+        self.agents, self.lost = dict(agents), set()
         by_node = {
             agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
         }
@@ -102,7 +103,11 @@ class RayVersions(Versions):
 
     def _look(self) -> None:
         """Read the heads of all sections that agents hold."""
-        calls = {d: agent.actor.heads.remote(self._places(d), HEAD.size) for d, agent in self.agents.items()}
+        calls = {
+            d: agent.actor.heads.remote(self._places(d), HEAD.size)
+            for d, agent in self.agents.items()
+            if d not in self.lost
+        }
         seen = answers(calls, REACH)
         for device in self.devices:
             places = self._places(device)
@@ -119,7 +124,7 @@ class RayVersions(Versions):
         """Drop the versions of chosen steps. No worker may live."""
         self._look()
         calls = {}
-        for device, agent in self.agents.items():
+        for device, agent in ((d, agent) for d, agent in self.agents.items() if d not in self.lost):
             steps = {
                 place: step_in(self.descriptors[device][place[1]], place[2] // SPAN)
                 for place in self._places(device)

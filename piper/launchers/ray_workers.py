@@ -153,6 +153,8 @@ class RayWorkerGroup(SocketWorkerGroup):
         self.looks.pop(device, None)
         self.lost[device] = why
         self.unreachable.add(device)
+        if self.versions is not None:
+            self.versions.lost.add(device)
 
     def moving(self) -> bool:
         before, self.moved = self.moved, dict(self.status)

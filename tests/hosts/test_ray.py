@@ -1,5 +1,6 @@
-"""A Ray cluster of three hosts: a host that is lost is replaced by a spare, with the bits of one that never was."""
+"""A Ray cluster of three hosts: a lost host is replaced by the third, and the numbers are those of one device."""
 
+import secrets
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ pytest.importorskip("ray")
 
 from tests.hosts.machines import Host, hosts
 from tests.hosts.training import (
+    BOUND,
     ENVIRONMENT,
     RECIPE,
     ROOT,
@@ -22,14 +24,21 @@ from tests.hosts.training import (
     written,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PORT = "6379"
-RAY = {**ENVIRONMENT, "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+RAY = {  # a token of this cluster's own: Ray may ask for one, and this user may have another
+    **ENVIRONMENT,
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return on_one_device(tmp_path_factory.mktemp("alone") / "run")
+    found = on_one_device(tmp_path_factory.mktemp("alone") / "run")
+    assert len(found) == 40
+    return found
 
 
 def join(host: Host, head: Host) -> None:
@@ -55,7 +64,7 @@ def cluster() -> Iterator[Sequence[Host]]:
 
 
 def train(head: Host, job: str, run: Path, *words: str) -> subprocess.Popen[str]:
-    """Train on the cluster, with one spare; the driver is on the first host."""
+    """Train on the cluster; the driver and device 0 are on the first host."""
     return head.start(
         *("piper", "train", f"{RECIPE}:{job}", "--on", "ray", "--out", str(run), *words),
         env={**RAY, "RAY_ADDRESS": f"{head.address}:{PORT}"},
@@ -63,14 +72,80 @@ def train(head: Host, job: str, run: Path, *words: str) -> subprocess.Popen[str]
     )
 
 
-def test_one(tmp_path: Path, cluster: Sequence[Host], wanted: list[float]) -> None:
-    driver = train(cluster[0], "copied", tmp_path / "run", "--spares", "1")
-    wait_for_step(tmp_path / "run", 12, driver)
-    cluster[1].kill()
-    code, out = ended(driver)
-    print(out)
-    for line in written(tmp_path / "run", "events.jsonl"):
-        print(line)
-    assert code == 0, out
-    assert steps(tmp_path / "run") == [*range(1, 41)]
-    assert losses(tmp_path / "run") == pytest.approx(wanted, abs=1e-12)
+def events(run: Path) -> list[tuple[object, ...]]:
+    """Return what happened to a run: each event, its device, and where its state came from."""
+    return [(e["event"], e.get("device"), e.get("source")) for e in written(run, "events.jsonl")]
+
+
+def wait_for_events(run: Path, count: int, driver: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + BOUND
+    while len(events(run)) < count:
+        assert driver.poll() is None, driver.communicate(timeout=BOUND)
+        assert time.monotonic() < until, f"{events(run)} of {count} events"
+        time.sleep(0.1)
+
+
+def host_of_device_1(made: Sequence[Host]) -> Host:
+    """Return the host that has a worker, which is forked from another process. A spare has only the latter."""
+    count = "grep -l 'remote_[w]orker' /proc/[0-9]*/cmdline | wc -l"
+    until = time.monotonic() + BOUND
+    while len(found := [host for host in made[1:] if int(host.run("sh", "-c", count)) == 2]) != 1:
+        assert time.monotonic() < until, [host.name for host in found]  # one that came back ends its worker
+    return found[0]
+
+
+def check(run: Path, driver: subprocess.Popen[str], wanted: list[float]) -> str:
+    """Check that a run has ended well, with each step once and the numbers of one device."""
+    code, said = ended(driver)
+    assert code == 0, said
+    assert steps(run) == [*range(1, 41)]
+    assert losses(run) == pytest.approx(wanted, abs=1e-12)
+    return said
+
+
+@pytest.mark.parametrize("loss", ["kill", "unplug"])
+def test_a_lost_host_is_replaced_by_a_spare_from_memory(
+    tmp_path: Path, cluster: Sequence[Host], wanted: list[float], loss: str
+) -> None:
+    run = tmp_path / "run"
+    driver = train(cluster[0], "copied", run, "--spares", "1")
+    wait_for_step(run, 12, driver)
+    getattr(host_of_device_1(cluster), loss)()
+    said = check(run, driver, wanted)
+    assert events(run) == [("failure", 1, None), ("recovery", None, "memory")], said
+    assert "in memory, " in said
+
+
+def test_a_lost_host_without_copies_costs_the_steps_since_the_checkpoint(
+    tmp_path: Path, cluster: Sequence[Host], wanted: list[float]
+) -> None:
+    run = tmp_path / "run"
+    driver = train(cluster[0], "pair", run, "--spares", "1")
+    wait_for_step(run, 12, driver)
+    host_of_device_1(cluster).kill()
+    said = check(run, driver, wanted)
+    assert [event[0] for event in events(run)] == ["failure", "recovery"], said
+    source = str(events(run)[1][2])
+    assert "checkpoints" in source and source in "".join(said.split("\n")), said
+
+
+def test_a_link_that_comes_back(tmp_path: Path, cluster: Sequence[Host], wanted: list[float]) -> None:
+    """After two seconds nothing was lost. After longer the host is a spare, which can take over again."""
+    run = tmp_path / "run"
+    driver = train(cluster[0], "slowly", run, "--spares", "1")
+    wait_for_step(run, 4, driver)
+    first = host_of_device_1(cluster)
+    first.unplug()
+    time.sleep(2)
+    first.plug()
+    wait_for_step(run, 8, driver)
+    assert events(run) == []
+    first.unplug()
+    wait_for_events(run, 2, driver)
+    first.plug()
+    wait_for_step(run, 16, driver)
+    second = host_of_device_1(cluster)
+    assert second is not first
+    second.kill()
+    said = check(run, driver, wanted)
+    assert events(run) == 2 * [("failure", 1, None), ("recovery", None, "memory")], said
