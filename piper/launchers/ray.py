@@ -140,6 +140,7 @@ class RayStarter:
         self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
         self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
         self.used: dict[int, int] = {}  # the bundle of each machine
+        self.avoided: set[int] = set()  # bundles that are used only if there are no others
         self.held = ExitStack()
         count = len(self.machines) + -(-spares // self.width)
         try:
@@ -149,6 +150,12 @@ class RayStarter:
         except BaseException:
             self.held.close()
             raise
+
+    @property
+    def near(self) -> bool:
+        """Return whether all workers are on the driver's machine, and see its memory."""
+        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return self.group is None or {a.address for a in self.group.agents.values()} == {mine}
 
     def start(self, options: Options) -> RemoteRun:
         """Start a worker for each device."""
@@ -174,6 +181,12 @@ class RayStarter:
         self.program, self.versions = program, versions
         self.machines, self.apart = machines_of(program.plans)
         self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
+
+    def avoid(self, device: int | None) -> None:
+        """Start the worker of a device on a spare next time, if there is one, with others of its machine."""
+        for machine, bundle in self.used.items():
+            if device in self.machines[machine]:
+                self.avoided = {bundle}
 
     def _hire(self) -> None:
         """Start agents in bundles that have none, or whose node Ray has replaced."""
@@ -202,7 +215,7 @@ class RayStarter:
             self._hire()
             ranks = self._ranks()
             before = {bundle: machine for machine, bundle in self.used.items()}
-            usable = sorted(ranks, key=lambda bundle: (bundle not in before, ranks[bundle], bundle))
+            usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in before, ranks[b], b))
             if len(usable) >= len(self.machines):
                 chosen = usable[: len(self.machines)]
                 kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}

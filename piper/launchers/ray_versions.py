@@ -64,6 +64,9 @@ class RayVersions(Versions):
     def place(self, agents: Mapping[int, Agent]) -> None:
         """Let agents hold the memory of their devices from now on."""
         new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
+        before = {d: self.agents[d] for d in new if d in self.agents and d not in self.lost}
+        if before:
+            self._look()
         self.agents, self.lost = dict(agents), set()
         by_node = {
             agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
@@ -89,6 +92,20 @@ class RayVersions(Versions):
             near = {device: files[device][device] for device in devices}
             far = {d: found for d, found in files[devices[0]].items() if d not in devices}
             self.found |= {device: far | near for device in devices}
+        self._move(before)
+
+    def _move(self, before: Mapping[int, Agent]) -> None:
+        """Bring the versions of devices from the agents that they had before, where these still answer."""
+        moved = []
+        for device, agent in before.items():
+            for place in self._places(device):
+                step, _, _, _, nbytes = HEAD.unpack(
+                    os.pread(self.descriptors[device][place[1]], HEAD.size, place[2])
+                )
+                if step:
+                    image = agent.actor.image.remote(place, nbytes)
+                    moved.append(self.agents[device].actor.take.remote(place, image, HEAD.size))
+        answers(dict(enumerate(moved)), PATIENCE)
 
     def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
         """Return where the worker of a device finds the memory of all devices."""

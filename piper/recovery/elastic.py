@@ -76,6 +76,12 @@ class ElasticRun(RecoveringRun):
                 facts={"elastic": f"{self.sizes.fewest} to {self.sizes.most} devices"},
                 hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
             )
+        if not self.starter.near:
+            raise ConfigError(
+                "the number of devices cannot change on several machines",
+                by="resize",
+                hint="start again with --resume and a strategy for as many devices",
+            )
         program, before = self.sizes.program(devices), len(self.places)
         state = self._folder() / "state"
         self._call(lambda run: run.write(state, None, wait=True, keep=None))
@@ -134,7 +140,7 @@ class ElasticRun(RecoveringRun):
         device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
         version = self.versions.newest()
         raised = isinstance(error, WorkerError) and error.kind == "error"
-        if raised or device is None or version is None or not self._held(version):
+        if raised or device is None or version is None or not self._held(version) or not self.starter.near:
             return False
         found = self._smaller()
         if found is None:

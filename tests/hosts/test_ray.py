@@ -73,8 +73,8 @@ def train(head: Host, job: str, run: Path, *words: str) -> subprocess.Popen[str]
 
 
 def events(run: Path) -> list[tuple[object, ...]]:
-    """Return what happened to a run: each event, its device, and where its state came from."""
-    return [(e["event"], e.get("device"), e.get("source")) for e in written(run, "events.jsonl")]
+    """Return what happened to a run: each event, and where its state came from."""
+    return [(e["event"], e.get("source")) for e in written(run, "events.jsonl")]
 
 
 def wait_for_events(run: Path, count: int, driver: subprocess.Popen[str]) -> None:
@@ -85,13 +85,14 @@ def wait_for_events(run: Path, count: int, driver: subprocess.Popen[str]) -> Non
         time.sleep(0.1)
 
 
-def host_of_device_1(made: Sequence[Host]) -> Host:
-    """Return the host that has a worker, which is forked from another process. A spare has only the latter."""
-    count = "grep -l 'remote_[w]orker' /proc/[0-9]*/cmdline | wc -l"
-    until = time.monotonic() + BOUND
-    while len(found := [host for host in made[1:] if int(host.run("sh", "-c", count)) == 2]) != 1:
-        assert time.monotonic() < until, [host.name for host in found]  # one that came back ends its worker
-    return found[0]
+def working(host: Host) -> bool:
+    """Return whether a host has a worker, which is forked from another process. A spare has only the latter."""
+    return int(host.run("sh", "-c", "grep -l 'remote_[w]orker' /proc/[0-9]*/cmdline | wc -l")) == 2
+
+
+def other_working(cluster: Sequence[Host]) -> Host:
+    """Return a host that has a worker and not the driver: Ray chooses two of the three for workers."""
+    return next(host for host in cluster[1:] if working(host))
 
 
 def check(run: Path, driver: subprocess.Popen[str], wanted: list[float]) -> str:
@@ -110,9 +111,9 @@ def test_a_lost_host_is_replaced_by_a_spare_from_memory(
     run = tmp_path / "run"
     driver = train(cluster[0], "copied", run, "--spares", "1")
     wait_for_step(run, 12, driver)
-    getattr(host_of_device_1(cluster), loss)()
+    getattr(other_working(cluster), loss)()
     said = check(run, driver, wanted)
-    assert events(run) == [("failure", 1, None), ("recovery", None, "memory")], said
+    assert events(run) == [("failure", None), ("recovery", "memory")], said
     assert "in memory, " in said
 
 
@@ -122,10 +123,10 @@ def test_a_lost_host_without_copies_costs_the_steps_since_the_checkpoint(
     run = tmp_path / "run"
     driver = train(cluster[0], "pair", run, "--spares", "1")
     wait_for_step(run, 12, driver)
-    host_of_device_1(cluster).kill()
+    other_working(cluster).kill()
     said = check(run, driver, wanted)
     assert [event[0] for event in events(run)] == ["failure", "recovery"], said
-    source = str(events(run)[1][2])
+    source = str(events(run)[1][1])
     assert "checkpoints" in source and source in "".join(said.split("\n")), said
 
 
@@ -134,7 +135,7 @@ def test_a_link_that_comes_back(tmp_path: Path, cluster: Sequence[Host], wanted:
     run = tmp_path / "run"
     driver = train(cluster[0], "slowly", run, "--spares", "1")
     wait_for_step(run, 4, driver)
-    first = host_of_device_1(cluster)
+    first = other_working(cluster)
     first.unplug()
     time.sleep(2)
     first.plug()
@@ -143,9 +144,9 @@ def test_a_link_that_comes_back(tmp_path: Path, cluster: Sequence[Host], wanted:
     first.unplug()
     wait_for_events(run, 2, driver)
     first.plug()
-    wait_for_step(run, 16, driver)
-    second = host_of_device_1(cluster)
-    assert second is not first
-    second.kill()
+    until = time.monotonic() + BOUND
+    while working(first):  # it ends its worker when it hears that it should
+        assert time.monotonic() < until
+    other_working(cluster).kill()
     said = check(run, driver, wanted)
-    assert events(run) == 2 * [("failure", 1, None), ("recovery", None, "memory")], said
+    assert events(run) == 2 * [("failure", None), ("recovery", "memory")], said
