@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from inspect import cleandoc
@@ -121,9 +122,10 @@ def test_a_lost_node_without_copies_is_said(program: Program, nodes: Cluster) ->
     ):
         run.step(batches(PAIR, 1)[0])
         lose(nodes, run, 1)
-        run.step(batches(PAIR, 1)[0])
-    assert str(caught.value) == cleandoc("""
-        recovery, after step 1: no version of the state is complete in memory
+        for _ in range(100_000):  # its processes end some moments after it
+            run.step(batches(PAIR, 1)[0])
+    assert re.sub(r"step \d+", "step N", str(caught.value)) == cleandoc("""
+        recovery, after step N: no version of the state is complete in memory
           hint: --resume goes on from the newest checkpoint
     """)
 
