@@ -63,8 +63,8 @@ class Sabotaged:
         code = self.program.code(chunk, phase)
         return Trap(code=code, act=self.act, calls=[]) if f"{phase} {chunk.name}" == self.arg else code
 
-    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
-        self.program.build(called)
+    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
+        self.program.build(called, meanwhile)
 
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)
