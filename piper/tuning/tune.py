@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from piper.capture.recordings import Capturing, Recordings
+from piper.capture.short import short_capturing
 from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
 from piper.directives import apply, place
 from piper.errors import ConfigError, PiperError
@@ -149,9 +150,9 @@ def captured_model(
     """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
     batch = first_batch(job)
     recordings = known_recordings(job, device_kind(None), batch, captured, compiled=False)
-    capturing = Capturing(batch=batch, recordings=recordings)
     samples = len(next(iter(batch.values())))
     sizes = possible_rows(space, samples, devices)
+    capturing = short_capturing(Capturing(batch=batch, recordings=recordings), sizes[0])
     outline = capturing.traced(sizes[0]).outline
     if measured is not None:
         check_model(measured, outline)
