@@ -156,8 +156,7 @@ class _Copier:
         return new + chunk.name.removeprefix(old)
 
     def output(self, source: Output, shift: int, reader: int) -> Output:
-        """Return the output that a copy of region `reader` reads: of its block, the one before, or an early one.
-        """
+        """Return what a copy of region `reader` reads: of its own block, the one before, or an early one."""
         filler = self.filler
         chunk, number = filler.by_name[source.chunk], filler.numbers[source.chunk]
         if self.behind is not None:  # the end of the model: what it reads of the block lies further on
@@ -172,7 +171,7 @@ class _Copier:
         return self.output(source, shift, reader) if isinstance(source, Output) else source
 
     def chunk(self, chunk: Chunk, shift: int, paths: Mapping[str, str]) -> Chunk:
-        """Return a copy of a chunk so many blocks later. paths: the blocks whose parameters it reads instead."""
+        """Return a copy of a chunk so many blocks later. paths: blocks, and those whose names replace them."""
         reader = self.filler.numbers[chunk.name]
 
         def named(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.divide.request import Request
-from piper.capture.recordings import Capturing, Recordings, division_of, merged
+from piper.capture.recordings import Capturing, division_of, merged
 from piper.capture.repeat import Filled, filled, skipped_blocks
 from piper.capture.trace.equal_blocks import equal_blocks
 from piper.capture.trace.repeated_layers import find_layers
