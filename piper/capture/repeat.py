@@ -171,7 +171,7 @@ class _Copier:
         return self.output(source, shift, reader) if isinstance(source, Output) else source
 
     def chunk(self, chunk: Chunk, shift: int, paths: Mapping[str, str]) -> Chunk:
-        """Return a copy of a chunk so many blocks later. paths: blocks, and those whose names replace them."""
+        """Return a copy of a chunk so many blocks later. paths: blocks, and those that take their place."""
         reader = self.filler.numbers[chunk.name]
 
         def named(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -61,9 +61,10 @@ class ShortCapturing(Capturing):
         asked, found = self._shorter_requests(rows, requests), self.made.get(division)
         if asked is not None and found is not None:
             origins = {name: chunk.name for name, chunk in found.origins.items()}
-            options = shorter(ways, origins), shorter(budgets, origins), shorter(precisions, origins)
-            if options[0] is not None and options[1] is not None and options[2] is not None:
-                short = self.short.differentiated(rows, asked, *options)
+            shares, kept = shorter(ways, origins), shorter(budgets, origins)
+            narrow = shorter(precisions, origins)
+            if shares is not None and kept is not None and narrow is not None:
+                short = self.short.differentiated(rows, asked, shares, kept, narrow)
                 key = (*division, *(tuple(each.items()) for each in (ways, budgets, precisions)))
                 done = self._filled(key, short.outline)
                 if done is not None:

@@ -23,7 +23,7 @@ class _Journal(TorchDispatchMode):
     """Notes each operation: its arguments by where they come from, and the shapes of its results."""
 
     def __init__(self, tensors: Mapping[str, Tensor], blocks: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.blocks = blocks
         self.parts: list[list[Place]] = [[]]
         self.results: list[Place] = []  # of each block
@@ -99,7 +99,7 @@ def equal_blocks(
     journal = _Journal(tensors, blocks)
     for path in blocks:
         block = model.get_submodule(path)
-        block.register_forward_pre_hook(lambda module, args, path=path: called.append(path))  # type: ignore[misc]
+        block.register_forward_pre_hook(lambda module, args, path=path: called.append(path))
         block.register_forward_hook(journal.ends)
     try:
         with torch.no_grad(), mode, journal:
