@@ -1,5 +1,7 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
+import logging
+
 from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
@@ -7,6 +9,7 @@ from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
 from piper.lower.emit import emit, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
+from piper.lower.offloads import add_offloads, offloaded_values_come_back
 from piper.lower.orders import add_orders, edges_join_nodes_that_exist
 from piper.lower.protections import add_protections, everything_written_is_copied
 from piper.lower.reductions import (
@@ -29,6 +32,7 @@ from piper.lower.step_end import (
 from piper.lower.validate import capture, every_microbatch_has_one_placement, every_node_has_a_phase, settle
 from piper.plan.plan import Plans
 
+log = logging.getLogger("piper")
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (settle, every_microbatch_has_one_placement),
     (capture, every_node_has_a_phase),
@@ -42,6 +46,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_tied_sums, every_tied_copy_is_summed),
     (add_losses, every_value_is_where_it_is_read),
     (add_loads, every_field_is_loaded),
+    (add_offloads, offloaded_values_come_back),
     (add_updates, every_gradient_is_applied),
     (add_protections, everything_written_is_copied),
     (emit, plans_can_run),
@@ -60,6 +65,8 @@ def lower(
     work = LoweringState(graph=graph, settings=settings or Settings(), capture=given)
     with no_collection():
         for rewrite, holds in LOWERING:
+            if rewrite is make_buckets:
+                log.debug("Lowering and proving the plans")  # what lies before is capture, and says so itself
             work = rewrite(work)
             broken = next(holds(work), None)
             assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
