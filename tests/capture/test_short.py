@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.capture.divide.request import DeviceGrid, Request
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.short import ShortCapturing, short_capturing
 from piper.directives import Directive, apply
@@ -129,6 +130,29 @@ def test_the_outline_of_a_divided_model_is_that_of_all_blocks() -> None:
     assert short.traced(ROWS, requests).outline == whole.traced(ROWS, requests).outline
     assert isinstance(short, ShortCapturing)
     assert not short.whole.recordings.recorded
+
+
+def test_where_stages_begin_does_not_change_a_division() -> None:
+    def asked(first: int) -> list[Request]:
+        grid = DeviceGrid(devices=4, axes=(("TP", 2),))
+        stages = [range(first), range(first, DEPTH)]
+        return [
+            Request(
+                by=f"shard #{number}",
+                axis="TP",
+                degree=2,
+                weights={"*up": 0, "*down": 1},
+                batch={},
+                between=None,
+                attention="auto",
+                zigzag=False,
+                regions={(("LAYER", layer),): grid for layer in stage},
+            )
+            for number, stage in enumerate(stages)
+        ]
+
+    capturing = capturing_of(by_layer)
+    assert capturing.traced(ROWS, asked(3)) is capturing.traced(ROWS, asked(5))
 
 
 def test_what_differs_from_block_to_block_traces_all_blocks() -> None:
