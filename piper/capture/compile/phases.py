@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.flat_gradients import FlatPhase, flat_phase, source_in_place
 from piper.capture.compile.inductor import Compiled, Source, compiled, is_traced, loaded, name_of
 from piper.capture.compile.repeats import PhasePiece, pieces_of
 from piper.ir.chunk import Phase
@@ -72,11 +73,12 @@ class PhaseCut:
 
 def compile_phases(
     asked: Mapping[PhaseKey, Source], cache: Cache
-) -> dict[PhaseKey, Compiled | CompiledPieces]:
+) -> dict[PhaseKey, Compiled | CompiledPieces | FlatPhase]:
     """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once."""
     graphs: dict[str, Source] = {}
     cuts: dict[PhaseKey, PhaseCut] = {}
-    for key, source in asked.items():
+    flat = {key: source_in_place(source) for key, source in asked.items() if source.in_place}
+    for key, source in {**asked, **flat}.items():
         pieces = pieces_of(source.module)
         for node in source.module.graph.nodes:
             node.meta.pop("val", None)  # fakes, which are large
@@ -91,7 +93,8 @@ def compile_phases(
             graphs.setdefault(names[0], source)
         cuts[key] = PhaseCut(source=source, pieces=pieces, names=names)
     made = _compile_all(graphs, cache)
-    return {key: _joined(cut, made) for key, cut in cuts.items()}
+    joined = {key: _joined(cut, made) for key, cut in cuts.items()}
+    return {**joined, **{key: flat_phase(joined[key], asked[key], flat[key]) for key in flat}}
 
 
 def _compile_all(graphs: Mapping[str, Source], cache: Cache) -> dict[str, Compiled]:
