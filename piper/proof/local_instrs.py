@@ -36,6 +36,7 @@ class Local:
     def __init__(self, state: SymbolicState) -> None:
         self.state = state
         self.spec, self.things, self.covers = state.spec, state.things, state.covers
+        self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
 
     def load(self, program: int, place: int, ins: Instr) -> None:
         """Load a field of the batch, for a microbatch, on a slice of the samples."""
@@ -75,6 +76,30 @@ class Local:
                 self.state.complain(program, place, f"copies {slot}, which holds {held}; the step wrote it")
         for slot in ins.writes:
             slots[slot] = self.state.value(Thing("copy", slot.owner))
+
+    def offload(self, program: int, place: int, ins: Instr) -> None:
+        """Copy values to the host. Only a fetch can read the copies."""
+        slots = self.state.slots[program]
+        if len(ins.reads) != len(ins.writes):
+            self.state.complain(program, place, f"makes {len(ins.writes)} copies of {len(ins.reads)} values")
+        for read, written in zip(ins.reads, ins.writes, strict=False):
+            if (value := slots.get(read)) is None:
+                self.state.complain(program, place, f"copies {read}, which holds nothing")
+                continue
+            self.on_host[program, written] = value
+            slots[written] = self.state.value(Thing("host", written))
+
+    def fetch(self, program: int, place: int, ins: Instr) -> None:
+        """Bring copies back from the host, each as the value that it is of."""
+        slots = self.state.slots[program]
+        if len(ins.reads) != len(ins.writes):
+            self.state.complain(program, place, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
+        for read, written in zip(ins.reads, ins.writes, strict=False):
+            if slots.get(read) != self.state.value(Thing("host", read)):
+                held = self.things.describe(slots.get(read))
+                self.state.complain(program, place, f"brings {read}, which holds {held}, from the host")
+                continue
+            slots[written] = self.on_host[program, read]
 
     def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""

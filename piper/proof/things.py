@@ -27,6 +27,7 @@ Kind = Literal[
     "param",  # a bucket's parameters
     "buffer",
     "copy",  # of a part of the state
+    "host",  # a copy of a value in memory of the host
     "norm",
     "total",
     "spent",  # a gradient that an update has scaled in place
@@ -109,6 +110,8 @@ class Things:
             "total": f"the {about} sums over all devices",
             "spent": "a gradient that an update has used up",
             "resident": f"the resident {thing.name}",
+            "copy": f"a copy of {thing.name}",
+            "host": f"{thing.name}, on the host",
         }
         return words[thing.kind] + microbatch
 

@@ -77,6 +77,8 @@ class SymbolicRun:
             "norm": self.local.norm,
             "update": self.local.update,
             "protect": self.local.protect,
+            "offload": self.local.offload,
+            "fetch": self.local.fetch,
         }
         self.reached = [0] * len(plans)
         self.ready = deque(range(len(plans)))

@@ -132,6 +132,7 @@ class Worker:
                 outro=self._fetch,
                 home=None if self.intake is None else torch.cuda.Stream(self.setup.device),
             )
+            env.streams = executor.streams
             if self.intake is None:
                 return executor
             return GraphExecutor(executor, self.intake, [env.at(slot) for slot in env.plan.residents])
