@@ -107,15 +107,8 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
     match node:
         case Compute():
             draft.payload, draft.keeps = node.run, node.keeps
-            spec = emission.chunks[node.chunk].phases[node.phase]
-            draft.workspace = spec.workspace
-            gradients = [slot for slot in node.writes if slot.kind in ("gradient", "grad")]
-            emission.given.update((number, slot) for slot in gradients)
-            emission.flat.update(
-                (number, slot)
-                for slot in gradients
-                if any(piece.name in spec.in_place for piece in emission.work.buckets[slot.owner].pieces)
-            )
+            draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
+            note_gradients(emission, node, draft, number)
         case Load():
             draft.op = "load"
             draft.payload = Field(
@@ -140,6 +133,23 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
         case _:
             draft_communication(emission, node, draft, number)
     return draft
+
+
+def note_gradients(emission: Emission, node: Compute, draft: PendingInstr, number: int) -> None:
+    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors.
+
+    A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
+    """
+    spec = emission.chunks[node.chunk].phases[node.phase]
+    for slot in node.writes:
+        if slot.kind in ("gradient", "grad"):
+            emission.given.add((number, slot))
+            pieces = emission.work.buckets[slot.owner].pieces
+            if any(piece.name in spec.in_place for piece in pieces):
+                emission.flat.add((number, slot))
+                apart = [p for p in pieces if p.name in spec.grad_params and p.name not in spec.in_place]
+                itemsize = emission.work.buckets[slot.owner].itemsize
+                draft.workspace += sum(piece.numel for piece in apart) * itemsize
 
 
 def draft_communication(emission: Emission, node: Communication, draft: PendingInstr, number: int) -> None:
