@@ -20,7 +20,7 @@ from piper.ir.graph import Graph, OffloadedChunk
 from piper.ir.select import At
 
 STREAM = "host"
-KINDS = ("activations",)
+KINDS = ("activations", "optimizer")
 
 
 @registered(9)
@@ -36,7 +36,7 @@ class Offload(Directive):
     places: ClassVar[bool] = False
 
     at: At
-    what: str = spelt("what", '"activations"', default="activations")
+    what: str = spelt("what", '"activations" or "optimizer"', default="activations")
     to: str = spelt("to", '"host"', default="host")
     stream: str | None = None
     least_mb: float = spelt("least_mb", "a number from 0", default=1.0)
