@@ -219,13 +219,15 @@ class Capturing:
         ways: Mapping[str, int],
         budgets: Mapping[str, float],
         precisions: Mapping[str, str] = MappingProxyType({}),
+        flat: tuple[str, ...] = (),
     ) -> Captured:
         """Return the model's code for slices of `rows` samples."""
         requests = merged(requests)
-        key = (rows, division_of(requests), *(tuple(each.items()) for each in (ways, budgets, precisions)))
+        said = (tuple(each.items()) for each in (ways, budgets, precisions))
+        key = (rows, division_of(requests), *said, flat)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
-            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions)
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions, flat)
             self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
 
