@@ -155,7 +155,9 @@ def test_gradients_are_written_into_given_memory(tmp_path: Path) -> None:
     assert isinstance(held, GraphCode)
     given = [torch.randn(fake.shape, dtype=fake.dtype) for fake in held.examples("B")]
     targets = [torch.full(shape, math.nan, dtype=dtype) for shape, dtype in phase.like]
-    results = phase.boxed_into(list(given), targets)
+    travelled = unpack(pack(phase))
+    assert isinstance(travelled, FlatPhase)
+    results = travelled.boxed_into(list(given), targets)
     assert len(results) == 1 + len(targets) and all(a is b for a, b in zip(results[1:], targets, strict=True))
     for result, value in zip(results, held.build("B")(*given), strict=True):
         torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-12 * value.abs().max().item())
