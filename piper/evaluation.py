@@ -23,6 +23,7 @@ from piper.ir.graph import Graph
 from piper.job import Batch
 from piper.lower.lower import lower
 from piper.lower.state import Completed, Settings
+from piper.slices import 
 
 if TYPE_CHECKING:
     from piper.capture.trace.record import LossFn
