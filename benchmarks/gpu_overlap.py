@@ -25,6 +25,7 @@ import piper
 from piper.compiler import Program
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import moe
+from piper.plan.instr import Routing
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
 from piper.runtime.debug.profiler import WARM
@@ -175,9 +176,13 @@ def by_chunk(plan: Plan, steps: Steps) -> tuple[tuple[str, float], ...]:
     found: dict[str, list[float]] = {}
     for step in steps:
         for ins, span in zip(plan.instrs, step, strict=True):
-            if ins.op in ("compute", "exchange"):
-                name = ins.arg if ins.op == "compute" else f"exchange {ins.arg.partition(' ')[0]}"
-                found.setdefault(name, []).append(span.end - span.start)
+            if ins.op == "compute":
+                name = f"{ins.computes.phase} {ins.computes.chunk}"
+            elif isinstance(ins.payload, Routing):
+                name = f"{ins.op} {'to the experts' if ins.payload.outward else 'back'}"
+            else:
+                continue
+            found.setdefault(name, []).append(span.end - span.start)
     return tuple((name, statistics.median(times)) for name, times in sorted(found.items()))
 
 

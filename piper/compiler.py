@@ -72,11 +72,12 @@ class Program:
         captured = next(captured for captured in self.codes.values() if chunk.key in captured.codes)
         return captured.phase(chunk.key, phase)
 
-    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
-        """Build the code of phases, and compile it together where it is compiled."""
+    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
+        """Build the code of phases. meanwhile: work of the caller, done while other processes compile."""
         wanted = [(chunk.key, phase) for chunk, phase in called]
         for captured in self.codes.values():
-            captured.build(pair for pair in wanted if pair[0] in captured.codes)
+            captured.build([pair for pair in wanted if pair[0] in captured.codes], meanwhile)
+            meanwhile = lambda: None  # noqa: E731  it is done
 
     def explain(self, node: str) -> str:
         """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""

@@ -6,7 +6,8 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,25 @@ def probe_optimizer(
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return Probe(name="no optimizer", state_bytes=0)
+    with one_thread():
+        return probe_trained(make, sizes, trained, made_by or {})
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread. To begin and end many for each of many small tensors takes seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def probe_trained(
+    make: MakeOptimizer, sizes: Sizes, trained: Sequence[Bucket], made_by: Mapping[str, str]
+) -> Probe:
+    """Step an optimizer on small parameters, of which these buckets are trained."""
     whole = whole_view(sizes)
     groups = true_groups(make, whole, sizes)
     small, probe = measured(make, whole, groups, sizes, trained)
@@ -109,7 +129,7 @@ def probe_optimizer(
                 if view.parts:  # a device that holds padding only has no optimizer
                     check_steps(trial, view, groups, expected)
         except UnlikeError as error:
-            raise refused_optimizer(make, probe.name, error, (devices, mine), made_by or {}) from error
+            raise refused_optimizer(make, probe.name, error, (devices, mine), made_by) from error
     return probe
 
 
