@@ -112,6 +112,10 @@ def _shape_of(partition: Partition, joined: bool) -> Shape:
         for node in kept
     )
     forward = partition.sections["F"]
+    phases = {name: _signature(name, partition, joined) for name in partition.sections if name != "BW"}
+    if "BW" in partition.sections:
+        alone = partition.sections["BW"] == partition.sections["B"]  # as no input has a gradient
+        phases["BW"] = phases["B"] if alone else _signature("BW", partition, joined)
     return Shape(
         outputs=specs[: len(partition.outputs)],
         saved=specs[len(partition.outputs) :],
@@ -119,7 +123,7 @@ def _shape_of(partition: Partition, joined: bool) -> Shape:
         storages=storages,
         mutated=tuple(sorted(joint.mutated)),
         random=any(draws_random(node) for node in forward.body),
-        phases={name: _signature(name, partition, joined) for name in partition.sections},
+        phases=phases,
     )
 
 
