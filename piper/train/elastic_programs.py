@@ -22,7 +22,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job, directives_for
 from piper.launchers.base import Run
 from piper.launchers.messages import pack_setup, unpack_setup
-from piper.launchers.transport.shared_memory import nameless_file
+from piper.launchers.transport.nameless_files import nameless_file
 from piper.plan.plan import Plans
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
