@@ -163,7 +163,9 @@ def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:
         for node in kept
     )
     forward = partition.sections["F"]
-    phases = {name: _signature(name, partition, joined, flat) for name in partition.sections if name != "BW"}
+    phases: dict[Phase, Signature] = {
+        name: _signature(name, partition, joined, flat) for name in partition.sections if name != "BW"
+    }
     if "BW" in partition.sections:
         alone = partition.sections["BW"] == partition.sections["B"]  # as no input has a gradient
         phases["BW"] = phases["B"] if alone else _signature("BW", partition, joined, flat)
