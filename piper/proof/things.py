@@ -112,7 +112,7 @@ class Things:
             "spent": "a gradient that an update has used up",
             "resident": f"the resident {thing.name}",
             "copy": f"a copy of {thing.name}",
-            "host": f"{about} {thing.name}, on the host".lstrip(),
+            "host": " ".join(word for word in (about, f"{thing.name}, on the host") if word),
             "state": f"the {about} state of the optimizer for {thing.name}",
         }
         return words[thing.kind] + microbatch
