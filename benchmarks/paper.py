@@ -97,7 +97,7 @@ class Layout:
     schedule: str = "1f1b"
     microbatches: int = 1
     zero: int = 1
-    head: int = 1  # the layers that the head counts as when layers are divided over stages
+    ends: tuple[int, int] = (0, 1)  # the layers that the embedding and the head count as, to divide stages
     bucket_mb: float | None = None
     shared: frozenset[str] = frozenset()  # the kinds of communication that share one stream
 
@@ -110,7 +110,7 @@ def strategy_of(layers: int, layout: Layout) -> list[Directive]:
     """Return the directives of a layout."""
     grid = grid_for(layout.schedule, layout.pp, layout.microbatches) if layout.pp > 1 else None
     count = grid.stages if grid else 1
-    stages = boundaries(layers, count, embedding=0, head=layout.head)
+    stages = boundaries(layers, count, embedding=layout.ends[0], head=layout.ends[1])
     ranks = ranks_of(grid) if grid else {0: 0}
 
     def stream(kind: str) -> str | None:
@@ -191,19 +191,19 @@ class Case:
     pp: int
     ep: int
     microbatches: int
-    heads: tuple[int, ...]  # layers that the head may count as: each schedule gets what it is fastest with
+    ends: tuple[tuple[int, int], ...]  # ways to divide stages: each schedule gets what it is fastest with
 
     def study(self) -> Study:
         return Study(name=self.name, config=self.config, samples=self.samples, length=self.length)
 
-    def layout(self, schedule: str, head: int) -> Layout:
+    def layout(self, schedule: str, ends: tuple[int, int]) -> Layout:
         return Layout(
             pp=self.pp,
             dp=self.ep,
             ep=self.ep,
             schedule=schedule,
             microbatches=self.microbatches,
-            head=head,
+            ends=ends,
         )
 
 
@@ -212,8 +212,26 @@ FINE = moe.Config(layers=24, kv_heads=8, experts=48, top_k=8, hidden=256)  # 1.0
 COARSE = moe.Config(vocab=151_936, kv_heads=8, experts=4, top_k=2, hidden=3584)
 NINE = moe.Config(vocab=151_936, dim=2048, layers=24, heads=32, kv_heads=8, experts=8, top_k=2, hidden=7168)
 CASES = (
-    Case(name="1B", config=FINE, samples=2, length=2048, pp=4, ep=8, microbatches=8, heads=(0, 1, 2)),
-    Case(name="1B", config=FINE, samples=2, length=2048, pp=4, ep=8, microbatches=16, heads=(0, 1, 2)),
+    Case(
+        name="1B",
+        config=FINE,
+        samples=2,
+        length=2048,
+        pp=4,
+        ep=8,
+        microbatches=8,
+        ends=((0, 1), (0, 2), (1, 2)),
+    ),
+    Case(
+        name="1B",
+        config=FINE,
+        samples=2,
+        length=2048,
+        pp=4,
+        ep=8,
+        microbatches=16,
+        ends=((0, 1), (0, 2), (1, 2)),
+    ),
     Case(
         name="1B published",
         config=COARSE,
@@ -222,10 +240,17 @@ CASES = (
         pp=4,
         ep=4,
         microbatches=8,
-        heads=(2, 4, 6),
+        ends=((0, 4), (0, 6), (6, 6)),
     ),
     Case(
-        name="9B published", config=NINE, samples=4, length=2048, pp=4, ep=8, microbatches=8, heads=(1, 2, 4)
+        name="9B published",
+        config=NINE,
+        samples=4,
+        length=2048,
+        pp=4,
+        ep=8,
+        microbatches=8,
+        ends=((0, 2), (0, 4), (2, 4)),
     ),
 )
 
@@ -243,17 +268,17 @@ def schedules(
         measured = (costs or {}).get(case.name)
         base: dict[str, float] = {}
         for schedule in SCHEDULES:
-            best: dict[str, tuple[Simulation, Program, int]] = {}
-            for head in case.heads:
-                program = compiled(study, case.layout(schedule, head))
+            best: dict[str, tuple[Simulation, Program]] = {}
+            for ends in case.ends:
+                program = compiled(study, case.layout(schedule, ends))
                 for name in clusters:
                     cluster = load_cluster(name)
                     found = simulate(
                         program.plans, program.outline, costs_for(cluster, measured, program.outline)
                     )
                     if name not in best or found.step < best[name][0].step:
-                        best[name] = found, program, head
-            for name, (found, program, head) in best.items():
+                        best[name] = found, program
+            for name, (found, program) in best.items():
                 base.setdefault(name, found.step)
                 rows.append(
                     {
@@ -268,7 +293,6 @@ def schedules(
                         "bubble %": f"{100 * found.bubble:.0f}",
                         "all-to-all exposed ms": f"{1e3 * exposed(program, found, 'exchange'):.1f}",
                         "peak GiB": f"{peak(found):.1f}",
-                        "head": f"{head}",
                     }
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
@@ -423,7 +447,7 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
     torch.manual_seed(0)
     study = replace(case.study(), device=device, compile=compile)
     begin = time.perf_counter()
-    program = compiled(study, case.layout("dualpipe-v", 2))
+    program = compiled(study, case.layout("dualpipe-v", (0, 2)))
     (batch,) = program.job.data()
     with tempfile.TemporaryDirectory() as folder:
         options = Options(streams=False, profile=RECORDED)

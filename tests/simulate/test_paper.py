@@ -25,7 +25,9 @@ def paper() -> ModuleType:
 @pytest.mark.slow
 def test_schedules_of_a_tiny_model_are_compared_on_measured_costs(paper: ModuleType, tmp_path: Path) -> None:
     """The chunks of one rank are run and timed; every chunk of every schedule then has a measured cost."""
-    case = paper.Case(name="tiny", config=TINY, samples=1, length=8, pp=2, ep=2, microbatches=4, heads=(0,))
+    case = paper.Case(
+        name="tiny", config=TINY, samples=1, length=8, pp=2, ep=2, microbatches=4, ends=((0, 0),)
+    )
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         paper.measure(case, tmp_path / "costs.json", device="cpu", compile=False)
@@ -35,7 +37,7 @@ def test_schedules_of_a_tiny_model_are_compared_on_measured_costs(paper: ModuleT
     rows = paper.schedules([case], ["h200"], {"tiny": costs})
     assert [row["schedule"] for row in rows] == ["1f1b", "interleaved-1f1b", "dualpipe-v"]
     assert {row["computing"] for row in rows} == {"measured"}
-    program = paper.compiled(case.study(), case.layout("1f1b", 0))
+    program = paper.compiled(case.study(), case.layout("1f1b", (0, 0)))
     computing = {chunk.name for chunk in program.outline.chunks if chunk.kind in ("compute", "expert")}
     assert len(computing) == 13
     assert computing <= set(costs.chunks)
