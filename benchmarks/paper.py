@@ -1,8 +1,8 @@
 """The results of the published system in its own form: schedules, streams, memory, scale and buckets.
 
-python benchmarks/paper.py [--parts schedules,streams,batch,scale,buckets] [--out FILE]
+python benchmarks/paper.py [--parts schedules,streams,batch,peer,scale,buckets] [--out FILE]
 python benchmarks/paper.py --measure FILE             # on one GPU: the costs of the 1B model's chunks
-python benchmarks/paper.py --parts schedules --costs FILE
+python benchmarks/paper.py --parts measured --costs FILE [--out FILE]
 
 Every row is a job that is captured, compiled and proven as any other; its step is then simulated. Computing
 costs what a roofline says, or what one GPU took for each chunk (`--costs`). Communication costs what the
@@ -42,13 +42,6 @@ from piper.strategies import boundaries
 GIB = 2**30
 SCHEDULES = ("1f1b", "interleaved-1f1b", "dualpipe-v")
 CLUSTERS = ("h200", "a100")
-HEADS = (
-    0,
-    1,
-    2,
-    4,
-    6,
-)  # what the head may count as, in layers: each schedule gets the one it is fastest with
 RECORDED = 4  # steps
 Table = list[dict[str, str]]
 
@@ -470,11 +463,13 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
 # the page's figures
 
 PARTS: Mapping[str, str] = {
-    "schedules": "(a) Schedules of a mixture of experts",
-    "streams": "(b) A stream for each kind of communication",
-    "batch": "(c) The largest microbatch",
-    "scale": "(d) From 2 to 1,024 devices",
-    "buckets": "(e) Bucket sizes",
+    "schedules": "(a) schedules of mixtures of experts",
+    "measured": "(a) the same, with what a GPU took for each chunk: needs --costs",
+    "streams": "(b) a stream for each kind of communication",
+    "batch": "(c) the largest microbatch",
+    "peer": "(c) the peer's memory, counted and measured",
+    "scale": "(d) from 2 to 1,024 devices",
+    "buckets": "(e) bucket sizes",
 }
 
 
@@ -539,7 +534,7 @@ def provenance(arguments: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", help="; ".join(f"{name}: {what}" for name, what in PARTS.items()))
     parser.add_argument("--costs", type=Path, action="append", default=[], help="measured costs; may repeat")
     parser.add_argument("--measure", type=Path, help="measure chunks on a GPU and write their costs here")
     parser.add_argument("--model", default="1B", help="of --measure")
@@ -549,30 +544,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure(next(case for case in CASES if case.name == options.model), options.measure)
         return
     costs = {found.model: found for found in map(read_costs, options.costs)}
+    parts = (
+        options.parts.split(",") if options.parts else [part for part in PARTS if part != "measured" or costs]
+    )
     made: dict[str, str] = {}
-    for part in options.parts.split(","):
-        if part == "batch":
-            from paper_peer import batch
+    for part in parts:
+        if part == "measured":
+            rows = schedules([case for case in CASES if case.name in costs], ("h200",), costs)
+        elif part in ("batch", "peer"):
+            import paper_peer
 
-            rows = batch()
-        elif part == "schedules":
-            rows = (
-                schedules()
-                if not costs
-                else [*schedules(), *schedules(measured_cases(costs), ("h200",), costs)]
-            )
+            rows = paper_peer.batch() if part == "batch" else paper_peer.peer()
         else:
-            rows = {"streams": streams, "scale": scale, "buckets": buckets}[part]()
+            rows = {"schedules": schedules, "streams": streams, "scale": scale, "buckets": buckets}[part]()
         made[part] = table(rows)
         print(f"## {part}\n\n{made[part]}", flush=True)
     if options.out is not None:
         before = options.out.read_text(encoding="utf-8") if options.out.exists() else ""
         options.out.write_text(with_tables(before, made, provenance(arguments)), encoding="utf-8")
-
-
-def measured_cases(costs: Mapping[str, Measured]) -> list[Case]:
-    """Return the cases whose model was measured."""
-    return [case for case in CASES if case.name in costs]
 
 
 if __name__ == "__main__":
