@@ -31,7 +31,7 @@ from gpu_overlap import measure as measure_overlap
 from torch import Tensor, nn
 
 import piper
-from piper.launchers.single_rank import SingleRankRun
+from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import decoder
 from piper.models.causal import stage_ranges
 from piper.models.layers import rope
@@ -430,8 +430,7 @@ def piper_rank(
     program = piper.compile(
         job_of(replace(LARGE, by_layer=True), batch, strategy), device="cuda", compile=True, cache=cache
     )
-    run = stack.enter_context(piper.launch(program, on=f"rank:{rank}"))
-    assert isinstance(run, SingleRankRun)
+    run = stack.enter_context(launch_single_rank(program, f"rank:{rank}"))
     return run, lambda: run.step(batch)
 
 

@@ -38,7 +38,7 @@ from gpu import (
 from torch import Tensor
 
 import piper
-from piper.launchers.single_rank import SingleRankRun
+from piper.launchers.single_rank import launch_single_rank
 from piper.models import decoder
 
 BARS = {"single": 1.2, "ranks": 1.35}  # of the throughput in bf16, at least
@@ -85,8 +85,7 @@ def rank_side(
     """Build one rank of the job."""
     job = job_of(replace(LARGE, by_layer=True), batch, strategy)
     program = piper.compile(job, device="cuda", compile=True, cache=cache)
-    run = stack.enter_context(piper.launch(program, on=f"rank:{rank}"))
-    assert isinstance(run, SingleRankRun)
+    run = stack.enter_context(launch_single_rank(program, f"rank:{rank}"))
     print(f"rank {rank}: sends {gathered(program, rank) / 2**20:.0f} MiB to gather parameters in a step")
     return lambda: run.step(batch)
 

@@ -1,7 +1,7 @@
 """Compiles a job into a proven program: capture, directives, lowering, proof."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,10 +69,14 @@ class Program:
 
     def code(self, chunk: Chunk, phase: Phase) -> Callable[..., tuple[Tensor, ...]]:
         """Return the code of one phase of a chunk, called as its `PhaseSpec` says."""
+        captured = next(captured for captured in self.codes.values() if chunk.key in captured.codes)
+        return captured.phase(chunk.key, phase)
+
+    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
+        """Build the code of phases, and compile it together where it is compiled."""
+        wanted = [(chunk.key, phase) for chunk, phase in called]
         for captured in self.codes.values():
-            if chunk.key in captured.codes:
-                return captured.phase(chunk.key, phase)
-        raise KeyError(chunk.key)
+            captured.build(pair for pair in wanted if pair[0] in captured.codes)
 
     def explain(self, node: str) -> str:
         """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
@@ -148,8 +152,8 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     """
     batch = first_batch(job)
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
-    kept = usable_cache(Path(cache)) if compile else None
     folder = Path(cache) if compile else None
+    kept = usable_cache(folder) if folder is not None else None
     program = build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
     for rows in bucket_batches(batch, job.buckets):
         program.shaped(rows)

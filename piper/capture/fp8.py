@@ -38,17 +38,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        peaks = x.abs().amax(1, keepdim=True)
-        ctx.save_for_backward(x, weight, peaks)
-        scales, rows = scale_of(peaks, E4M3), scale_of(weight.abs().amax(1, keepdim=True), E4M3)
+        peaks, weight_peaks = x.abs().amax(1, keepdim=True), weight.abs().amax(1, keepdim=True)
+        ctx.save_for_backward(x, weight, peaks, weight_peaks)
+        scales, rows = scale_of(peaks, E4M3), scale_of(weight_peaks, E4M3)
         return product(rounded(x, scales, E4M3), rounded(weight, rows, E4M3), scales, rows, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
-        x, weight, peaks = ctx.saved_tensors
+        x, weight, peaks, weight_peaks = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            rows = scale_of(weight.abs().amax(1, keepdim=True), E4M3)
+            rows = scale_of(weight_peaks, E4M3)
             folded = grad.to(rows.dtype) * rows.t()
             scales = scale_of(folded.abs().amax(1, keepdim=True), E4M3)
             ones = scales.new_ones((x.shape[1], 1))

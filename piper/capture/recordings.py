@@ -4,6 +4,7 @@ Tracing takes 99 % of a compilation. A recording depends on the model, the loss 
 and on nothing else of a strategy, so other strategies of the same job use it again.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from piper.capture.trace.trace import (
 )
 from piper.errors import ConfigError
 
+log = logging.getLogger("piper")
 Division = tuple[object, ...]  # what requests ask, as a key
 Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
@@ -160,6 +162,13 @@ def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
     )
 
 
+def start_workers() -> None:
+    """Start the processes in which Inductor compiles kernels, so that they are ready when the trace is."""
+    from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
+
+    AsyncCompile.use_process_pool()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capturing:
     """Captures a model for the microbatch sizes that are asked for, each once."""
@@ -173,6 +182,9 @@ class Capturing:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""
         known = self.recordings
         if rows not in known.recorded:
+            log.debug("Tracing the model")
+            if self.cache is not None and known.device != "cpu":
+                start_workers()
             known.recorded[rows] = trace(
                 known.model,
                 known.loss,
@@ -201,6 +213,7 @@ class Capturing:
         """Return the model's code for slices of `rows` samples."""
         key = (rows, division_of(requests), *(tuple(each.items()) for each in (ways, budgets, precisions)))
         if key not in self.recordings.differentiated:
+            log.debug("Tracing its backward")
             found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions)
             self.recordings.differentiated[key] = found
         return self.recordings.differentiated[key]

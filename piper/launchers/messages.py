@@ -241,12 +241,9 @@ SHIPMENT = Codec((Shipment,))
 
 def called_code(setup: Setup) -> CalledCode:
     """Return the code that the plans of a setup call."""
-    chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
-    runs = (ins.computes for plan in setup.plans for ins in plan.instrs if ins.op == "compute")
-    built: dict[tuple[str, Phase], Code] = {}
-    for phase, name in sorted({(run.phase, run.chunk) for run in runs}):
-        built[chunks[name].key, phase] = setup.code(chunks[name], phase)
-    return CalledCode(built=built)
+    called = setup.called(setup.plans)
+    setup.build(called)
+    return CalledCode(built={(chunk.key, phase): setup.code(chunk, phase) for chunk, phase in called})
 
 
 def pack_setup(setup: Setup) -> bytes:

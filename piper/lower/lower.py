@@ -1,5 +1,7 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
+import logging
+
 from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
@@ -29,6 +31,7 @@ from piper.lower.step_end import (
 from piper.lower.validate import capture, every_microbatch_has_one_placement, every_node_has_a_phase, settle
 from piper.plan.plan import Plans
 
+log = logging.getLogger("piper")
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (settle, every_microbatch_has_one_placement),
     (capture, every_node_has_a_phase),
@@ -60,6 +63,8 @@ def lower(
     work = LoweringState(graph=graph, settings=settings or Settings(), capture=given)
     with no_collection():
         for rewrite, holds in LOWERING:
+            if rewrite is make_buckets:
+                log.debug("Lowering and proving the plans")  # what lies before is capture, and says so itself
             work = rewrite(work)
             broken = next(holds(work), None)
             assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"

@@ -1,5 +1,6 @@
 """The setup that a worker needs to run one device's plan."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.callbacks import Callback
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
-from piper.plan.plan import Plans
+from piper.plan.plan import Plan, Plans
 from piper.usercode import raised
 
+log = logging.getLogger("piper")
 Code = Callable[..., tuple[Tensor, ...]]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Mean = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and its weight
@@ -87,6 +89,7 @@ class ProgramLike(Protocol):
     @property
     def shapes(self) -> Mapping[Shapes, "ProgramLike"]: ...
     def code(self, chunk: Chunk, phase: Phase) -> Code: ...
+    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None: ...
     def origins(self, node: str) -> list[str]: ...
     def evaluation(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
     def shaped(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
@@ -106,11 +109,18 @@ class Setup:
     clip_norm: float | None = None
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    build: Callable[[Iterable[tuple[Chunk, Phase]]], None] = lambda called: None  # all is built already
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the type that chunks compute in."""
         return DTYPES[self.precision]
+
+    def called(self, plans: Iterable[Plan]) -> list[tuple[Chunk, Phase]]:
+        """Return the phases that plans call, each once."""
+        chunks = {chunk.name: chunk for chunk in self.outline.chunks}
+        runs = (ins.computes for plan in plans for ins in plan.instrs if ins.op == "compute")
+        return [(chunks[name], phase) for phase, name in sorted({(run.phase, run.chunk) for run in runs})]
 
 
 def setup_of(program: ProgramLike) -> Setup:
@@ -127,6 +137,7 @@ def setup_of(program: ProgramLike) -> Setup:
         clip_norm=job.clip_norm,
         seed=job.seed,
         device=device_of(program.device),
+        build=program.build,
     )
 
 
@@ -169,6 +180,7 @@ def build_model(job: JobLike) -> nn.Module:
 
 def initial_tensors(job: JobLike) -> dict[str, Tensor]:
     """Return every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
+    log.debug("Drawing initial values")
     model = build_model(job)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 

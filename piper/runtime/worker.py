@@ -86,6 +86,7 @@ class Worker:
             check_static(setup, [setup.plans.of(device)], options, by_host=not comms.on_streams)
             self.intake = Intake()
             kernels = self.intake.kernels(kernels)
+        setup.build(setup.called([setup.plans.of(device)]))
         self.env = Env(setup, device, comms, initial, dice, state)
         if state is None:
             self.env.state.keep_gradients = options.keep_gradients

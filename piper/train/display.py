@@ -1,5 +1,6 @@
 """The display of a run: live on a terminal, else plain lines."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -24,6 +26,42 @@ LEVELS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # of the curve
 LINES = 20  # of a whole run, where there is no terminal
 QUIET = 10.0  # seconds after which a plain line comes anyway
+
+
+class Stages(logging.Handler):
+    """Shows what is done before the first step, as the package logs it: live on a terminal, else plain lines.
+
+    A terminal shows the latest stage and its time, and how many graphs are compiled. Plain lines leave out
+    the stages that are logged for debugging.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.DEBUG if console.is_terminal else logging.INFO)
+        self.console, self.log = console, logging.getLogger("piper")
+        self.level_before = self.log.level
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.progress.add_task("", visible=False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a stage; print what is more than a stage."""
+        if not self.console.is_terminal or record.levelno >= logging.WARNING:
+            self.console.print(self.format(record), markup=False)
+            return
+        done: int | None = getattr(record, "done", None)
+        if not done:  # a new stage begins
+            self.progress.reset(self.task, total=getattr(record, "total", None), visible=True)
+        self.progress.update(self.task, description=self.format(record), completed=done or 0)
+
+    def __enter__(self) -> None:
+        self.log.setLevel(logging.DEBUG)
+        self.log.addHandler(self)
+        self.progress.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+        self.log.removeHandler(self)
+        self.log.setLevel(self.level_before)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
-from piper.train.display import display
+from piper.train.display import Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.event_log import EventLog
@@ -117,7 +117,8 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     if asked.resume and not past:
         console.print(f"{folder} has no complete checkpoint yet: starting at the first step")
     console.print(f"Compiling {asked.recipe}")
-    program = compile(job, device=asked.device, compile=asked.compile)
+    with Stages(console):
+        program = compile(job, device=asked.device, compile=asked.compile)
     for warning in program.warnings:
         console.print(f"Warning: {warning}")
     record(folder, program, asked.recipe, asked.on, job.steps)
@@ -152,7 +153,7 @@ def train_program(
     )
     events = EventLog(folder, console.print)
     kept = None if driver is None else driver.kept(feed, positions)
-    with ConsoleLog(console), started(program, folder, asked, options, events, kept) as run:
+    with watched_start(console, started(program, folder, asked, options, events, kept)) as run:
         begun = begin(run, driver, past, feed, positions, console)
         done = begun.done
         check_profile(asked.profile, job.steps - done)
@@ -243,6 +244,16 @@ def begin(
     if driver is not None:
         driver.begin(run, positions, trainer)
     return Begun(first=done, done=done, trainer=trainer)
+
+
+@contextmanager
+def watched_start(console: Console, starting: AbstractContextManager[Run]) -> Iterator[Run]:
+    """Start a run, show the stages of its start, and print what the package logs until the run ends."""
+    with ExitStack() as held:
+        with Stages(console):
+            run = held.enter_context(starting)
+        with ConsoleLog(console):
+            yield run
 
 
 @contextmanager

@@ -136,3 +136,71 @@ def test_experts_keep_their_rows_and_nothing_else() -> None:
     chunks = {chunk.name: chunk for chunk in with_budget("moe", 0.0).outline.chunks}
     assert chunks["PP=0 EP=0"].saved == ()
     assert 0 in chunks["PP=0 EP=0"].phases["B"].inputs
+
+
+class Feeds(nn.Module):
+    """A norm and a gated layer, behind products of a value whose gradient needs the results of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.q, self.norm = nn.Linear(16, 16), nn.Linear(16, 16, bias=False), nn.RMSNorm(16)
+        self.gate, self.up = (nn.Linear(16, 48, bias=False) for _ in range(2))
+        self.down = nn.Linear(48, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.first(x)
+        with annotate("PP"):
+            q = torch.sin(self.q(x))
+            h = self.norm(q @ q.T @ x)
+            result: Tensor = self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return result
+
+
+def test_compiled_code_writes_factors_again_where_it_reads_their_sources_anyway() -> None:
+    code = differentiate(trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True))
+    chunk = code.outline.chunks[1]
+    # q before and behind sin, the scores, the norm's input and its scale, the gate and what it lets through;
+    # neither the norm's output nor the gated product. The loss keeps what it is computed from.
+    shapes = [(8, 16), (8, 16), (8, 8), (8, 16), (8, 1), (8, 48), (8, 48), (8, 4)]
+    assert [spec.shape for spec in chunk.saved] == shapes
+    # The second half gets both written by the first, and so needs neither gate nor what it lets through.
+    assert [spec.shape for spec in chunk.carried].count((8, 48)) == 3
+    assert {5, 6}.isdisjoint(chunk.phases["BW"].saved)
+    for backward in KINDS:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Feeds().double())
+        rows = {name: value.double() for name, value in zoo.vectors(8, 1).items()}
+        assert difference(code, zoo.regression, models[0], models[1], rows, backward) < 1e-12
+
+
+def test_a_factor_costs_one_more_write_and_no_kernel_of_its_own() -> None:
+    code = differentiate(trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True))
+    kernels = code.outline.chunks[1].phases["B"].kernels
+    wide = 8 * 48 * 8
+    # The gate, what it lets through and the product's gradient are read; the gate's gradient and the product
+    # are written. What is let through has its gradient in a kernel of its own, without up.
+    moved = [kernel.nbytes for kernel in kernels if kernel.kind == "traffic"]
+    assert [nbytes for nbytes in moved if nbytes > 2 * wide] == [3 * wide, 5 * wide]
+
+
+class Rectified(nn.Module):
+    """A layer whose backward needs nothing but its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            result: Tensor = self.b(torch.relu(self.a(x)))
+        return result
+
+
+def test_a_factor_that_frees_nothing_is_not_written_again() -> None:
+    code = differentiate(trace(Rectified, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True))
+    assert [spec.shape for spec in code.outline.chunks[0].saved] == [(8, 32), (8, 4)]
+    backward = code.codes[code.outline.chunks[0].key].partition.sections["B"]  # type: ignore[attr-defined]
+    assert backward.writers == {}

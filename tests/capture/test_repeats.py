@@ -12,7 +12,8 @@ from piper.capture.autodiff.code import GraphCode
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile import inductor, repeats
 from piper.capture.compile.cache import Cache
-from piper.capture.compile.inductor import CompiledPieces, Source
+from piper.capture.compile.inductor import Source
+from piper.capture.compile.phases import CompiledPieces
 from piper.capture.trace.trace import trace
 from tests import zoo
 
@@ -100,7 +101,7 @@ def test_pieces_give_the_values_of_the_whole(
     given = [torch.randn(fake.shape, dtype=fake.dtype) for fake in held.examples(phase)]  # type: ignore[arg-type]
     wanted = plain(*given)
     for result, value in zip(pickle.loads(pickle.dumps(made))(*given), wanted, strict=True):
-        torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-12 * max(1.0, value.abs().max().item()))
     seen = weakref.ref(given[0])
     assert len(made.boxed(given)) == len(wanted)
     assert given == [] and (seen() is None or phase == "F")

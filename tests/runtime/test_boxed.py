@@ -1,7 +1,7 @@
 """Code that takes its arguments in a list gets the last reference to what a phase is the last to use."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -63,6 +63,9 @@ class InBoxes:
 
     def code(self, chunk: Chunk, phase: Phase) -> Boxed:
         return Boxed(self.program.code(chunk, phase), self.gone)
+
+    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
+        self.program.build(called)
 
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)

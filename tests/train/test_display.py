@@ -1,6 +1,7 @@
 """What a person sees: a live display on a terminal, plain lines elsewhere; and what TensorBoard is given."""
 
 import io
+import logging
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from piper.train.board import board
-from piper.train.display import Lines, curve, display
+from piper.train.display import Lines, Stages, curve, display
 from piper.train.measure import Measure
 
 
@@ -83,3 +84,29 @@ def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     with board(tmp_path, done=0) as tell:
         assert tell is None
     assert not [*tmp_path.iterdir()]
+
+
+def test_stages_before_the_first_step_are_shown_and_counted_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    log, level = logging.getLogger("piper"), logging.getLogger("piper").level
+    stages = Stages(console)
+    with stages:
+        log.debug("Tracing the model")
+        stages.progress.refresh()
+        log.info("Compiling graph 1 of 4: F of PP=0", extra={"done": 0, "total": 4})
+        log.info("Compiling graph 2 of 4: B of PP=0", extra={"done": 1, "total": 4})
+        assert (stages.progress.tasks[0].completed, stages.progress.tasks[0].total) == (1, 4)
+        stages.progress.refresh()
+        log.warning("the cache cannot be written")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    places = [shown.index(text) for text in ("Tracing the model", "graph 2 of 4", "the cache cannot be")]
+    assert places == sorted(places) and "0:00:00" in shown
+    assert (log.level, log.handlers) == (level, [])
+
+
+def test_elsewhere_stages_are_plain_lines_of_what_takes_long() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with Stages(console):
+        logging.getLogger("piper").debug("Tracing the model")
+        logging.getLogger("piper").info("Compiling graph 1 of 4: F of PP=0", extra={"done": 0, "total": 4})
+    assert console.file.getvalue() == "Compiling graph 1 of 4: F of PP=0\n"  # type: ignore[attr-defined]

@@ -96,8 +96,8 @@ def takes_joined(node: fx.Node) -> bool:
     return cheap(node) or node.target in _SUMS
 
 
-def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
-    """Return whether one of the `readers` of a value, which cannot be fused, needs it in memory.
+def memory_readers(node: fx.Node, readers: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """Yield the `readers` of a value that cannot be fused, and so need it in memory.
 
     Readers of the value's views count too.
     """
@@ -107,8 +107,12 @@ def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
             if tensors_in(user) and (recomputable(user) or takes_one(user)):
                 stack.append(user)
             elif readers(user) and not takes_joined(user):
-                return True
-    return False
+                yield user
+
+
+def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
+    """Return whether one of the `readers` of a value needs it in memory."""
+    return next(memory_readers(node, readers), None) is not None
 
 
 def draws_random(node: fx.Node) -> bool:

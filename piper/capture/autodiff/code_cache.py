@@ -67,5 +67,5 @@ class CodeCache:
         if not self.compiled and budget is None:
             return CompiledChunk(key=key, code=GraphCode(plain))
         choice = choose(plain, budget, joined=self.compiled)
-        code = GraphCode(partition(joint, choice.keep), joined=self.compiled)
+        code = GraphCode(partition(joint, choice.keep, choice.writers), joined=self.compiled)
         return CompiledChunk(key=key, code=code, choice=choice)

@@ -1,12 +1,12 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.autodiff.remat import Choice
@@ -34,10 +34,15 @@ class Captured:
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
         """Return the code of a phase, called as its `PhaseSpec` says. Build it on the first call."""
+        self.build([(key, phase)])
+        return self.built[key, phase]
+
+    def build(self, wanted: Iterable[tuple[str, Phase]]) -> None:
+        """Build the code of phases that have none yet, all together: equal graphs are compiled once."""
         with self.building:
-            if (key, phase) not in self.built:
-                self.built[key, phase] = self._build(key, phase)
-            return self.built[key, phase]
+            missing = [each for each in dict.fromkeys(wanted) if each not in self.built]
+            made = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
+            self.built.update(made if self.cache is None else self._compiled(made, self.cache))
 
     def reasons(self) -> list[str]:
         """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
@@ -58,18 +63,26 @@ class Captured:
                 found.append(f"{kept}, not {choice.budget:g} of them: the rest may not be made again")
         return found
 
-    def _build(self, key: str, phase: Phase) -> PhaseCode:
-        code = self.codes[key]
-        if self.cache is None or not isinstance(code, GraphCode):
-            return code.build(phase)
-        built = code.build(phase)
-        if not any(node.op == "call_function" for node in built.graph.nodes):
-            return built
-        from piper.capture.compile.inductor import Source, compile_phase  # it takes a second to import
+    def _compiled(
+        self, made: Mapping[tuple[str, Phase], PhaseCode], cache: Cache
+    ) -> dict[tuple[str, Phase], PhaseCode]:
+        """Return the compiled form of phases, except of those that are no graph or compute nothing."""
+        from piper.capture.compile.inductor import Source  # it takes a second to import
+        from piper.capture.compile.phases import compile_phases
 
-        chunk = next(chunk.name for chunk in self.outline.chunks if chunk.key == key)
-        source = Source(module=built, arguments=code.examples(phase))
-        return compile_phase(source, self.cache, chunk, phase)
+        chunks = {chunk.key: chunk.name for chunk in reversed(self.outline.chunks)}
+        sources: dict[tuple[str, Phase], Source] = {}
+        for (key, phase), built in made.items():
+            code = self.codes[key]
+            if isinstance(code, GraphCode) and isinstance(built, fx.GraphModule) and _computes(built):
+                sources[key, phase] = Source(
+                    module=built, arguments=code.examples(phase), chunk=chunks[key], phase=phase
+                )
+        return {**made, **compile_phases(sources, cache)}
+
+
+def _computes(module: fx.GraphModule) -> bool:
+    return any(node.op == "call_function" for node in module.graph.nodes)
 
 
 @no_collection()

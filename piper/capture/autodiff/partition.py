@@ -6,14 +6,23 @@ and inputs are never among them, nor are views. A view is recomputed from its ba
 does not keep a parameter's memory alive between the phases.
 """
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import cheap, is_view, memory_of, recomputable, takes_one, tensors_in
+from piper.capture.autodiff.aliases import (
+    cheap,
+    is_view,
+    memory_of,
+    memory_readers,
+    recomputable,
+    takes_one,
+    tensors_in,
+)
 from piper.capture.autodiff.joint import Joint
 from piper.ir.chunk import Phase
 
@@ -38,6 +47,8 @@ class Section:
     body: Sequence[fx.Node]
     lengths: Mapping[fx.Node, tuple[fx.Node, int]]  # a size, as an axis of something the phase reads
     writes: Sequence[Write]
+    writers: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    # ^ recomputed values, each with the result in whose kernel a compiler writes it
     grad_inputs: tuple[int, ...] = ()
     grad_params: tuple[int, ...] = ()
 
@@ -66,20 +77,26 @@ class _Needs:
     lengths: dict[fx.Node, tuple[fx.Node, int]]
 
 
-def partition(joint: Joint, keep: Collection[fx.Node] | None = None) -> Partition:
+def partition(
+    joint: Joint,
+    keep: Collection[fx.Node] | None = None,
+    writers: Mapping[fx.Node, fx.Node] | None = None,
+) -> Partition:
     """Cut a joint graph into its phases.
 
     keep: the values of the forward that may be saved. None: all of them. A backward recomputes the others
-    that it needs.
+    that it needs. writers: values that are recomputed where a result of the backward is computed.
     """
-    return _Partitioner(joint, keep).run()
+    return _Partitioner(joint, keep, writers or {}).run()
 
 
 class _Partitioner:
     """Finds what each phase of one joint graph reads, runs and writes."""
 
-    def __init__(self, joint: Joint, keep: Collection[fx.Node] | None) -> None:
-        self.joint, self.keep = joint, keep
+    def __init__(
+        self, joint: Joint, keep: Collection[fx.Node] | None, writers: Mapping[fx.Node, fx.Node]
+    ) -> None:
+        self.joint, self.keep, self.writers = joint, keep, writers
         self.order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
@@ -127,7 +144,12 @@ class _Partitioner:
                         missing.add(source)
                         stack.append(source)
             placed |= dict.fromkeys(self._sorted(missing))
-        return [*placed, *(node for node in self._sorted(body) if node not in placed)]
+        order = [*placed, *(node for node in self._sorted(body) if node not in placed)]
+        return _put_off(order, self._within(body))
+
+    def _within(self, body: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Return the values that a phase writes again in the kernel of one of its own results."""
+        return {v: result for v, result in self.writers.items() if v in body and result in body}
 
     def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the backward nodes that the roots need.
@@ -146,11 +168,12 @@ class _Partitioner:
     def _made(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the values that BI computes and BW need not compute again.
 
-        These are BI's own values, and the ones it recomputes at some cost.
+        These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
         """
         made = self._closure(inner)
         if self.keep is None:
             return made
+        made |= {value for value, result in self.writers.items() if result in made}
         again = {node for node in self._needs(inner).body if node not in self.backward and not cheap(node)}
         return made | again | {user for node in again for user in node.users if takes_one(user)}
 
@@ -227,6 +250,7 @@ class _Partitioner:
             reads=_in_order(reads),
             body=self._late(needs.body),
             lengths=needs.lengths,
+            writers=self._within(needs.body),
             writes=self._gradients([*grad_inputs.values(), *grad_params.values()], hands_on, needs),
             grad_inputs=tuple(grad_inputs),
             grad_params=tuple(grad_params),
@@ -273,6 +297,34 @@ class _Partitioner:
                 *(Write(node=node, copy=memory_of(node) in kept) for node in mutated),
             ],
         )
+
+
+def _put_off(body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Return a body with each value that is written again next to its writer, and its readers behind."""
+    if not writers:
+        return list(body)
+    place = {node: position for position, node in enumerate(body)}
+    awaited = {node: set(node.all_input_nodes) & place.keys() for node in body}
+    for value, writer in writers.items():
+        awaited[value] |= awaited[writer]
+        for reader in memory_readers(value, place.__contains__):
+            awaited[reader].add(writer)
+    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in body}
+    for node, sources in awaited.items():
+        for source in sources:
+            users[source].append(node)
+    missing = {node: len(sources) for node, sources in awaited.items()}
+    ready = [place[node] for node in body if not missing[node]]
+    found: list[fx.Node] = []
+    while ready:
+        node = body[heapq.heappop(ready)]
+        found.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, place[user])
+    assert len(found) == len(body), "a value is read before it is written again"
+    return found
 
 
 def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[int, fx.Node]]:

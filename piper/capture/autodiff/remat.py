@@ -2,11 +2,12 @@
 
 The saved values are a minimum cut of the forward, in bytes, between values that must not be recomputed and
 those the backward reads. A compiler fuses cheap operations with their readers, so in compiled code these may
-always be recomputed. A budget allows more operations, cheapest per freed byte first, until it is met.
+always be recomputed, and so may factors of products that a kernel of the backward can write again. A budget
+allows more operations, cheapest per freed byte first, until it is met.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +23,7 @@ from piper.capture.autodiff.aliases import (
 )
 from piper.capture.autodiff.mincut import INFINITE, Network
 from piper.capture.autodiff.partition import Partition, backward_nodes, casts
+from piper.capture.autodiff.written_again import writers
 from piper.capture.cost.estimate import flops_of, traffic_of
 
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
@@ -35,6 +37,8 @@ class Choice:
     budget: float | None
     kept_bytes: int
     all_bytes: int  # saved when nothing is recomputed
+    writers: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    # ^ recomputed factors of products, each with the result of the backward that it is written with
 
 
 def choose(plain: Partition, budget: float | None, *, joined: bool) -> Choice:
@@ -58,7 +62,9 @@ class _Chooser:
         self.region = self._region()
         candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
         free = {node for node in candidates if joined and cheap(node) and not self._in_memory(node)}
-        self.free = free | {node for node in self.region if self._passes(node)}
+        factors = [node for node in candidates if joined and cheap(node) and node not in free]
+        self.writers = writers(joint, self.backward, factors)
+        self.free = free | self.writers.keys() | {node for node in self.region if self._passes(node)}
         self.costly = sorted((node for node in candidates if node not in self.free), key=self._density)
 
     def run(self, budget: float | None) -> Choice:
@@ -73,7 +79,13 @@ class _Chooser:
                 else:
                     few = middle + 1
             keep = self._cut(few)
-        return Choice(keep=frozenset(keep), budget=budget, kept_bytes=self._bytes(keep), all_bytes=everything)
+        return Choice(
+            keep=frozenset(keep),
+            budget=budget,
+            kept_bytes=self._bytes(keep),
+            all_bytes=everything,
+            writers={value: result for value, result in self.writers.items() if value not in keep},
+        )
 
     def _region(self) -> list[fx.Node]:
         """Return the nodes that the saved values depend on, and buffers that the forward overwrites."""

@@ -31,7 +31,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
-from piper.capture.compile.repeats import PhasePiece, pieces_of
 from piper.capture.trace.blame import quiet, reason
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
@@ -78,7 +77,7 @@ class Compiled:
         self.boxed: Boxed = _load(artifact, cache, modules)
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        if self.plain is not None and torch.is_grad_enabled() and any(map(_is_traced, arguments)):
+        if self.plain is not None and torch.is_grad_enabled() and any(map(is_traced, arguments)):
             return self.plain(*arguments)  # compiled code cannot be differentiated
         return tuple(self.boxed(list(arguments)))
 
@@ -91,116 +90,39 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A phase as a graph, with example arguments."""
+    """A phase or a piece of it as a graph, with example arguments."""
 
     module: fx.GraphModule
     arguments: Sequence[Tensor]  # fakes of any mode
+    chunk: str
+    phase: Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCall:
-    """One call of a compiled piece. Values go by number: first the phase's arguments, then the results."""
-
-    piece: int
-    reads: tuple[int, ...]
-    ends: tuple[bool, ...]  # whether nothing reads that value later
-    writes: tuple[int, ...]
-
-
-class CompiledPieces:
-    """A phase whose repeated layers are compiled once, and called as a `Compiled` one is."""
-
-    def __init__(
-        self,
-        pieces: Sequence[Compiled],
-        calls: Sequence[PieceCall],
-        results: Sequence[int],
-        plain: Callable[..., tuple[Tensor, ...]] | None = None,
-    ) -> None:
-        """Keep compiled pieces and the order of their calls. `plain`: the same code, not compiled."""
-        self.pieces, self.calls, self.results = tuple(pieces), tuple(calls), tuple(results)
-        self.plain = plain
-
-    def boxed(self, arguments: list[Tensor]) -> list[Tensor]:
-        """Call the pieces in order. Values are let go with their last use, arguments as well."""
-        values = dict(enumerate(arguments))
-        arguments.clear()
-        for call in self.calls:
-            given = [
-                values.pop(number) if ends else values[number]
-                for number, ends in zip(call.reads, call.ends, strict=True)
-            ]
-            values.update(zip(call.writes, self.pieces[call.piece].boxed(given), strict=True))
-        return [values[number] for number in self.results]
-
-    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        if self.plain is not None and torch.is_grad_enabled() and any(map(_is_traced, arguments)):
-            return self.plain(*arguments)  # compiled code cannot be differentiated
-        return tuple(self.boxed(list(arguments)))
-
-    def __reduce__(self) -> tuple[type["CompiledPieces"], tuple[object, ...]]:
-        return CompiledPieces, (self.pieces, self.calls, self.results)
-
-
-def compile_phase(source: Source, cache: Cache, chunk: str, phase: Phase) -> Compiled | CompiledPieces:
-    """Return the compiled form of a phase: repeated layers once, and what is not in the cache yet."""
-    pieces = pieces_of(source.module)
-    for node in source.module.graph.nodes:
-        node.meta.pop("val", None)  # fakes, which are large
-    if not pieces:
-        return _compiled(source, cache, chunk, phase)
-    made = {
-        piece.key: _compiled(Source(module=piece.module, arguments=piece.arguments), cache, chunk, phase)
-        for piece in {piece.key: piece for piece in pieces}.values()
-    }
-    calls, results = _calls(source.module.graph, pieces, list(made))
-    return CompiledPieces(list(made.values()), calls, results, source.module)
-
-
-def _calls(
-    graph: fx.Graph, pieces: Sequence[PhasePiece], keys: Sequence[str]
-) -> tuple[list[PieceCall], list[int]]:
-    """Return the calls of a phase's pieces and its results. keys: of the compiled pieces, in order."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = {node: number for number, node in enumerate((*inputs, *(w for p in pieces for w in p.writes)))}
-    results = graph.output_node().args[0]
-    assert isinstance(results, tuple)
-    needed = set(results)
-    calls: list[PieceCall] = []
-    for piece in reversed(pieces):
-        call = PieceCall(
-            piece=keys.index(piece.key),
-            reads=tuple(numbers[node] for node in piece.reads),
-            ends=tuple(node not in needed for node in piece.reads),
-            writes=tuple(numbers[node] for node in piece.writes),
-        )
-        calls.append(call)
-        needed.update(piece.reads)
-    return calls[::-1], [numbers[node] for node in results]
-
-
-def _compiled(source: Source, cache: Cache, chunk: str, phase: Phase) -> Compiled:
-    """Return the compiled form of a graph, from the cache or compiled now and stored there."""
-    graph = source.module.graph
-    name, modules = _name(source), sorted(_modules(graph))
+def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
+    """Return the compiled form of a graph from the cache. None: it has none that this torch can load."""
     found = cache.find(name)
-    if found is not None:
-        try:
-            return Compiled(name, found.artifact, cache, modules, source.module)
-        except PiperError:
-            raise
-        except _BROKEN:
-            pass  # this torch cannot load it: compile it again
+    if found is None:
+        return None
+    try:
+        return Compiled(name, found.artifact, cache, sorted(_modules(source.module.graph)), source.module)
+    except PiperError:
+        raise
+    except _BROKEN:
+        return None
+
+
+def compiled(name: str, source: Source, cache: Cache) -> Compiled:
+    """Compile a graph, and store it in the cache under its name."""
     try:
         artifact = _compile(source, cache)
-        made = Compiled(name, artifact, cache, modules, source.module)
+        made = Compiled(name, artifact, cache, sorted(_modules(source.module.graph)), source.module)
         cache.keep(name, CacheEntry(artifact=artifact, files=_made_files(cache)))
     except PiperError:
         raise
     except _BROKEN as error:
         raise CaptureError(
-            f"{phase} cannot be compiled",
-            by=chunk,
+            f"{source.phase} cannot be compiled",
+            by=source.chunk,
             facts={"why": reason(error)},
             hint="leave compile=True out; the chunk then runs operation by operation",
         ) from error
@@ -252,7 +174,7 @@ def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> Boxed:
     return inner if callable(inner) else lambda arguments: loaded(*arguments)
 
 
-def _name(source: Source) -> str:
+def name_of(source: Source) -> str:
     """Return a hash of all that decides the compiled form: graph, arguments, torch and machine."""
     return digest_of(_lines(source))
 
@@ -296,7 +218,8 @@ def _modules(graph: fx.Graph) -> Iterator[str]:
                 yield defined._init_fn.__module__
 
 
-def _is_traced(value: Tensor) -> bool:
+def is_traced(value: Tensor) -> bool:
+    """Return whether autograd follows a value."""
     return value.requires_grad
 
 

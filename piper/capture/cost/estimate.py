@@ -1,7 +1,7 @@
 """Estimates the cost of a phase: arithmetic, memory traffic, and temporary memory."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ def cost_of(
     lasting: values that a later phase reads again.
     """
     fleeting = _fleeting(section) if joined else None
-    groups = [[node] for node in operations(section.body)]
+    groups: list[Sequence[fx.Node]] = [[node] for node in operations(section.body)]
     if fleeting is not None:
-        groups = fused(section.body, fleeting)
+        groups = fused(section.body, fleeting, section.writers)
     traffic = Traffic(section.body, sizes, fleeting or ())
     kernels = tuple(
         kernel_of(group, sum(flops_of(node, sizes) for node in group), traffic.of(group), sizes)

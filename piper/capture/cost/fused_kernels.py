@@ -1,6 +1,6 @@
 """Finds the kernels that a phase runs: one for each operation, or for each group that a compiler fuses."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -27,13 +27,16 @@ def operations(body: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in body if isinstance(node.target, torch._ops.OpOverload) and not is_view(node)]
 
 
-def fused(body: Sequence[fx.Node], fleeting: Collection[int]) -> list[list[fx.Node]]:
+def fused(
+    body: Sequence[fx.Node], fleeting: Collection[int], writers: Mapping[fx.Node, fx.Node]
+) -> list[Sequence[fx.Node]]:
     """Group the operations of a compiled phase into kernels, in the order of their first operations.
 
     Operations that can be fused are in one kernel if one reads the other and no kernel must run in between.
     A sum over rows is a kernel of its own, which computes its arguments again.
     fleeting: the storages that the phase never allocates. A group that makes nothing else is no kernel: those
     who read its results compute them again.
+    writers: values that are written in the kernel of another result.
     """
     maker: dict[int, fx.Node] = {}
     leader: dict[fx.Node, fx.Node] = {}
@@ -45,8 +48,7 @@ def fused(body: Sequence[fx.Node], fleeting: Collection[int]) -> list[list[fx.No
         return node
 
     for node in body:
-        before = [depth[source] + (not _mixes(source)) for source in node.all_input_nodes if source in depth]
-        depth[node] = max(before, default=0)
+        depth[node] = _depth(depth, {*node.all_input_nodes, *writers.get(node, node).all_input_nodes})
         if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
             continue
         leader[node] = node
@@ -57,10 +59,23 @@ def fused(body: Sequence[fx.Node], fleeting: Collection[int]) -> list[list[fx.No
                     leader[lead(node)] = lead(made)
         for memory in memories(node):
             maker.setdefault(memory, node)
+    for value, writer in writers.items():
+        leader[lead(value)] = lead(writer)
+    groups = _grouped(leader, lead)
+    return [group for group in groups if any(set(memories(node)) - set(fleeting) for node in group)]
+
+
+def _grouped(nodes: Iterable[fx.Node], lead: Callable[[fx.Node], fx.Node]) -> Collection[Sequence[fx.Node]]:
+    """Return the nodes in groups with one leader each, in the order of their first nodes."""
     groups: dict[fx.Node, list[fx.Node]] = {}
-    for node in leader:
+    for node in nodes:
         groups.setdefault(lead(node), []).append(node)
-    return [group for group in groups.values() if any(set(memories(node)) - set(fleeting) for node in group)]
+    return groups.values()
+
+
+def _depth(depth: Mapping[fx.Node, int], sources: Collection[fx.Node]) -> int:
+    """Return how many kernels must have run before an operation on the sources."""
+    return max((depth[source] + (not _mixes(source)) for source in sources if source in depth), default=0)
 
 
 def _mixes(node: fx.Node) -> bool:

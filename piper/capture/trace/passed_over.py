@@ -15,14 +15,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._dynamo.variables import ConstantVariable, TensorVariable
-from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 
 from piper.capture.trace.blame import tracing_line
 
+# Where Dynamo handles `setattr`: torch 2.13 has a class for it, torch 2.11 has none.
+SETATTR: tuple[Any, str] = (
+    (builtin.SetAttrBuiltinVariable, "_call_setattr")
+    if hasattr(builtin, "SetAttrBuiltinVariable")
+    else (builtin.BuiltinVariable, "call_setattr")
+)
 SILENT: tuple[Callable[..., object], ...] = (
     print,
     pprint,
@@ -44,7 +49,7 @@ def passing_over() -> Iterator[list[str]]:
     Dynamo has a setting for functions, and none for the others: this replaces its methods that handle them.
     """
     lines: list[str] = []
-    setting, requiring = SetAttrBuiltinVariable._call_setattr, TensorVariable.method_requires_grad_
+    setting, requiring = getattr(*SETATTR), TensorVariable.method_requires_grad_
 
     def checkpointed(variable: object, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> object:  # noqa: ANN401  Dynamo's own protocol
         lines.append(tracing_line().strip(" ()"))
@@ -54,10 +59,10 @@ def passing_over() -> Iterator[list[str]]:
     def logged(variable: object, tx: object, name: str, args: object, kwargs: object) -> ConstantVariable:
         return ConstantVariable.create(None)
 
-    def set_attribute(builtin: Any, tx: Any, value: Any, name: Any, to: Any) -> object:  # noqa: ANN401
+    def set_attribute(variable: Any, tx: Any, value: Any, name: Any, to: Any) -> object:  # noqa: ANN401
         if value.is_tensor() and _constant(name) == "requires_grad" and _constant(to) is True:
             return to
-        return setting(builtin, tx, value, name, to)
+        return setting(variable, tx, value, name, to)
 
     def require(value: Any, tx: Any, requires_grad: Any = True) -> object:  # noqa: ANN401
         wanted = requires_grad is True or _constant(requires_grad) is True
@@ -66,7 +71,7 @@ def passing_over() -> Iterator[list[str]]:
     with (
         patch.object(CheckpointHigherOrderVariable, "_call_function", checkpointed),
         patch.object(LoggingLoggerVariable, "call_method", logged),
-        patch.object(SetAttrBuiltinVariable, "_call_setattr", set_attribute),
+        patch.object(*SETATTR, set_attribute),
         patch.object(TensorVariable, "method_requires_grad_", require),
         torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):

@@ -1,0 +1,346 @@
+"""The time from a job to the end of its first step, split into parts, from an empty and from a filled cache.
+
+Every measurement is a process of its own with caches of its own. `imports` is not part of a total: both sides
+pay it. With --steps, both sides then train in turns in one process, ours also with repeated layers compiled
+whole.
+
+    python benchmarks/gpu_first_step.py --out benchmarks/results/gpu_first_step.txt
+    python benchmarks/gpu_first_step.py --device cpu --dim 64 --length 32 --sides ours
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piper.models.decoder import Config
+
+BEGUN = time.perf_counter()
+PARTS = {  # of our side: what is timed, and as what; time inside another part counts there alone
+    "build (fake)": ["piper.capture.trace.trace:build_fake"],
+    "record": ["piper.capture.trace.trace:record"],
+    "trace, cut": ["piper.capture.recordings:trace"],
+    "joint": ["piper.capture.autodiff.compose:Joints.of_piece"],
+    "partition": ["piper.capture.autodiff.code_cache:partition"],
+    "remat": ["piper.capture.autodiff.code_cache:choose"],
+    "costs": ["piper.capture.autodiff.code:cost_of"],
+    "differentiate": ["piper.capture.recordings:differentiate"],
+    "lower": ["piper.compiler:lower"],
+    "prove": ["piper.lower.emit:prove", "piper.lower.emit:prove_values", "piper.lower.lower:prove"],
+    "probe optimizer": ["piper.compiler:probe_optimizer"],
+    "build phases": ["piper.capture.autodiff.code:GraphCode.build"],
+    "find layers": ["piper.capture.compile.inductor:pieces_of"],
+    "hash": ["piper.capture.compile.inductor:_name"],
+    "Inductor": ["piper.capture.compile.inductor:standalone_compile"],
+    "kernels": ["torch._inductor.async_compile:AsyncCompile.wait"],
+    "load code": ["piper.capture.compile.inductor:_load"],
+    "read cache": [
+        "piper.capture.compile.cache:Cache.find",
+        "piper.capture.compile.cache:Cache.restore",
+    ],
+    "write cache": [
+        "piper.capture.compile.cache:Cache.keep",
+        "piper.capture.compile.inductor:_made_files",
+    ],
+    "initial values": ["piper.runtime.setup:build_model"],
+    "worker": ["piper.launchers.inline:Worker"],
+}
+
+
+class Split:
+    """Adds up the time of parts; a part that runs inside another counts only as itself."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.each: dict[str, list[float]] = {"Inductor": [], "load code": []}
+        self.local = threading.local()
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever is timed
+            stack = self.local.__dict__.setdefault("stack", [0.0])
+            stack.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - begin
+                inner = stack.pop()
+                stack[-1] += spent
+                if threading.current_thread() is not threading.main_thread():
+                    name_here = f"{name} (aside)"
+                else:
+                    name_here = name
+                self.seconds[name_here] += spent - inner
+                self.calls[name_here] += 1
+                if name in self.each:
+                    self.each[name].append(spent)
+
+        return run
+
+    def install(self) -> None:
+        """Time every part that this version has."""
+        for name, places in PARTS.items():
+            for place in places:
+                module, _, path = place.partition(":")
+                *outer, last = path.split(".")
+                try:
+                    holder: Any = importlib.import_module(module)
+                    for step in outer:
+                        holder = getattr(holder, step)
+                    found = getattr(holder, last)
+                except (ImportError, AttributeError):
+                    continue
+                setattr(holder, last, self.timed(name, found))
+
+
+class Sampler(threading.Thread):
+    """Looks at the main thread's stack every few milliseconds, to say which functions its time goes to."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.inside: Counter[str] = Counter()
+        self.itself: Counter[str] = Counter()
+        self.going, self.looks = True, 0
+        self.main = threading.main_thread().ident
+
+    def run(self) -> None:
+        while self.going:
+            time.sleep(0.01)
+            frame, names = sys._current_frames().get(self.main or 0), list[str]()
+            while frame is not None:
+                code = frame.f_code
+                names.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{code.co_name}")
+                frame = frame.f_back
+            self.looks += 1
+            self.inside.update(set(names))
+            self.itself.update(names[:1])
+
+    def shares(self, seconds: float, most: int) -> dict[str, list[float]]:
+        """Return the functions that hold most of the time: seconds inside them, and in themselves."""
+        unit = seconds / max(1, self.looks)
+        return {
+            name: [looks * unit, round(self.itself[name] * unit, 2)]
+            for name, looks in self.inside.most_common(most)
+        }
+
+
+def main_config(asked: argparse.Namespace) -> "Config":
+    from gpu import DENSE
+
+    if asked.dim == DENSE.dim:
+        return replace(DENSE, layers=asked.layers)
+    heads = 4
+    return replace(
+        DENSE, vocab=256, dim=asked.dim, layers=asked.layers, heads=heads, kv_heads=2,
+        head_dim=asked.dim // heads, hidden=3 * asked.dim,
+    )  # fmt: skip
+
+
+def ours(asked: argparse.Namespace) -> dict[str, Any]:
+    """Run our first step, and split its time."""
+    import torch
+    from gpu import batch_of, job_of
+
+    import piper
+    from piper.capture.compile import inductor  # noqa: F401  imports count as imports
+    from piper.launchers import inline  # noqa: F401
+    from piper.models import decoder
+
+    cuda = asked.device == "cuda"
+    if cuda:
+        torch.zeros(1, device="cuda")
+    config, split = main_config(asked), Split()
+    imports = time.perf_counter() - BEGUN
+    split.install()
+    batch = batch_of(config, 4, asked.length)
+    job = job_of(config, batch, [])
+    if asked.there:
+
+        def built_there() -> torch.nn.Module:
+            with torch.device(asked.device):
+                return decoder.Decoder(config)
+
+        job = replace(job, model=built_there)
+    sampler = Sampler()
+    if asked.sample:
+        sampler.start()
+    marks = [time.perf_counter()]
+    program = piper.compile(job, device=asked.device, compile=True, cache=asked.cache)
+    marks.append(time.perf_counter())
+    with piper.launch(program, on="inline") as run:
+        marks.append(time.perf_counter())
+        run.step(batch)
+        sampler.going = False
+        marks.append(time.perf_counter())
+        run.step(batch)
+        marks.append(time.perf_counter())
+        memory = torch.cuda.max_memory_allocated() if cuda else 0
+    compiled, launched, first, second = (b - a for a, b in itertools.pairwise(marks))
+    from torch._dynamo.utils import compilation_time_metrics
+
+    inner = {name: sum(spans) for name, spans in compilation_time_metrics.items()}
+    return {
+        "total": marks[3] - marks[0],
+        "imports": imports,
+        "compile()": compiled,
+        "launch()": launched,
+        "step 1": first,
+        "step 2": second,
+        "GiB": memory / 2**30,
+        "parts": {name: [spent, split.calls[name]] for name, spent in split.seconds.most_common()},
+        "each": {name: " ".join(f"{one:.1f}" for one in spans) for name, spans in split.each.items()},
+        "inside torch": dict(sorted(inner.items(), key=lambda each: -each[1])[:18]),
+        "sampled": sampler.shares(marks[3] - marks[0], asked.sample),
+    }
+
+
+def peer(asked: argparse.Namespace) -> dict[str, Any]:
+    """Run the peer's first step: `torch.compile` of forward and loss, values drawn on the device."""
+    import torch
+    from gpu import batch_of, torch_step
+
+    if asked.device == "cuda":
+        torch.zeros(1, device="cuda")
+    config = main_config(asked)
+    batch = batch_of(config, 4, asked.length)
+    imports = time.perf_counter() - BEGUN
+    marks = [time.perf_counter()]
+    step = torch_step(config, batch, 1)
+    torch.cuda.synchronize()
+    marks.append(time.perf_counter())
+    for _ in range(2):
+        step()
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+    built, first, second = (b - a for a, b in itertools.pairwise(marks))
+    return {
+        "total": marks[2] - marks[0],
+        "imports": imports,
+        "model": built,
+        "step 1": first,
+        "step 2": second,
+        "GiB": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def steps(asked: argparse.Namespace) -> dict[str, Any]:
+    """Train all sides in turns: ours, ours with every phase compiled whole, and the peer."""
+    from gpu import GIB, batch_of, built, job_of, piper_step, take_turns, torch_step
+
+    from piper.capture.compile import repeats
+
+    config = main_config(asked)
+    batch = batch_of(config, 4, asked.length)
+    job = job_of(config, batch, [])
+    with ExitStack() as stack:
+        names = asked.turns.split(",")
+        sides = []
+        for name in names:
+            if name == "torch.compile":
+                sides.append(built(name, lambda: torch_step(config, batch, 1)))
+                continue
+            worth, repeats.WORTH = repeats.WORTH, 10**9 if name == "whole" else repeats.WORTH
+            graphs = name == "graphs"
+            sides.append(built(name, lambda: piper_step(stack, job, batch, asked.cache, graphs=graphs)))  # noqa: B023
+            repeats.WORTH = worth
+        peaks = take_turns(sides, 4, 4)
+        return {
+            side.name: {"ms": side.median * 1e3, "GiB": peaks[side.name] / GIB, "build": side.build_s}
+            for side in sides
+        }
+
+
+SIDES = {"ours": ours, "peer": peer, "steps": steps}
+
+
+def child(side: str, asked: argparse.Namespace, cache: str, limit: float) -> dict[str, Any]:
+    """Measure a side in a process of its own."""
+    command = [sys.executable, __file__, "--child", side, "--cache", cache]
+    for name in ("device", "dim", "layers", "length", "turns", "sample"):
+        command += [f"--{name}", str(getattr(asked, name))]
+    command += ["--there"] * asked.there
+    own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": os.path.join(os.path.dirname(cache), "torch", side)}
+    if side == "steps":
+        own["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(cache), "torch", "peer")
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=own, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"more than {limit:.0f} s"}
+    if done.returncode:
+        return {"failed": done.stderr.strip()[-1500:]}
+    return {**json.loads(done.stdout.splitlines()[-1]), "process": time.perf_counter() - begin}
+
+
+def text_of(what: str, found: dict[str, Any]) -> str:
+    """Return the figures of one process as lines."""
+    lines = [what]
+    for key, value in found.items():
+        if not isinstance(value, dict):
+            lines.append(f"  {key:<18} {value:8.2f}" if isinstance(value, float) else f"  {key}: {value}")
+            continue
+        lines.append(f"  {key}:")
+        for name, held in value.items():
+            if isinstance(held, dict):
+                lines.append(f"    {name:<32} " + ", ".join(f"{k} {v:.2f}" for k, v in held.items()))
+            elif isinstance(held, list):
+                lines.append(f"    {name:<32} {held[0]:8.2f}  ({held[1]})")
+            elif isinstance(held, str):
+                lines.append(f"    {name:<32} {held}")
+            else:
+                lines.append(f"    {name:<32} {held:8.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--cache", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--there", action="store_true", help="the model draws its values on the device")
+    parser.add_argument("--sample", type=int, default=0, help="functions to list by the time in them")
+    parser.add_argument("--turns", default="ours,torch.compile")
+    parser.add_argument("--sides", default="ours peer steps", help="which, in order; ours:cold for one alone")
+    parser.add_argument("--budget", type=float, default=235, help="seconds in all")
+    parser.add_argument("--out", default="")
+    asked = parser.parse_args()
+    if asked.child:
+        print(json.dumps(SIDES[asked.child](asked)))
+        return
+    until = time.perf_counter() + asked.budget
+    with tempfile.TemporaryDirectory(prefix="piper-first-step-") as folder:
+        for side in asked.sides.split():
+            side, _, heats = side.partition(":")
+            for heat in (heats or "cold,warm").split(",") if side != "steps" else ("in turns",):
+                cache = os.path.join(folder, "ours")
+                os.makedirs(cache, exist_ok=True)
+                left = until - time.perf_counter()
+                found = child(side, asked, cache, left) if left > 10 else {"failed": "no time left"}
+                text = text_of(f"{side}, {heat}", found)
+                print(text, flush=True)
+                if asked.out:
+                    with Path(asked.out).open("a", encoding="utf-8") as file:
+                        file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Compiles the phases of chunks together: each distinct graph once, among them the layers that repeat."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from piper.capture.compile.cache import Cache
+from piper.capture.compile.inductor import Compiled, Source, compiled, is_traced, loaded, name_of
+from piper.capture.compile.repeats import PhasePiece, pieces_of
+from piper.ir.chunk import Phase
+
+log = logging.getLogger("piper")
+PhaseKey = tuple[str, Phase]  # the key of a chunk's code, and the phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCall:
+    """One call of a compiled piece. Values go by number: first the phase's arguments, then the results."""
+
+    piece: int
+    reads: tuple[int, ...]
+    ends: tuple[bool, ...]  # whether nothing reads that value later
+    writes: tuple[int, ...]
+
+
+class CompiledPieces:
+    """A phase whose repeated layers are compiled once, and called as a `Compiled` one is."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Compiled],
+        calls: Sequence[PieceCall],
+        results: Sequence[int],
+        plain: Callable[..., tuple[Tensor, ...]] | None = None,
+    ) -> None:
+        """Keep compiled pieces and the order of their calls. `plain`: the same code, not compiled."""
+        self.pieces, self.calls, self.results = tuple(pieces), tuple(calls), tuple(results)
+        self.plain = plain
+
+    def boxed(self, arguments: list[Tensor]) -> list[Tensor]:
+        """Call the pieces in order. Values are let go with their last use, arguments as well."""
+        values = dict(enumerate(arguments))
+        arguments.clear()
+        for call in self.calls:
+            given = [
+                values.pop(number) if ends else values[number]
+                for number, ends in zip(call.reads, call.ends, strict=True)
+            ]
+            values.update(zip(call.writes, self.pieces[call.piece].boxed(given), strict=True))
+        return [values[number] for number in self.results]
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        if self.plain is not None and torch.is_grad_enabled() and any(map(is_traced, arguments)):
+            return self.plain(*arguments)  # compiled code cannot be differentiated
+        return tuple(self.boxed(list(arguments)))
+
+    def __reduce__(self) -> tuple[type["CompiledPieces"], tuple[object, ...]]:
+        return CompiledPieces, (self.pieces, self.calls, self.results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCut:
+    """A phase, the pieces it is cut into, and the names of their code. No pieces: it stays whole."""
+
+    source: Source
+    pieces: Sequence[PhasePiece]
+    names: Sequence[str]
+
+
+def compile_phases(
+    asked: Mapping[PhaseKey, Source], cache: Cache
+) -> dict[PhaseKey, Compiled | CompiledPieces]:
+    """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once."""
+    graphs: dict[str, Source] = {}
+    cuts: dict[PhaseKey, PhaseCut] = {}
+    for key, source in asked.items():
+        pieces = pieces_of(source.module)
+        for node in source.module.graph.nodes:
+            node.meta.pop("val", None)  # fakes, which are large
+        known: dict[str, str] = {}  # the names of pieces by their keys: a name takes longer to find
+        sources = [replace(source, module=piece.module, arguments=piece.arguments) for piece in pieces]
+        for piece, part in zip(pieces, sources, strict=True):
+            if piece.key not in known:
+                known[piece.key] = name_of(part)
+                graphs.setdefault(known[piece.key], part)
+        names = [known[piece.key] for piece in pieces] or [name_of(source)]
+        if not pieces:
+            graphs.setdefault(names[0], source)
+        cuts[key] = PhaseCut(source=source, pieces=pieces, names=names)
+    made = _compile_all(graphs, cache)
+    return {key: _joined(cut, made) for key, cut in cuts.items()}
+
+
+def _compile_all(graphs: Mapping[str, Source], cache: Cache) -> dict[str, Compiled]:
+    """Return the compiled forms of graphs by their names, and say how far the compilation is."""
+    log.debug("Loading compiled code")
+    made = {name: found for name, source in graphs.items() if (found := loaded(name, source, cache))}
+    missing = [name for name in graphs if name not in made]
+    for number, name in enumerate(missing, start=1):
+        source = graphs[name]
+        log.info(
+            "Compiling graph %d of %d: %s of %s",
+            number,
+            len(missing),
+            source.phase,
+            source.chunk,
+            extra={"done": number - 1, "total": len(missing)},
+        )
+        made[name] = compiled(name, source, cache)
+    return made
+
+
+def _joined(cut: PhaseCut, made: Mapping[str, Compiled]) -> Compiled | CompiledPieces:
+    """Return a phase's code, made of the code of its pieces."""
+    plain = cut.source.module
+    if not cut.pieces:
+        return made[cut.names[0]]
+    used = list(dict.fromkeys(cut.names))
+    calls, results = _calls(plain.graph, cut.pieces, [used.index(name) for name in cut.names])
+    return CompiledPieces([made[name] for name in used], calls, results, plain)
+
+
+def _calls(
+    graph: fx.Graph, pieces: Sequence[PhasePiece], codes: Sequence[int]
+) -> tuple[list[PieceCall], list[int]]:
+    """Return the calls of a phase's pieces and its results. codes: the number of the code of each piece."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = {node: number for number, node in enumerate((*inputs, *(w for p in pieces for w in p.writes)))}
+    results = graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    needed = set(results)
+    calls: list[PieceCall] = []
+    for piece, code in reversed([*zip(pieces, codes, strict=True)]):
+        call = PieceCall(
+            piece=code,
+            reads=tuple(numbers[node] for node in piece.reads),
+            ends=tuple(node not in needed for node in piece.reads),
+            writes=tuple(numbers[node] for node in piece.writes),
+        )
+        calls.append(call)
+        needed.update(piece.reads)
+    return calls[::-1], [numbers[node] for node in results]
