@@ -2,8 +2,8 @@
 
 The peer's code is torch's own and runs here, one rank at a time, on fake tensors: no data, no GPU, and every
 storage that is alive is counted. Its group is torch's `fake` one. Both sides recompute: the peer each layer,
-ours all layers of a stage from the stage's input. Memory grows evenly with the samples of a
-microbatch, so two sizes say which one fills a device.
+ours all layers of a stage from the stage's input. Where activations are most of it, memory grows
+evenly with the samples of a microbatch, so two sizes say which one fills a device.
 """
 
 import sys
@@ -28,7 +28,7 @@ from piper.models.layers import rope
 from piper.runtime.cuda.memory_release import predicted_peak
 
 GIB = 2**30
-SIZES = (2, 4)  # samples of a microbatch, from which the largest that fits is worked out
+SIZES = (24, 64)  # samples of a microbatch, from which the largest that fits is worked out
 LIMITS = (40, 80)  # GiB of a device
 MICROBATCHES = 16
 # The dense 8B decoder of benchmarks/gpu.py, whose peer was run on an H200 too.
