@@ -83,7 +83,7 @@ def pictures(found: Tables) -> dict[str, str]:
         ),
         "paper-streams.svg": bars(
             grouped(
-                found["streams"],
+                sorted(found["streams"], key=lambda row: row["zero"]),
                 lambda row: f"ZeRO-{row['zero']}, {row['tokens']} tokens",
                 lambda row: Bar(
                     series={"1": "one stream", "2": "two", "3": "three"}[row["streams"]],
