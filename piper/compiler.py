@@ -28,7 +28,7 @@ from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import Completed, LoweringState, Settings
 from piper.lower.validate import parts_of
-from piper.optimizer_probe import Probe, probe_optimizer
+from piper.optimizer_probe import Probe, check_streamed, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Shapes, device_kind, setup_of
@@ -72,11 +72,12 @@ class Program:
         captured = next(captured for captured in self.codes.values() if chunk.key in captured.codes)
         return captured.phase(chunk.key, phase)
 
-    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
-        """Build the code of phases, and compile it together where it is compiled."""
+    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
+        """Build the code of phases. meanwhile: work of the caller, done while other processes compile."""
         wanted = [(chunk.key, phase) for chunk, phase in called]
         for captured in self.codes.values():
-            captured.build(pair for pair in wanted if pair[0] in captured.codes)
+            captured.build([pair for pair in wanted if pair[0] in captured.codes], meanwhile)
+            meanwhile = lambda: None  # noqa: E731  it is done
 
     def explain(self, node: str) -> str:
         """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
@@ -374,6 +375,7 @@ def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = N
             raise
         cut = trained_buckets(graph, replace(settings, whole=True), known=before is not None)
         probe = replace(probe_optimizer(job.optimizer, sizes, cut, made_by), whole=True)
+    check_streamed(probe, graph)
     optimizer = empty_optimizer(job.optimizer, buckets, sizes) if job.scheduler is not None else None
     if optimizer is not None and job.scheduler is not None:
         try_scheduler(job.scheduler, optimizer, job.steps)

@@ -32,6 +32,8 @@ SlotKind = Literal[
     "param",
     "state",  # of the optimizer
     "copy",  # of what a device owns of a bucket, in memory that outlives workers
+    "host",  # a copy of a value in memory of the host: its owner is the value
+    "fetched",  # such a copy, brought back to the device
     "whole",  # sharded parameters, gathered
     "batch",  # a field of the batch
     "buffer",
@@ -65,6 +67,7 @@ INDEXED: Final[Mapping[SlotKind, str]] = {
     "input_gradient": "din",
     "gradient_sum": "grad",
     "storage": "storage",
+    "fetched": "fetched",
 }
 WORDS: Final[Mapping[str, SlotKind]] = {
     **{word: kind for kind, word in INDEXED.items() if kind != "gradient_sum"},

@@ -37,6 +37,7 @@ def test_public_names() -> None:
         "import_hf",
         "launch",
         "losses",
+        "offload",
         "order",
         "place",
         "precision",

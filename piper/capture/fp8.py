@@ -69,8 +69,11 @@ def scale_of(peaks: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def rounded(values: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """Divide values by their scales and round them to an fp8 type."""
-    return (values.to(scale.dtype) / scale).clamp(-LARGEST[kind], LARGEST[kind]).to(kind)
+    """Divide values by their scales and round them to an fp8 type.
+
+    Quotients in float64 are rounded to float32 before, as torch does by itself and Triton does not.
+    """
+    return (values.to(scale.dtype) / scale).clamp(-LARGEST[kind], LARGEST[kind]).float().to(kind)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ and on nothing else of a strategy, so other strategies of the same job use it ag
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.servers import CompileServers
 from piper.capture.divide.request import Request
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.record import LossFn
@@ -162,13 +163,6 @@ def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
     )
 
 
-def start_workers() -> None:
-    """Start the processes in which Inductor compiles kernels, so that they are ready when the trace is."""
-    from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
-
-    AsyncCompile.use_process_pool()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capturing:
     """Captures a model for the microbatch sizes that are asked for, each once."""
@@ -177,6 +171,7 @@ class Capturing:
     recordings: Recordings
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
     folder: Path | None = None  # of the cache that was asked for
+    servers: CompileServers = field(default_factory=CompileServers)
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""
@@ -184,7 +179,7 @@ class Capturing:
         if rows not in known.recorded:
             log.debug("Tracing the model")
             if self.cache is not None and known.device != "cpu":
-                start_workers()
+                self._start_compilers(self.cache)
             known.recorded[rows] = trace(
                 known.model,
                 known.loss,
@@ -215,5 +210,16 @@ class Capturing:
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
             found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions)
-            self.recordings.differentiated[key] = found
+            self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
+
+    def _start_compilers(self, cache: Cache) -> None:
+        """Start the processes that compile kernels and, if the cache is empty, graphs.
+
+        They are then ready when the trace is. What an earlier run has compiled needs none of them.
+        """
+        from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
+
+        AsyncCompile.use_process_pool()
+        if cache.empty():
+            self.servers.start(self.recordings.device)

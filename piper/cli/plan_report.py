@@ -1,6 +1,7 @@
 """Reports a program for `piper plan`: as tables for people, as one object for programs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -15,9 +16,9 @@ from piper.files import write_output
 from piper.format import count, size
 from piper.ids import AGAIN
 from piper.plan.instr import Instr
-from piper.plan.memory_timeline import timeline
+from piper.plan.memory_timeline import host_peak, timeline
 from piper.plan.ops import OPS
-from piper.plan.plan import Plan
+from piper.plan.plan import Plan, Plans
 from piper.plan.protected import survival
 from piper.plan.text import show_plans
 from piper.runtime.debug.check import Report
@@ -41,6 +42,17 @@ def moved(plan: Plan) -> int:
     return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and OPS[ins.op].sends)
 
 
+def host_moved(plan: Plan) -> int:
+    """Return the bytes one device copies to its host in a step, for the time until it reads them again."""
+    return sum(ins.nbytes for ins in plan.instrs if ins.op == "offload")
+
+
+def host_report(plans: Sequence[Plan]) -> dict[str, object]:
+    """Return what `--json` prints of offloaded values, device by device. Empty: nothing is offloaded."""
+    held = [host_peak(plan) for plan in plans]
+    return {"offload_bytes": [*map(host_moved, plans)], "host_bytes": held} if any(held) else {}
+
+
 def plan_report(program: Program) -> dict[str, object]:
     """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
@@ -54,6 +66,7 @@ def plan_report(program: Program) -> dict[str, object]:
         "comm_bytes": [moved(rows[device]) for device in devices],
         "peak_bytes": [peaks[id(rows[device])] for device in devices],
         **({"survives": asdict(survives)} if survives is not None else {}),
+        **host_report([rows[device] for device in devices]),
     }
 
 
@@ -75,6 +88,7 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
         console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
     if (survives := survival(plans)) is not None:
         console.print(str(survives), markup=False)
+    print_host(plans, console)
     if device is not None:
         print_device(program, console, device, most=None)
     else:
@@ -100,6 +114,14 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
         f"gradient holds each sample once{copied}.",
         markup=False,
     )
+
+
+def print_host(plans: Plans, console: Console) -> None:
+    """Print how much is offloaded, where anything is."""
+    if held := max(map(host_peak, plans)):
+        moving = sum(host_moved(plan) * len(plan.devices) for plan in plans)
+        most = f"at most {size(held)} of the host's memory for a device"
+        console.print(f"offloaded: {size(moving)} per step over all devices, {most}", markup=False)
 
 
 def print_programs(program: Program, console: Console) -> None:
@@ -152,7 +174,7 @@ def instruction_line(place: int, ins: Instr, live: int) -> str:
     waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
     signals = f"  signals {ins.signals}" if ins.signals is not None else ""
     comm = f"  over {ins.comm}" if ins.comm else ""
-    moving = f"  {size(ins.nbytes)}" if ins.comm else ""
+    moving = f"  {size(ins.nbytes)}" if ins.comm or ins.op in ("offload", "fetch") else ""
     return (
         f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.does:14} {ins.node}{comm}{moving}{waits}{signals}"
     )

@@ -10,6 +10,7 @@ from rich.table import Table
 from piper.devices import show
 from piper.format import percent, seconds, size
 from piper.ids import AGAIN
+from piper.plan.memory_timeline import host_peak
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
@@ -40,6 +41,11 @@ class SimulatedStep:
     where: str  # the cluster, or the costs
     cluster: Cluster | None = None  # None: the memory of a device is not known
 
+    @property
+    def on_host(self) -> list[int]:
+        """Return the most bytes of the host's memory that a device of each program uses."""
+        return [host_peak(plan) for plan in self.plans]
+
     def usable(self, program: int) -> float | None:
         """Return the bytes of a device that a program may use: not those of context and communicators."""
         if self.cluster is None:
@@ -68,6 +74,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
         "contention_s": [accounts[row].contention for row in rows],
         "peak_bytes": [memories[row].peak for row in rows],
         "usable_bytes": [simulated.usable(row) for row in rows],
+        **({"offloaded_bytes": [simulated.on_host[row] for row in rows]} if any(simulated.on_host) else {}),
         **({"host_bytes": survives.host_bytes} if survives is not None else {}),
         "at_peak": [dict(memories[row].at_peak[:MOST_LIVE]) for row in rows],
         "critical_path": [
@@ -97,6 +104,7 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     print_programs(simulated, console)
     print_exposed(simulated, console)
     print_fit(simulated, console)
+    print_host(simulated, console)
     if (survives := survival(simulated.plans)) is not None:
         console.print(str(survives), markup=False)
     print_peak(simulated, console)
@@ -164,6 +172,24 @@ def print_fit(simulated: SimulatedStep, console: Console) -> None:
             f"{size(whole)}, {rest}",
             markup=False,
         )
+
+
+def print_host(simulated: SimulatedStep, console: Console) -> None:
+    """Print how much of its host's memory the fullest node uses, and whether it has as much."""
+    cluster = simulated.cluster
+    per = cluster.devices if cluster is not None else 1
+    nodes: dict[int, int] = {}
+    for plan, held in zip(simulated.plans, simulated.on_host, strict=True):
+        for device in plan.devices:
+            nodes[device // per] = nodes.get(device // per, 0) + held
+    if not (held := max(nodes.values())):
+        return
+    whose = "a device" if cluster is None else "the devices of a node"
+    what = f"{size(held)} of the host's memory for {whose}"
+    if cluster is not None and cluster.host_memory is not None and held > cluster.host_memory:
+        console.print(f"Does not fit: {what}, which has {size(cluster.host_memory)}", markup=False)
+    else:
+        console.print(f"offloaded: {what}", markup=False)
 
 
 def print_peak(simulated: SimulatedStep, console: Console) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from piper.directives.base import Directive
+from piper.directives.offload import Offload as Offload
+from piper.directives.offload import offload
 from piper.directives.order import Order as Order
 from piper.directives.order import order
 from piper.directives.place import Place as Place
@@ -27,6 +29,7 @@ from piper.ir.graph import AppliedDirective, Graph
 
 __all__ = [
     "Directive",
+    "offload",
     "order",
     "place",
     "precision",

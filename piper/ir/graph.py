@@ -136,6 +136,16 @@ class ProtectedChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadedChunk:
+    """How what a chunk saves is kept in memory of the host, and the directive that says so."""
+
+    stream: str
+    least: int  # bytes: smaller values stay
+    ahead: int  # compute nodes that each copy may take
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """Compute nodes, the policies of their chunks' parameters, and the orderings between them."""
 
@@ -153,6 +163,8 @@ class Graph:
     gathered_in_fp8: frozenset[str] = frozenset()  # chunks whose weights are, where they are sharded
     protected: Mapping[str, ProtectedChunk] = field(default_factory=dict)  # by chunk
     protection: Protection | None = None  # the same for all of them
+    offloaded: Mapping[tuple[str, str], OffloadedChunk] = field(default_factory=dict)
+    # ^ by what is offloaded ("activations") and by chunk
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
 

@@ -110,8 +110,11 @@ class SocketWorkerGroup(WorkerGroup):
     def start(self) -> "RemoteRun":
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
-        weights = {} if self.options.blank else initial_tensors(program.job)
-        self.packed = setup = self.packed or pack_setup(setup_of(program))
+        needed = setup_of(program)
+        weights = needed.build_code(
+            program.plans, lambda: {} if self.options.blank else initial_tensors(program.job)
+        )
+        self.packed = setup = self.packed or pack_setup(needed)
         index = layout(weights)
         with ExitStack() as held:
             self.connect(weights, index, streams_of(program.plans), held)

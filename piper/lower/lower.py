@@ -9,6 +9,7 @@ from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
 from piper.lower.emit import emit, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
+from piper.lower.offloads import add_offloads, offloaded_values_come_back
 from piper.lower.orders import add_orders, edges_join_nodes_that_exist
 from piper.lower.protections import add_protections, everything_written_is_copied
 from piper.lower.reductions import (
@@ -20,6 +21,7 @@ from piper.lower.reductions import (
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import schedule, sequence_respects_every_edge
 from piper.lower.state import Capture, Completed, LoweringState, Property, Rewrite, Settings
+from piper.lower.state_offloads import add_state_offloads, offloaded_state_comes_back
 from piper.lower.step_end import (
     add_loads,
     add_losses,
@@ -45,7 +47,9 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_tied_sums, every_tied_copy_is_summed),
     (add_losses, every_value_is_where_it_is_read),
     (add_loads, every_field_is_loaded),
+    (add_offloads, offloaded_values_come_back),
     (add_updates, every_gradient_is_applied),
+    (add_state_offloads, offloaded_state_comes_back),
     (add_protections, everything_written_is_copied),
     (emit, plans_can_run),
 )

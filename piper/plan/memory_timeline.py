@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from piper.ids import SlotId
+from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 
 
@@ -67,6 +68,36 @@ def timeline(plan: Plan) -> MemoryTimeline:
     return MemoryTimeline(
         resident=resident, live=tuple(live), peak=peak, peak_at=peak_at, at_peak=tuple(live_at(plan, peak_at))
     )
+
+
+def host_peak(plan: Plan) -> int:
+    """Return the most bytes of the host's memory that a device uses at a time, in issue order."""
+    live = peak = sum(slot.host for slot in plan.residents.values())
+    for ins in plan.instrs:
+        live += sum(plan.slots[slot].host for slot in ins.writes if slot in plan.slots)
+        peak = max(peak, live)
+        live -= sum(plan.slots[slot].host for slot in ins.frees)
+    return peak
+
+
+def allocations(plan: Plan) -> dict[SlotId, int]:
+    """Return the place of an instruction on the stream that allocates each slot.
+
+    That is the instruction which writes it first. What comes back from the host is allocated for the
+    instruction that reads it first, so that this one may free it while it runs.
+    """
+    found: dict[SlotId, int] = {}
+    waiting: dict[SlotId, Instr] = {}  # what came back and is not read yet
+    for place, ins in enumerate(plan.instrs):
+        for back in {id(waiting[slot]): waiting[slot] for slot in ins.reads if slot in waiting}.values():
+            for slot in back.writes:
+                found[slot] = place
+                del waiting[slot]
+        for slot in ins.writes:
+            found.setdefault(slot, place)
+        if ins.op == "fetch":
+            waiting |= dict.fromkeys(ins.writes, ins)
+    return found
 
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:

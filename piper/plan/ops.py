@@ -27,6 +27,8 @@ Op = Literal[
     "broadcast",
     "protect",  # a part of the state into memory that outlives workers
     "mirror",  # such copies to another machine or device
+    "offload",  # values of a step into memory of the host
+    "fetch",  # such values back to the device
 ]
 Pattern = Literal["alone", "pair", "direct", "neighbour", "ring", "ring twice"]
 
@@ -48,6 +50,7 @@ class Operation:
     unchanged: bool = False  # it writes the value that it reads, or some rows of it: the proof needs no rule
     hands_on: bool = False  # it only passes values on, as far as the passes of a pipeline are concerned
     outward: bool = False  # it keeps the way out of a device busy, rather than the way in
+    host: bool = False  # it copies between the device and memory of the host
     takes_time: bool = False  # a stream that begins it has work to do meanwhile
     needs_nothing: bool = False  # nothing of its own device comes before it
 
@@ -104,9 +107,29 @@ _ALL = (
     Operation(op="update", label="update", mark="u"),
     _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
     Operation(
-        op="protect", label="protect", mark="p", takes="copy engine", takes_time=True, needs_nothing=True
+        op="protect",
+        label="protect",
+        mark="p",
+        takes="copy engine",
+        takes_time=True,
+        needs_nothing=True,
+        host=True,
+        outward=True,
     ),
     _communication("mirror", "mirror", "m", "neighbour", outward=True),
+    Operation(
+        op="offload",
+        label="offload",
+        mark="v",
+        takes="copy engine",
+        takes_time=True,
+        hands_on=True,
+        host=True,
+        outward=True,
+    ),
+    Operation(
+        op="fetch", label="fetch", mark="^", takes="copy engine", takes_time=True, hands_on=True, host=True
+    ),
 )
 OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"

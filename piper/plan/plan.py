@@ -19,8 +19,14 @@ class Slot:
     nbytes: int
     shares: tuple[tuple[SlotId, int], ...] = ()  # (storage, bytes): live until all who share it are freed
     dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
+    host: int = 0  # bytes in memory of the host
     sharding: Sharding = WHOLE  # of what outlives a step: how it is divided
     placed: Devices = ()  # and, where it is, over which devices
+
+    @property
+    def everywhere(self) -> int:
+        """Return its own bytes, on the device and on the host."""
+        return self.nbytes + self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

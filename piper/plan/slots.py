@@ -28,7 +28,8 @@ class SlotProof:
         self._sharers: dict[SlotId, int] = {}  # storage -> how many live slots share it
         self._shares = {name: [s for s, _ in slot.shares] for name, slot in plan.slots.items() if slot.shares}
         self._scattered = {slot for ins in plan.instrs if ins.op == "reduce_scatter" for slot in ins.reads}
-        self._last: dict[Op, Reach] = {"compute": {}, "reduce_scatter": {}}  # of each stream, so far
+        paced: tuple[Op, ...] = ("compute", "update", "reduce_scatter", "offload")
+        self._last: dict[Op, Reach] = {op: {} for op in paced}  # of each stream, so far
 
     def run(self) -> list[str]:
         """Return every problem of the plan, in issue order."""
@@ -68,11 +69,16 @@ class SlotProof:
                     mine[other] = reached
 
     def _pace(self, place: int, ins: Instr, mine: Reach) -> None:
-        """Complain about an instruction that allocates whole parameters or gradients too early.
+        """Complain about an instruction that allocates whole parameters, gradients or activations too early.
 
         Streams must be known to have finished what was issued before it and frees such memory.
         """
-        if ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes):
+        if ins.op in ("compute", "update"):
+            self._check_over(place, ins, "offload", mine)
+        if ins.op == "fetch":
+            self._check_over(place, ins, "update", mine)
+        whole = ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes)
+        if whole or ins.op == "fetch":
             self._check_over(place, ins, "compute", mine)
         if ins.op == "compute" and not self._scattered.isdisjoint(ins.writes):
             self._check_over(place, ins, "reduce_scatter", mine)

@@ -93,6 +93,7 @@ def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
     if slot.shares:
         held.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
     held += ["dynamic=1"] if slot.dynamic else []
+    held += [f"host={slot.host}"] if slot.host else []
     if slot.sharding.ways > 1:
         held += [f"sharding={show_shardings([slot.sharding])}", f"placed={show(slot.placed)}"]
     return line(kind, slot_id, held)
@@ -242,7 +243,7 @@ INSTR: Readers = {
     "bucket": name,
     "chunk": name,
 }
-SLOT: Readers = {"nbytes": int, "dynamic": flag, "sharding": read_sharding, "placed": parse}
+SLOT: Readers = {"nbytes": int, "dynamic": flag, "host": int, "sharding": read_sharding, "placed": parse}
 CHUNK: Readers = {"tags": pairs, "devices": parse, "elsewhere": read_elsewhere}
 COMM: Readers = {"kind": str, "groups": read_groups}
 BUCKET: Readers = {

@@ -13,10 +13,12 @@ from piper.ids import SlotId
 from piper.ir.chunk import Chunk
 from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
+from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Comms
 from piper.runtime.device_state import DeviceState
+from piper.runtime.host_memory import HostMemory
 from piper.runtime.setup import Initial, Setup
 
 Bound = Callable[[], None]  # an instruction with everything it needs resolved
@@ -103,10 +105,11 @@ class Env:
             for bucket in setup.plans.buckets.values()
             if device in bucket.devices
         }
-        self.makers: dict[SlotId, str] = {}  # the stream that made each slot
-        for ins in self.plan.instrs:
-            for slot in ins.writes:
-                self.makers.setdefault(slot, ins.stream)
+        self.makers: dict[SlotId, str] = {  # the stream that allocates each slot
+            slot: self.plan.instrs[place].stream for slot, place in allocations(self.plan).items()
+        }
+        self.host_memory = HostMemory()
+        self.streams: Mapping[str, torch.cuda.Stream] = {}  # on CUDA, of the executor; empty: all on one
         self.batch: Mapping[str, BatchField] = {}
         self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0

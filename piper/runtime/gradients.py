@@ -211,7 +211,7 @@ def total(env: Env, ins: Instr) -> Bound:
 def update(env: Env, ins: Instr) -> Bound:
     """Step the optimizer."""
     slots = env.slots
-    places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind != "total"}
+    places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind in ("grad", "grad_shard")}
     sums = next((env.at(slot) for slot in ins.reads if slot.kind == "total"), None)
 
     def run() -> None:

@@ -23,6 +23,7 @@ from piper.runtime.gradients import (
     total,
     update,
 )
+from piper.runtime.host_copies import fetch, offload
 from piper.runtime.state_copies import mirror, protect
 
 
@@ -146,4 +147,6 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "broadcast": broadcast,
     "protect": protect,
     "mirror": mirror,
+    "offload": offload,
+    "fetch": fetch,
 }

@@ -27,6 +27,7 @@ OPTIONAL = (
     "context",
     "communicator",
     "fragmentation",
+    "host_memory",
 )
 NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", *OPTIONAL)
 MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[4:])
@@ -69,11 +70,23 @@ class Cluster:
     context: float = 0.0  # bytes of a device that the driver and libraries take
     communicator: float = 0.0  # bytes for each communicator that a device is part of
     fragmentation: float = 0.0  # the part of the rest that the allocator cannot use
+    host_memory: float | None = None  # bytes of a node's host. None: they are not known
 
     def usable(self, communicators: int) -> float:
         """Return the bytes of a device's memory that are left for a plan with so many communicators."""
         left = self.memory - self.context - communicators * self.communicator
         return max(0.0, left * (1 - self.fragmentation))
+
+    def host_seconds(self, op: Op, nbytes: float) -> float | None:
+        """Return how long a copy between a device and its host takes. None: their memory is the same."""
+        if self.host_bandwidth is None and not self.cores and op in ("offload", "fetch"):
+            raise ConfigError(
+                f"the devices of {self.name} have no memory of a host to offload to",
+                by="--cluster",
+                facts={"missing": "host_bandwidth"},
+                hint="give host_bandwidth in its file, in bytes per second, or leave offload out",
+            )
+        return None if self.host_bandwidth is None else nbytes / self.host_bandwidth
 
     def seconds(self, op: Op, nbytes: float, devices: Devices) -> float:
         """Return how long one communication takes within a group that has its links to itself.
@@ -201,6 +214,7 @@ def read_cluster(text: str, name: str, source: str) -> Cluster:
         context=given.get("context", 0.0),
         communicator=given.get("communicator", 0.0),
         fragmentation=part(source, "fragmentation", given.get("fragmentation", 0.0)),
+        host_memory=given.get("host_memory"),
     )
 
 

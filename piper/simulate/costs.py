@@ -5,7 +5,7 @@ from typing import Protocol
 
 from piper.devices import Devices
 from piper.ir.chunk import Chunk, Kernel, Phase
-from piper.plan.ops import Op
+from piper.plan.ops import OPS, Op
 from piper.simulate.cluster import Cluster
 from piper.simulate.products import attention_seconds, product_seconds
 
@@ -111,8 +111,8 @@ class Roofline:
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds to move these bytes through memory once, or from the device to its host."""
-        if op == "protect" and self.cluster.host_bandwidth is not None:
-            return self.cluster.launch + nbytes / self.cluster.host_bandwidth
+        if OPS[op].host and (copying := self.cluster.host_seconds(op, nbytes)) is not None:
+            return self.cluster.launch + copying
         return self.cluster.launch + self.cluster.kernel + nbytes / self.bandwidth
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from piper.devices import Devices
 from piper.ir.chunk import Chunk, Phase
 from piper.plan.instr import Instr
-from piper.plan.ops import COMMUNICATION
+from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plan, Plans
 from piper.simulate.costs import Costs, Talk
 
@@ -142,8 +142,8 @@ class InstructionCosts:
 
 def touched(plan: Plan, ins: Instr) -> int:
     """Return the bytes that an instruction reads and writes, an update those of its state too."""
-    if ins.op == "protect":
-        return ins.nbytes  # what its device owns of its slots
+    if OPS[ins.op].host:
+        return ins.nbytes  # that it moves between device and host
     total = 0
     for name in (*ins.reads, *ins.writes):
         slot = plan.slots.get(name) or plan.residents.get(name)

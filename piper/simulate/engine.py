@@ -13,6 +13,7 @@ from piper.simulate.costs import Costs
 from piper.simulate.dependencies import DependencyGraph, InstructionCosts
 
 NO_INSTRUCTION = -1
+HOST = -1  # the level of the link between a device and its host
 ROUNDING = 1e-9  # fractional loads do not add up exactly
 Uses = Sequence[tuple["Resource", float]]  # each with the load that the task puts on it
 
@@ -110,12 +111,15 @@ class Engine:
         if not seconds and not wake:
             self.over.append(Task((number,), 0.0, ()))
             return
-        program = self.web.program[number]
+        program, operation = self.web.program[number], OPS[self.web.instrs[number].op]
         uses: list[tuple[Resource, float]] = []
         if self.cores is not None:
             uses.append((self.cores, self.loads[program]))
-        elif OPS[self.web.instrs[number].op].takes == "device":
+        elif operation.takes == "device":
             uses.append((self.devices[program], 1.0))
+        elif operation.host:
+            way = "out" if operation.outward else "in"
+            uses.append((self._link(program, HOST, way), 1.0))
         task = Task((number,), seconds, uses)
         if wake:
             self._expect(task, self.now + wake)
@@ -155,15 +159,15 @@ class Engine:
         for member in members:
             operation, program = OPS[self.web.instrs[member].op], self.web.program[member]
             for way, used in (("out", operation.sends), ("in", operation.receives)):
-                if not used:
-                    continue
-                key = (program, level, way)
-                if key not in self.links:
-                    self.links[key] = Resource(1)
-                uses.append((self.links[key], 1.0))
+                if used:
+                    uses.append((self._link(program, level, way), 1.0))
             if self.cores is not None:
                 uses.append((self.cores, self.loads[program]))
         return uses
+
+    def _link(self, program: int, level: int, way: str) -> Resource:
+        """Return one direction of a device's link at a level of the network, or to its host."""
+        return self.links.setdefault((program, level, way), Resource(1))
 
     def _slowed(self, members: Sequence[int], slows: float) -> list[tuple[Resource, float]]:
         """Return the devices of a communication, each once, with the part of their speed that it takes."""

@@ -13,7 +13,7 @@ from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.files import write_output
 from piper.ir.chunk import CapturedModel, Chunk, Phase
-from piper.plan.ops import Op
+from piper.plan.ops import OPS, Op
 from piper.simulate.cluster import Cluster
 from piper.simulate.costs import Roofline, Talk
 from piper.simulate.profile import fingerprint
@@ -83,7 +83,12 @@ class MeasuredOn:
         return self.measured.compute(chunk, phase)
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """Return the seconds of another local instruction, at the speeds measured."""
+        """Return the seconds of another local instruction, at the speeds measured.
+
+        Copies between device and host that were not measured take the time of the cluster's link.
+        """
+        if OPS[op].host and op not in self.measured.touches:
+            return self.links.touch(op, nbytes)
         return self.measured.touch(op, nbytes)
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:

@@ -75,8 +75,9 @@ class SentProgram:
         """Return the code of one phase of a chunk."""
         return self.setup.code(chunk, phase)
 
-    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
-        """Return at once: the code came with the program."""
+    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
+        """Do the other work only: the code came with the program."""
+        meanwhile()
 
     def origins(self, node: str) -> list[str]:
         """Return no directives: they stay where the program was compiled."""

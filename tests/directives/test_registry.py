@@ -19,6 +19,7 @@ def test_every_directive_is_known_by_its_name() -> None:
         "remat",
         "precision",
         "protect",
+        "offload",
     ]
     assert [verb for verb, kind in known_directives().items() if kind.places] == [
         "place",
@@ -52,5 +53,8 @@ def test_the_json_form_follows_the_fields() -> None:
         "protect": {
             "filter": True, "copies": False, "apart": False, "every": False, "devices_per_machine": False,
             "stream": False,
+        },
+        "offload": {
+            "filter": True, "what": False, "to": False, "stream": False, "least_mb": False, "ahead": False,
         },
     }  # fmt: skip

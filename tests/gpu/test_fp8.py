@@ -13,7 +13,9 @@ from piper.compiler import compile
 from tests.runtime.test_fp8 import FP8, checked, data, job, pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
-ROUNDING = 2**-6  # results are bf16, and a quotient between two numbers of fp8 may fall to the other side
+ROUNDING = 2**-8  # of the largest result: results are bf16
+# A quotient halfway between two numbers of fp8 may fall to the other side: hosts and GPUs divide differently.
+FEW, FLIPPED = 0.01, 2**-4
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,9 @@ def test_tensor_cores_give_what_the_emulation_gives(
     multiply = torch.compile(fp8_linear) if compiled else fp8_linear
     found = products(x.cuda(), weight.cuda(), grad.cuda(), multiply)
     for got, wanted in zip(found, products(x, weight, grad), strict=True):
-        assert (got - wanted).abs().max() <= ROUNDING * wanted.abs().max()
+        off = (got - wanted).abs() / wanted.abs().max()
+        assert (off > ROUNDING).double().mean() <= FEW
+        assert off.max() <= FLIPPED
 
 
 @pytest.mark.parametrize("compiled", [False, True])

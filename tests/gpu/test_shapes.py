@@ -1,6 +1,6 @@
 """Batches of several shapes on CUDA: the numbers of one device, with and without graphs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -19,6 +19,13 @@ CELLS = [
     Cell(case="decoder", schedule="none", parts=2, clip=0.3),
     Cell(case="convnet", schedule="none", parts=2),  # buffers that every shape writes
 ]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def halves(params: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -42,7 +49,7 @@ def test_several_shapes_equal_one_device(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_graph_goes_on_with_what_other_shapes_leave(cell: Cell) -> None:
+def test_a_graph_goes_on_with_what_other_shapes_leave(cell: Cell, deterministic: None) -> None:
     asked = job(cell, strategy=[piper.split(piper.at(), parts=cell.parts)], optimizer=halves)
     program = compile(asked, device="cuda")
     losses = []

@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from piper.directives import apply, protect, remat, replicate, split
+from piper.directives import apply, offload, protect, remat, replicate, split
 from piper.ids import SlotId
 from piper.ir.graph import start
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
 from piper.lower.lower import LOWERING
+from piper.lower.offloads import CopyBack
 from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
+from piper.lower.state_offloads import StateOut
 from piper.plan.plan import Bucket
+from piper.schedules import gpipe
 from tests.lower.outlines import fitted, skips
 
 Break = Callable[[LoweringState], LoweringState]
@@ -22,9 +25,9 @@ Break = Callable[[LoweringState], LoweringState]
 def stages() -> dict[str, tuple[LoweringState, Property]]:
     """The work after each rewrite, with the property that it must have."""
     strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(3)]
-    graph = apply(
-        start(skips()), [*strategy, split(at(), parts=2), remat(at(PP=0), 1, across="PP"), protect(at())]
-    )
+    more = [remat(at(PP=0), 1, across="PP"), protect(at()), offload(at(PP=1), least_mb=0)]
+    more.append(offload(at(PP=0), what="optimizer"))
+    graph = apply(start(skips()), [*strategy, split(at(), parts=4), *more, *gpipe(3, 4)])
     work = LoweringState(graph=replace(graph, outline=fitted(graph)), settings=Settings())
     found = {}
     for rewrite, holds in LOWERING:
@@ -91,6 +94,19 @@ def reading_first(name: str) -> Break:
     return lambda work: replace(work, sequence=tuple(map(stale, work.sequence)))
 
 
+def kept_reading(work: LoweringState) -> LoweringState:
+    """Let backwards read what was copied out."""
+
+    def changed(node: Node) -> Node:
+        stale = [
+            SlotId("saved", "PP=1", part=value.part) if value.kind == "fetched" else value
+            for value in node.reads
+        ]
+        return replace(node, reads=tuple(stale)) if isinstance(node, Compute) else node
+
+    return replace(work, sequence=tuple(map(changed, work.sequence)))
+
+
 def without(kind: type[Node]) -> Break:
     """Leave out every node of a kind."""
     return lambda work: replace(
@@ -137,11 +153,18 @@ def ungathered(work: LoweringState) -> LoweringState:
         ("add_tied_sums", without(Reduce), "is not summed with"),
         ("add_losses", without(Compute), "which is not on"),
         ("add_loads", without(Load), "before it is loaded"),
+        ("add_offloads", without(CopyBack), "PP=1.saved.host[MB=0] of offload["),
+        ("add_offloads", kept_reading, "B[PP=1 MB=0] reads PP=1.saved[MB=0], which offload["),
         ("add_updates", without(Update), "is applied on [], not on"),
+        (
+            "add_state_offloads",
+            without(StateOut),
+            "PP=0/0.state is on the host, and copied or updated only by",
+        ),
         (
             "add_protections",
             without(CopyState),
-            "update[@0,1] writes PP=0/0.param, which is not copied before",
+            "update[PP=0/0 @0,1] writes PP=0/0.param, which is not copied before",
         ),
     ],
 )
@@ -152,4 +175,4 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
 
 
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 15
+    assert len(LOWERING) == len(stages()) == 17

@@ -64,8 +64,8 @@ class InBoxes:
     def code(self, chunk: Chunk, phase: Phase) -> Boxed:
         return Boxed(self.program.code(chunk, phase), self.gone)
 
-    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None:
-        self.program.build(called)
+    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
+        self.program.build(called, meanwhile)
 
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)

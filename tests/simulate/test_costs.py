@@ -71,6 +71,30 @@ def test_products_in_fp8_have_their_own_speed() -> None:
     assert speeds == {"h100": 1979e12, "h200": 1979e12, "a100": None}
 
 
+def test_copies_between_device_and_host_take_the_time_of_their_link() -> None:
+    linked = replace(SMALL, host_bandwidth=50.0, launch=0.5)
+    assert Roofline(linked).touch("offload", 100) == Roofline(linked).touch("fetch", 100) == 2.5
+    assert Roofline(replace(SMALL, cores=2)).touch("offload", 100) == 1.125 + 5  # both have the same memory
+    with pytest.raises(piper.ConfigError) as caught:
+        Roofline(SMALL).touch("offload", 100)
+    assert str(caught.value) == (
+        "--cluster: the devices of small have no memory of a host to offload to\n"
+        "  missing: host_bandwidth\n"
+        "  hint:    give host_bandwidth in its file, in bytes per second, or leave offload out"
+    )
+
+
+def test_copies_one_way_share_the_link_and_those_the_other_way_do_not() -> None:
+    def copies(*ops: Op) -> float:
+        instrs = tuple(Instr(op=op, node=f"{op} {i}", stream=f"{i}", nbytes=100) for i, op in enumerate(ops))
+        plan = Plan(devices=(0,), instrs=instrs, slots={}, residents={})
+        plans = Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False)
+        return simulate(plans, None, Roofline(replace(SMALL, host_bandwidth=50.0, launch=0.0))).step
+
+    assert copies("offload") == copies("offload", "fetch") == 2.0
+    assert copies("offload", "offload") == copies("offload", "protect", "fetch") == 4.0
+
+
 def test_each_kernel_has_its_own_roofline() -> None:
     """One is bound by arithmetic (100 / 50 = 2 s), one by memory (60 / 20 = 3 s): 5 s, not 3 s of the sums."""
     product = Kernel(kind="product", dtype="bfloat16", flops=100, nbytes=20)

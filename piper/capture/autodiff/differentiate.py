@@ -1,7 +1,7 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.servers import CompileServers
 from piper.capture.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
@@ -30,6 +31,7 @@ class Captured:
     choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget save
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
+    servers: CompileServers = field(default_factory=CompileServers, repr=False)  # which compile it too
     building: Lock = field(default_factory=Lock, repr=False)
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
@@ -37,12 +39,21 @@ class Captured:
         self.build([(key, phase)])
         return self.built[key, phase]
 
-    def build(self, wanted: Iterable[tuple[str, Phase]]) -> None:
-        """Build the code of phases that have none yet, all together: equal graphs are compiled once."""
-        with self.building:
+    def build(
+        self, wanted: Iterable[tuple[str, Phase]], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Build the code of phases that have none yet, all together: equal graphs are compiled once.
+
+        meanwhile: work of the caller, which is done while other processes compile.
+        """
+        with self.building, no_collection():
             missing = [each for each in dict.fromkeys(wanted) if each not in self.built]
             made = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
-            self.built.update(made if self.cache is None else self._compiled(made, self.cache))
+            if self.cache is None or not made:
+                meanwhile()
+            else:
+                made = self._compiled(made, self.cache, meanwhile)
+            self.built.update(made)
 
     def reasons(self) -> list[str]:
         """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
@@ -64,7 +75,7 @@ class Captured:
         return found
 
     def _compiled(
-        self, made: Mapping[tuple[str, Phase], PhaseCode], cache: Cache
+        self, made: Mapping[tuple[str, Phase], PhaseCode], cache: Cache, meanwhile: Callable[[], None]
     ) -> dict[tuple[str, Phase], PhaseCode]:
         """Return the compiled form of phases, except of those that are no graph or compute nothing."""
         from piper.capture.compile.inductor import Source  # it takes a second to import
@@ -78,7 +89,7 @@ class Captured:
                 sources[key, phase] = Source(
                     module=built, arguments=code.examples(phase), chunk=chunks[key], phase=phase
                 )
-        return {**made, **compile_phases(sources, cache)}
+        return {**made, **compile_phases(sources, cache, self.servers, meanwhile)}
 
 
 def _computes(module: fx.GraphModule) -> bool:

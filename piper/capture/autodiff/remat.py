@@ -6,7 +6,7 @@ always be recomputed, and so may factors of products that a kernel of the backwa
 allows more operations, cheapest per freed byte first, until it is met.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,6 @@ from piper.capture.autodiff.aliases import (
     cheap,
     draws_random,
     memory_of,
-    memory_readers,
     read_from_memory,
     recomputable,
     takes_one,
@@ -85,28 +84,8 @@ class _Chooser:
             budget=budget,
             kept_bytes=self._bytes(keep),
             all_bytes=everything,
-            writers={
-                value: result
-                for value, result in self.writers.items()
-                if value not in keep and not (budget is not None and self._read_before(value, result, keep))
-            },
+            writers={value: result for value, result in self.writers.items() if value not in keep},
         )
-
-    def _read_before(self, value: fx.Node, result: fx.Node, keep: Collection[fx.Node]) -> bool:
-        """Return whether a result needs a product that reads the value, and that is recomputed too.
-
-        Then the value cannot wait for the kernel of the result, and is recomputed by a kernel of its own.
-        """
-        readers = {*memory_readers(value, lambda node: node not in self.backward)}
-        stack, seen = [result], {result, *keep}
-        while stack:
-            for source in stack.pop().all_input_nodes:
-                if source in readers and source not in seen:
-                    return True
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return False
 
     def _region(self) -> list[fx.Node]:
         """Return the nodes that the saved values depend on, and buffers that the forward overwrites."""

@@ -299,7 +299,7 @@ class Versions:
 def version_bytes(plans: Plans, device: int) -> int:
     """Return how much memory the versions of a device take at most, in bytes."""
     residents = plans.of(device).residents
-    states = {slot.owner: found.nbytes for slot, found in residents.items() if slot.kind == "state"}
+    states = {slot.owner: found.everywhere for slot, found in residents.items() if slot.kind == "state"}
     copied = copied_slots(plans)
     total = sum(s.nbytes for s in ProtectedState(plans).sections if s.holder == device)
     total += sum(

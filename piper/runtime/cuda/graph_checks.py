@@ -75,6 +75,8 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     reasons = []
     if any(ins.op == "protect" for ins in plan.instrs):
         reasons.append("protect: the host says in every step where the copies go")
+    if any(ins.op == "offload" for ins in plan.instrs):
+        reasons.append("offload: the host lends its memory to one copy after another")
     if routed:
         reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
     if drawn:

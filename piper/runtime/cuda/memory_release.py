@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from piper.ids import SlotId
 from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr
-from piper.plan.memory_timeline import Ledger
+from piper.plan.memory_timeline import Ledger, allocations
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 
@@ -50,7 +50,7 @@ class Releases:
         self.plan, self.lag = plan, lag
         self.clock = StreamClock(ins.stream for ins in plan.instrs)
         self.lane = self.clock.lane  # the stream of each place, by number
-        self.maker: dict[SlotId, int] = {}  # slot -> the stream that took its memory
+        self.maker = {slot: self.lane[place] for slot, place in allocations(plan).items()}
         self.parked: list[list[Parked]] = [[] for _ in range(self.clock.count)]  # by their stream
         self.signalled: dict[int, int] = {}  # event -> place
 
@@ -63,8 +63,6 @@ class Releases:
         for event in ins.waits:
             self.clock.learn(lane, self.signalled[event])
         self._unpark(lane, ins, found)
-        for slot in ins.writes:
-            self.maker.setdefault(slot, lane)
         for slot in ins.frees:
             maker = self.maker[slot]
             if maker == lane:

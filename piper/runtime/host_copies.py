@@ -1,0 +1,144 @@
+"""Copies of values to memory of the host, and back to the device ahead of their use."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from piper.plan.instr import Instr
+from piper.runtime.context import Bound, Env
+from piper.runtime.host_memory import HostBuffer
+
+
+@dataclass(slots=True)
+class TensorCopy:
+    """A tensor on the host: its whole storage, and where the tensor lies in it."""
+
+    buffer: HostBuffer
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """The value of a slot on the host: a tensor, or several, of which some may be no tensors."""
+
+    items: list[object]
+    several: bool
+
+
+def offload(env: Env, ins: Instr) -> Bound:
+    """Copy values to memory of the host, each storage once, or the state of a bucket."""
+    if ins.writes[0].kind == "state":
+        return offload_state(env, ins)
+    slots, device, memory = env.slots, env.setup.device, env.host_memory
+    pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
+
+    def run() -> None:
+        buffers: dict[int, HostBuffer] = {}  # by the storage that they are of
+
+        def copied(value: object) -> object:
+            if not isinstance(value, Tensor) or value.device != device:
+                return value
+            storage = value.untyped_storage()
+            if storage._cdata not in buffers:
+                buffer = buffers[storage._cdata] = memory.take(storage.nbytes(), device)
+                buffer.data.copy_(as_bytes(storage, device), non_blocking=True)
+            return TensorCopy(
+                buffers[storage._cdata], value.dtype, value.size(), value.stride(), value.storage_offset()
+            )
+
+        for source, target in pairs:
+            value = slots[source]
+            items = value if isinstance(value, list) else [value]
+            slots[target] = HostCopy([copied(item) for item in items], isinstance(value, list))
+
+    return run
+
+
+def fetch(env: Env, ins: Instr) -> Bound:
+    """Bring values back from the host, each storage once, into memory of the stream that reads them."""
+    if ins.reads[0].kind == "state":
+        return fetch_state(env, ins)
+    slots, device, memory = env.slots, env.setup.device, env.host_memory
+    pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
+    ending = {env.at(slot) for slot in ins.frees}
+    maker = env.makers[ins.writes[0]]
+
+    def run() -> None:
+        empty = allocator(env, maker)
+        storages: dict[int, torch.UntypedStorage] = {}  # by the buffers that they are copied from
+        read: dict[int, HostBuffer] = {}
+
+        def restored(item: object) -> object:
+            if not isinstance(item, TensorCopy):
+                return item
+            key = id(item.buffer)
+            if key not in storages:
+                data = empty(len(item.buffer.data))
+                data.copy_(item.buffer.data, non_blocking=True)
+                storages[key] = data.untyped_storage()
+            made = torch.empty(0, dtype=item.dtype, device=device)
+            return made.set_(storages[key], item.offset, item.size, item.stride)
+
+        for source, target in pairs:
+            copy = slots[source]
+            assert isinstance(copy, HostCopy), f"{ins.node} finds no copy on the host"
+            items = [restored(item) for item in copy.items]
+            slots[target] = items if copy.several else items[0]
+            if source in ending:
+                held = (item.buffer for item in copy.items if isinstance(item, TensorCopy))
+                read |= {id(buffer): buffer for buffer in held}
+        for buffer in read.values():
+            memory.give(buffer, device)
+
+    return run
+
+
+def fetch_state(env: Env, ins: Instr) -> Bound:
+    """Bring the optimizer's state for a bucket to the device."""
+    bucket, slots, target = ins.reads[0].owner, env.slots, env.at(ins.writes[0])
+    maker = env.makers[ins.writes[0]]
+
+    def run() -> None:
+        slots[target] = env.state.bring(bucket, allocator(env, maker))
+
+    return run
+
+
+def offload_state(env: Env, ins: Instr) -> Bound:
+    """Copy the optimizer's state for a bucket to the host."""
+    bucket = ins.writes[0].owner
+
+    def run() -> None:
+        env.state.put_away(bucket)
+
+    return run
+
+
+def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
+    """Return a function that allocates bytes on the device, of the memory of another stream.
+
+    What that stream has freed may still be in use by work that it was given before, so the current stream
+    waits for that work.
+    """
+    device = env.setup.device
+    if device.type != "cuda":
+        return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
+    current = torch.cuda.current_stream(device)
+    owner = env.streams.get(maker, current)
+    current.wait_stream(owner)
+
+    def empty(nbytes: int) -> Tensor:
+        with torch.cuda.stream(owner):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    return empty
+
+
+def as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """Return a storage as one tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
