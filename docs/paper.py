@@ -13,6 +13,7 @@ from pictures.bars import Bar, Group, bars
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "paper.md"
 OVERLAP = DOCS.parent / "benchmarks" / "results" / "gpu_overlap.txt"
+FITS = DOCS.parent / "benchmarks" / "results" / "gpu_fits.txt"
 TEMPLATE = DOCS / "paper.template"
 NAMES = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B", "dualpipe-v": "DualPipe-V"}
 Row = dict[str, str]
@@ -183,7 +184,7 @@ def values(found: Tables) -> dict[str, str]:
     wanted = {"model": "1B", "cluster": "h200", "schedule": "dualpipe-v"}
     simulated = next(row for row in found["schedules"] if wanted.items() <= row.items())
     made["slower"] = f"{number(pairs[0]['step ms']) / number(simulated['step ms']):.1f}"
-    made |= overlap()
+    made |= overlap() | fits()
     parts = ("schedules", "measured", "streams", "batch", "scale", "buckets")
     return made | {part: shown(found, part) for part in parts}
 
@@ -198,6 +199,12 @@ def overlap() -> dict[str, str]:
         "overlap_stretch": r"computes takes (\S+x) of",
     }
     return {name: re.findall(pattern, text, re.MULTILINE)[0] for name, pattern in patterns.items()}
+
+
+def fits() -> dict[str, str]:
+    """Return how many times as many samples an H200 held, by the GiB that both sides had."""
+    text = FITS.read_text(encoding="utf-8")
+    return {f"fits_{limit}": ratio for limit, ratio in re.findall(r"in (\d+) GiB .*: (\S+x)", text)}
 
 
 def dualpipe(found: Tables, model: str, cluster: str) -> str:
