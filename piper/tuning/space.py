@@ -135,9 +135,10 @@ def balanced(
 ) -> tuple[int, ...]:
     """Move layers between stages until no single move makes the busiest ranks less busy.
 
+    Of equally busy ranks, later stages get the layers: they hold what a forward saves for a shorter time.
     loads: the load of each rank and of each stage, the heaviest first.
     """
-    best = loads(sizes)
+    best = loads(sizes), sizes
     moved = True
     while moved:
         moved = False
@@ -148,7 +149,7 @@ def balanced(
                 changed = list(sizes)
                 changed[source] -= 1
                 changed[target] += 1
-                found = loads(tuple(changed))
+                found = loads(tuple(changed)), tuple(changed)
                 if found < best:
                     sizes, best, moved = tuple(changed), found, True
     return sizes
