@@ -1,8 +1,8 @@
 """The time from a job to the end of its first step, split into parts, from an empty and from a filled cache.
 
-Every measurement is a process of its own with caches of its own. `imports` is not part of a total: both sides
-pay it. With --steps, both sides then train in turns in one process, ours also with repeated layers compiled
-whole.
+Every measurement is a process of its own; each side has caches of its own. `imports` is not part of a total:
+both sides pay it. `there` is our side with initial values drawn on the device, as the peer draws them.
+`steps` trains both sides in turns in one process.
 
     python benchmarks/gpu_first_step.py --out benchmarks/results/gpu_first_step.txt
     python benchmarks/gpu_first_step.py --device cpu --dim 64 --length 32 --sides ours
@@ -13,6 +13,7 @@ import functools
 import importlib
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -43,8 +44,10 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
     "prove": ["piper.lower.emit:prove", "piper.lower.emit:prove_values", "piper.lower.lower:prove"],
     "probe optimizer": ["piper.compiler:probe_optimizer"],
     "build phases": ["piper.capture.autodiff.code:GraphCode.build"],
-    "find layers": ["piper.capture.compile.inductor:pieces_of"],
-    "hash": ["piper.capture.compile.inductor:_name"],
+    "find layers": ["piper.capture.compile.phases:pieces_of"],
+    "hash": ["piper.capture.compile.phases:name_of"],
+    "send graphs": ["piper.capture.compile.servers:CompileServers.compile"],
+    "wait for servers": ["piper.capture.compile.servers:Compilation.wait"],
     "Inductor": ["piper.capture.compile.inductor:standalone_compile"],
     "kernels": ["torch._inductor.async_compile:AsyncCompile.wait"],
     "load code": ["piper.capture.compile.inductor:_load"],
@@ -109,6 +112,17 @@ class Split:
                 setattr(holder, last, self.timed(name, found))
 
 
+class Stages(logging.Handler):
+    """Notes when each stage begins, as the package logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.seen = time.perf_counter(), dict[str, float]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen[self.format(record)] = time.perf_counter() - self.begun
+
+
 class Sampler(threading.Thread):
     """Looks at the main thread's stack every few milliseconds, to say which functions its time goes to."""
 
@@ -158,7 +172,7 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
     from gpu import batch_of, job_of
 
     import piper
-    from piper.capture.compile import inductor  # noqa: F401  imports count as imports
+    from piper.capture.compile import inductor, phases  # noqa: F401  imports count as imports
     from piper.launchers import inline  # noqa: F401
     from piper.models import decoder
 
@@ -170,13 +184,16 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
     split.install()
     batch = batch_of(config, 4, asked.length)
     job = job_of(config, batch, [])
-    if asked.there:
+    if asked.child == "there":
 
         def built_there() -> torch.nn.Module:
             with torch.device(asked.device):
                 return decoder.Decoder(config)
 
         job = replace(job, model=built_there)
+    stages = Stages()
+    logging.getLogger("piper").addHandler(stages)
+    logging.getLogger("piper").setLevel(logging.DEBUG)
     sampler = Sampler()
     if asked.sample:
         sampler.start()
@@ -204,6 +221,7 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
         "step 2": second,
         "GiB": memory / 2**30,
         "parts": {name: [spent, split.calls[name]] for name, spent in split.seconds.most_common()},
+        "stages": stages.seen,
         "each": {name: " ".join(f"{one:.1f}" for one in spans) for name, spans in split.each.items()},
         "inside torch": dict(sorted(inner.items(), key=lambda each: -each[1])[:18]),
         "sampled": sampler.shares(marks[3] - marks[0], asked.sample),
@@ -266,7 +284,7 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-SIDES = {"ours": ours, "peer": peer, "steps": steps}
+SIDES = {"ours": ours, "there": ours, "peer": peer, "steps": steps}
 
 
 def child(side: str, asked: argparse.Namespace, cache: str, limit: float) -> dict[str, Any]:
@@ -274,7 +292,6 @@ def child(side: str, asked: argparse.Namespace, cache: str, limit: float) -> dic
     command = [sys.executable, __file__, "--child", side, "--cache", cache]
     for name in ("device", "dim", "layers", "length", "turns", "sample"):
         command += [f"--{name}", str(getattr(asked, name))]
-    command += ["--there"] * asked.there
     own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": os.path.join(os.path.dirname(cache), "torch", side)}
     if side == "steps":
         own["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(cache), "torch", "peer")
@@ -316,10 +333,11 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--there", action="store_true", help="the model draws its values on the device")
     parser.add_argument("--sample", type=int, default=0, help="functions to list by the time in them")
     parser.add_argument("--turns", default="ours,torch.compile")
-    parser.add_argument("--sides", default="ours peer steps", help="which, in order; ours:cold for one alone")
+    parser.add_argument(
+        "--sides", default="ours there peer steps", help="which, in order; ours:cold for one alone"
+    )
     parser.add_argument("--budget", type=float, default=235, help="seconds in all")
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
@@ -331,7 +349,7 @@ def main() -> None:
         for side in asked.sides.split():
             side, _, heats = side.partition(":")
             for heat in (heats or "cold,warm").split(",") if side != "steps" else ("in turns",):
-                cache = os.path.join(folder, "ours")
+                cache = os.path.join(folder, "there" if side == "there" else "ours")
                 os.makedirs(cache, exist_ok=True)
                 left = until - time.perf_counter()
                 found = child(side, asked, cache, left) if left > 10 else {"failed": "no time left"}

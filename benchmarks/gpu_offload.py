@@ -1,6 +1,6 @@
 """Activations and optimizer state on the host, on one GPU: what fits, what a step takes, what was predicted.
 
-The ranks are those of `gpu.py`: PP8 x DP4 at zero=3, 36 layers of width 4096, on arrivals that are random, with
+The ranks are those of `gpu.py`: PP8 x DP4 at zero=3, 36 layers of width 4096, random arrivals, with
 8 microbatches, all of which are under way in the first stage before its first backward.
 
 python benchmarks/gpu_offload.py [--rows fit,state] [--limit 40] [--commit HASH]
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from gpu import (
+    DENSE,
     GIB,
     LARGE,
     Choices,
@@ -36,16 +37,26 @@ from piper.compiler import Program
 from piper.launchers.single_rank import launch_single_rank
 from piper.models import decoder
 from piper.plan.memory_timeline import host_peak, timeline
+from piper.runtime.cuda.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate_alone
 
 PARTS = 8
+MICROBATCHES = 16  # of a model on one device, 4 x 2048 tokens each
+ROOM = 10  # GiB, in which the state of the 0.94B model alone does not fit: it has 10.5
+SLOWER = 1.25  # times the step of a device that has room for the state, at most
+OPTIMIZER = "offload(at(), what='optimizer')"
 LARGER = 1.3  # times the microbatch of recomputation alone, at least
 MEMORY, TIME = 0.03, 0.10  # of what was measured: how far predictions may be off
-ALONE = "remat(at(), 0, across='PP')"
+LEAST = "remat(at(), 0, across='PP')"
+ALONE = "remat(at(LAYER='*'), 1, across='LAYER')"
 AWAY = "remat(at(), 0), offload(at())"
-SIZES = {ALONE: 40, AWAY: 48}  # samples of a microbatch that fits; a second one is tried near the limit
+SIZES = {
+    LEAST: 40,
+    ALONE: 32,
+    AWAY: 48,
+}  # samples of a microbatch that fits; a second one is tried near the limit
 CONSTANT = 2.5 * GIB  # beyond the state, whatever the microbatch: gathered parameters and their gradients
 MOST = 160  # samples that are tried: more take minutes
 LOCAL = replace(LARGE, vocab=64, dim=32, layers=8, heads=2, kv_heads=1, head_dim=16, hidden=64)  # for a CPU
@@ -71,8 +82,10 @@ def rank_program(
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """Compile one side of the comparison, for a microbatch of some samples."""
     batch = batch_of(config, 4 * PARTS * size, length)
-    choices = Choices(budget=0.0, across="PP" if side == ALONE else None, table=2)
-    strategy = pipeline_strategy(3, PARTS, choices)
+    recompute = {LEAST: Choices(budget=0.0, across="PP", table=2), AWAY: Choices(budget=0.0, table=2)}
+    strategy = pipeline_strategy(3, PARTS, recompute.get(side, Choices(table=2)))
+    if side == ALONE:
+        strategy.append(piper.remat(piper.at(LAYER="*"), 1, across="LAYER"))
     if side == AWAY:
         strategy.append(piper.offload(piper.at(PP=0), least_mb=1 if device == "cuda" else 0))
     job = job_of(replace(config, by_layer=True), batch, strategy)
@@ -164,18 +177,78 @@ def fit(cache: str, limit: int, device: str) -> Iterator[Line]:
         if len(peaks) == 2:
             slope = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
             largest[side] = sizes[0] + (limit * GIB - peaks[0]) / max(1.0, slope)
-    if len(largest) == len(SIZES):
-        ratio, slower = largest[AWAY] / largest[ALONE], a_sample[AWAY] / a_sample[ALONE]
+    for side in (LEAST, ALONE) if len(largest) == len(SIZES) else ():
+        ratio, slower = largest[AWAY] / largest[side], a_sample[AWAY] / a_sample[side]
         yield Line(
-            what=f"largest microbatch in {limit} GiB",
-            got=f"{largest[AWAY]:.0f} with offload, {largest[ALONE]:.0f} without: {ratio:.2f}x, "
+            what=f"largest microbatch in {limit} GiB, beside {side}",
+            got=f"{largest[AWAY]:.0f} with offload, {largest[side]:.0f} without: {ratio:.2f}x, "
             f"{slower:.2f}x the time of a sample",
             bar=f"at least {LARGER}x, at most 1.00x",
             holds=ratio >= LARGER and slower <= 1.0,
         )
 
 
-ROWS: dict[str, Callable[[str, int, str], Iterator[Line]]] = {"fit": fit}
+def state_program(config: decoder.Config, cache: str, device: str, length: int, *, away: bool) -> Program:
+    """Compile a model on one device, layer by layer, its optimizer's state on the host or not."""
+    batch = batch_of(config, 4 * MICROBATCHES, length)
+    more = [piper.offload(piper.at(), what="optimizer")] if away else []
+    parts = piper.split(piper.at(), axis="MB", parts=MICROBATCHES)
+    job = job_of(replace(config, by_layer=True), batch, [piper.place(piper.at(), [0]), *more, parts])
+    return piper.compile(job, device=device, compile=device == "cuda", cache=cache)
+
+
+def state(cache: str, limit: int, device: str) -> Iterator[Line]:
+    """Train 0.94B where the state alone does not fit, beside a device that has room for it."""
+    config, length = (DENSE, 2048) if device == "cuda" else (replace(LOCAL, stages=1), 16)
+    found: dict[bool, Measured] = {}
+    for away in (False, True):
+        if device == "cuda":
+            clean()
+        result = attempt(partial(one_device, config, cache, device, length, away=away))
+        what = f"one device, {MICROBATCHES} x 4 x {length}, " + (OPTIMIZER if away else "without offload")
+        yield Line(what=what, got=str(result))
+        if isinstance(result, Measured):
+            yield from predicted(what, result)
+            found[away] = result
+    if len(found) == 2:
+        slower, held = found[True].seconds / found[False].seconds, found[True].peak / GIB
+        yield Line(
+            what=f"optimizer state on the host, in {ROOM} GiB",
+            got=f"{held:.2f} GiB, {slower:.3f}x the step of {found[False].peak / GIB:.2f} GiB",
+            bar=f"in {ROOM} GiB, at most {SLOWER}x",
+            holds=held <= ROOM and slower <= SLOWER,
+        )
+
+
+def one_device(config: decoder.Config, cache: str, device: str, length: int, *, away: bool) -> Measured:
+    """Train a few steps on one device."""
+    program = state_program(config, cache, device, length, away=away)
+    others = torch.cuda.memory_allocated() if device == "cuda" else 0
+    batch = batch_of(config, 4 * MICROBATCHES, length)
+    plan = program.plans.of(0)
+    with piper.launch(program, on="inline") as run:
+        run.step(batch)
+        run.step(batch)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            seconds, _ = timed(lambda: run.step(batch), 4)
+        else:
+            begin = time.perf_counter()
+            run.step(batch)
+            seconds = time.perf_counter() - begin
+        peak = torch.cuda.max_memory_allocated() - others if device == "cuda" else 0
+    costs = Roofline(load_cluster("h200" if device == "cuda" else "cpu"))
+    return Measured(
+        seconds=seconds,
+        peak=peak,
+        predicted_s=simulate_alone(program.plans, program.outline, costs, 0).step,
+        predicted=predicted_peak(plan),
+        host=host_peak(plan),
+        resident=timeline(plan).resident,
+    )
+
+
+ROWS: dict[str, Callable[[str, int, str], Iterator[Line]]] = {"fit": fit, "state": state}
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -6,7 +6,8 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from piper.devices import show
-from piper.errors import ConfigError
+from piper.errors import ConfigError, ScheduleError
+from piper.ir.graph import Graph
 from piper.plan.plan import Bucket
 from piper.runtime.standins import (
     ParameterPart,
@@ -47,6 +49,7 @@ class Probe:
     name: str
     state_bytes: int  # of state for one parameter element
     whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
+    ours: bool = True  # it is one of torch's own, whose state is by parameter: its step may come in parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,25 @@ def probe_optimizer(
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return Probe(name="no optimizer", state_bytes=0)
+    with one_thread():
+        return probe_trained(make, sizes, trained, made_by or {})
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread. To begin and end many for each of many small tensors takes seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def probe_trained(
+    make: MakeOptimizer, sizes: Sizes, trained: Sequence[Bucket], made_by: Mapping[str, str]
+) -> Probe:
+    """Step an optimizer on small parameters, of which these buckets are trained."""
     whole = whole_view(sizes)
     groups = true_groups(make, whole, sizes)
     small, probe = measured(make, whole, groups, sizes, trained)
@@ -107,8 +129,20 @@ def probe_optimizer(
                 if view.parts:  # a device that holds padding only has no optimizer
                     check_steps(trial, view, groups, expected)
         except UnlikeError as error:
-            raise refused_optimizer(make, probe.name, error, (devices, mine), made_by or {}) from error
+            raise refused_optimizer(make, probe.name, error, (devices, mine), made_by) from error
     return probe
+
+
+def check_streamed(probe: Probe, graph: Graph) -> None:
+    """Refuse an optimizer whose state a strategy offloads, if it may not be stepped bucket by bucket."""
+    by = next((how.by for (what, _), how in graph.offloaded.items() if what == "optimizer"), None)
+    if by is not None and not probe.ours:
+        raise ScheduleError(
+            f"the state of {probe.name} cannot be offloaded",
+            by=graph.directives[by].title,
+            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
+            hint="use an optimizer of torch.optim, or leave this directive out",
+        )
 
 
 def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small: Sizes) -> Iterable[View]:
@@ -152,14 +186,16 @@ def measured(
 ) -> tuple[Sizes, Probe]:
     """Return the sizes at which the optimizer can be tried, and what it is like there."""
     small: Sizes = small_sizes(sizes, buckets)
-    trial = trial_of(make, small, buckets, torch.float32)
+    double = any(bucket.dtype == "float64" for bucket in buckets)
+    dtype = torch.float64 if double else torch.float32  # what optimizers see: master copies of shorter types
+    trial = trial_of(make, small, buckets, dtype)
     try:
         optimizer, tensors = set_up(trial, whole, groups)
     except ConfigError:
         if groups is None or sum(map(math.prod, sizes.values())) > FEW:
             raise
         small = sizes  # it asks for true sizes, and they are few enough
-        trial = trial_of(make, small, buckets, torch.float32)
+        trial = trial_of(make, small, buckets, dtype)
         optimizer, tensors = set_up(trial, whole, groups)
     step(trial, whole, optimizer, tensors)
     count = sum(tensor.numel() for tensor in tensors)
@@ -169,7 +205,8 @@ def measured(
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    return small, Probe(name=type(optimizer).__name__, state_bytes=kept // max(1, count))
+    ours = type(optimizer).__module__.startswith("torch.")
+    return small, Probe(name=type(optimizer).__name__, state_bytes=kept // max(1, count), ours=ours)
 
 
 def trial_of(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.servers import CompileServers
 from piper.capture.divide.request import DeviceGrid, Request, groups_of
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.record import LossFn
@@ -176,13 +177,6 @@ def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
     )
 
 
-def start_workers() -> None:
-    """Start the processes in which Inductor compiles kernels, so that they are ready when the trace is."""
-    from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
-
-    AsyncCompile.use_process_pool()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capturing:
     """Captures a model for the microbatch sizes that are asked for, each once."""
@@ -191,6 +185,7 @@ class Capturing:
     recordings: Recordings
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
     folder: Path | None = None  # of the cache that was asked for
+    servers: CompileServers = field(default_factory=CompileServers)
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""
@@ -198,7 +193,7 @@ class Capturing:
         if rows not in known.recorded:
             log.debug("Tracing the model")
             if self.cache is not None and known.device != "cpu":
-                start_workers()
+                self._start_compilers(self.cache)
             known.recorded[rows] = trace(
                 known.model,
                 known.loss,
@@ -224,12 +219,25 @@ class Capturing:
         ways: Mapping[str, int],
         budgets: Mapping[str, float],
         precisions: Mapping[str, str] = MappingProxyType({}),
+        flat: tuple[str, ...] = (),
     ) -> Captured:
         """Return the model's code for slices of `rows` samples."""
         requests = merged(requests)
-        key = (rows, division_of(requests), *(tuple(each.items()) for each in (ways, budgets, precisions)))
+        said = (tuple(each.items()) for each in (ways, budgets, precisions))
+        key = (rows, division_of(requests), *said, flat)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
-            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions)
-            self.recordings.differentiated[key] = found
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions, flat)
+            self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
+
+    def _start_compilers(self, cache: Cache) -> None:
+        """Start the processes that compile kernels and, if the cache is empty, graphs.
+
+        They are then ready when the trace is. What an earlier run has compiled needs none of them.
+        """
+        from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
+
+        AsyncCompile.use_process_pool()
+        if cache.empty():
+            self.servers.start(self.recordings.device)

@@ -20,13 +20,15 @@ from piper.ir.graph import Graph, OffloadedChunk
 from piper.ir.select import At
 
 STREAM = "host"
-KINDS = ("activations",)
+KINDS = ("activations", "optimizer")
 
 
 @registered(9)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Offload(Directive):
     """Copy what the selected chunks save to the host, and bring it back before their backwards read it.
+
+    With what="optimizer", the state of the optimizer for their parameters goes through the device in updates.
 
     F[PP=0 MB=0] --480 MB----------------------------------------------> B[PP=0 MB=0]
     -->
@@ -36,7 +38,7 @@ class Offload(Directive):
     places: ClassVar[bool] = False
 
     at: At
-    what: str = spelt("what", '"activations"', default="activations")
+    what: str = spelt("what", '"activations" or "optimizer"', default="activations")
     to: str = spelt("to", '"host"', default="host")
     stream: str | None = None
     least_mb: float = spelt("least_mb", "a number from 0", default=1.0)
@@ -90,8 +92,9 @@ def offload(
     least_mb: float = 1.0,
     ahead: int = 1,
 ) -> Offload:
-    """Keep what the selected regions save for their backward in memory of the host until it is read again.
+    """Keep activations, or the optimizer's state, of the selected regions in memory of the host.
 
+    what: "activations", until their backward reads them; "optimizer", until the next update of each bucket.
     stream: copies out run on `stream`.out, copies back on `stream`.in. least_mb: values of fewer MiB stay.
     ahead: how many compute nodes of a device each copy may take; a value that is read again before both
     copies could be over stays.

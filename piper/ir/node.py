@@ -271,9 +271,11 @@ class Update(LocalNode):
 
     op = "update"
 
+    bucket: str = ""  # the only one of this update, if there are several
+
     @property
     def name(self) -> str:
-        return f"update[@{show(self.devices)}]"
+        return f"update[{self.bucket + ' ' if self.bucket else ''}@{show(self.devices)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

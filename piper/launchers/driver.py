@@ -64,6 +64,10 @@ class WorkerGroup(ABC):
         """Take note inside the block that workers run another program than the one they train with."""
         return nullcontext()
 
+    def sharing(self, step: int) -> AbstractContextManager[None]:
+        """Let all workers reach the versions of a step inside the block, wherever they lie."""
+        return nullcontext()
+
     @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
@@ -110,8 +114,11 @@ class SocketWorkerGroup(WorkerGroup):
     def start(self) -> "RemoteRun":
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
-        weights = {} if self.options.blank else initial_tensors(program.job)
-        self.packed = setup = self.packed or pack_setup(setup_of(program))
+        needed = setup_of(program)
+        weights = needed.build_code(
+            program.plans, lambda: {} if self.options.blank else initial_tensors(program.job)
+        )
+        self.packed = setup = self.packed or pack_setup(needed)
         index = layout(weights)
         with ExitStack() as held:
             self.connect(weights, index, streams_of(program.plans), held)
@@ -321,7 +328,8 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
         """Take the state after a step from memory; `unread`: the values that no device holds."""
-        self._ask("restore", dict.fromkeys(self.devices, step))
+        with self.group.sharing(step):
+            self._ask("restore", dict.fromkeys(self.devices, step))
         self.unread.update(unread)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -45,12 +45,14 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
         setup = setup_of(program)
-        setup.build(setup.called(setup.plans))
         dice = Dice(setup.device)
         if setup.device.type == "cuda" and sum(len(plan.devices) for plan in self.plans) > 1:
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
-        initial = blank_values(setup.outline) if options.blank else initial_values(program.job)
+        initial = setup.build_code(
+            setup.plans,
+            lambda: blank_values(setup.outline) if options.blank else initial_values(program.job),
+        )
         self.failures: list[Failure] = []
         self.watchers = {
             device: Watcher(device, private_marks(streams_of(self.plans)), self.failures.append)

@@ -241,8 +241,8 @@ SHIPMENT = Codec((Shipment,))
 
 def called_code(setup: Setup) -> CalledCode:
     """Return the code that the plans of a setup call."""
+    setup.build_code(setup.plans, lambda: None)
     called = setup.called(setup.plans)
-    setup.build(called)
     return CalledCode(built={(chunk.key, phase): setup.code(chunk, phase) for chunk, phase in called})
 
 

@@ -9,8 +9,9 @@ from piper.devices import Devices, show
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
+from piper.ir.graph import Graph, OffloadedChunk
 from piper.lower.placements import ChunkPlacement, placements_of
-from piper.lower.state import LoweringState, Settings
+from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Piece, Slot
 from piper.sharding import Sharding, local_sizes
 
@@ -53,7 +54,7 @@ def make_buckets(work: LoweringState) -> LoweringState:
         work,
         buckets=made,
         chunk_buckets=buckets_by_chunk(graph.outline, made.values()),
-        residents={**work.residents, **residents_of(made.values(), work.settings)},
+        residents={**work.residents, **residents_of(made.values(), work)},
         why=(*work.why, *why),
     )
 
@@ -122,12 +123,8 @@ def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringS
                 siblings=siblings,
                 copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
             )
-    residents = residents_of(made.values(), work.settings)
-    states = {
-        slot: held
-        for slot, held in residents_of(given.values(), work.settings).items()
-        if slot.kind == "state"
-    }
+    residents = residents_of(made.values(), work)
+    states = {slot: held for slot, held in residents_of(given.values(), work).items() if slot.kind == "state"}
     return replace(
         work,
         buckets=made,
@@ -340,16 +337,24 @@ def shown_held(held: HeldParameter) -> str:
     return f"ways {math.prod(sharding.ways for sharding in held.shardings)}"
 
 
-def residents_of(buckets: Iterable[Bucket], settings: Settings) -> dict[SlotId, Slot]:
+def state_offloads(graph: Graph) -> dict[str, OffloadedChunk]:
+    """Return how the optimizer's state for the parameters of chunks is offloaded, by chunk."""
+    return {chunk: how for (what, chunk), how in graph.offloaded.items() if what == "optimizer"}
+
+
+def residents_of(buckets: Iterable[Bucket], work: LoweringState) -> dict[SlotId, Slot]:
     """Return the slots that outlive a step: parameters, master copies and optimizer state."""
+    settings, away = work.settings, state_offloads(work.graph)
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
         whole = bucket.zero < 3
         residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.largest_shard if bucket.zero else bucket.numel
+            held = owned * (settings.state_bytes + settings.master_bytes)
+            offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[SlotId("state", bucket.name)] = Slot(
-                nbytes=owned * (settings.state_bytes + settings.master_bytes)
+                nbytes=0 if offloaded else held, host=held if offloaded else 0
             )
     return residents
 

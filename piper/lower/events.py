@@ -119,8 +119,8 @@ def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
     those before have ended and freed what they had gathered. A backward whose gradient is scattered starts
     when the scatters issued before it have ended, so that no whole gradients pile up behind a slow link.
-    A copy back from the host starts when the computes issued before it have ended, and a compute when the
-    copies to the host issued before it have ended and freed what they copied.
+    A copy back from the host starts when the computes and updates issued before it have ended, and a compute
+    or an update when the copies to the host issued before it have ended and freed what they copied.
     """
     scattered = {slot for draft in drafts if draft.op == "reduce_scatter" for slot in draft.reads}
     found: dict[int, list[int]] = {}
@@ -128,7 +128,7 @@ def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     reduced: dict[str, int] = {}
     copied: dict[str, int] = {}
     for place, draft in enumerate(drafts):
-        if draft.op == "compute":
+        if draft.op in ("compute", "update"):
             if not scattered.isdisjoint(draft.writes):
                 found[place] = list(reduced.values())
             if copied:

@@ -21,6 +21,7 @@ from piper.lower.reductions import (
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import schedule, sequence_respects_every_edge
 from piper.lower.state import Capture, Completed, LoweringState, Property, Rewrite, Settings
+from piper.lower.state_offloads import add_state_offloads, offloaded_state_comes_back
 from piper.lower.step_end import (
     add_loads,
     add_losses,
@@ -48,6 +49,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_loads, every_field_is_loaded),
     (add_offloads, offloaded_values_come_back),
     (add_updates, every_gradient_is_applied),
+    (add_state_offloads, offloaded_state_comes_back),
     (add_protections, everything_written_is_copied),
     (emit, plans_can_run),
 )

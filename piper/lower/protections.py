@@ -108,7 +108,7 @@ def bucket_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying
             slots=(param_slot(bucket), held),
             named=bucket.pieces[0].name,
             owners=owners(bucket),
-            nbytes=whole + work.residents[held].nbytes,
+            nbytes=whole + work.residents[held].everywhere,
         )
 
 

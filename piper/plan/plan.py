@@ -23,6 +23,11 @@ class Slot:
     sharding: Sharding = WHOLE  # of what outlives a step: how it is divided
     placed: Devices = ()  # and, where it is, over which devices
 
+    @property
+    def everywhere(self) -> int:
+        """Return its own bytes, on the device and on the host."""
+        return self.nbytes + self.host
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm:

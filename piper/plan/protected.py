@@ -125,7 +125,7 @@ class ProtectedState:
             longest = bucket.largest_shard if bucket.zero else bucket.numel
             state = plan.residents.get(SlotId("state", bucket.name))
             each = 0 if bucket.dtype in SHORT else bucket.itemsize
-            self._sizes[bucket.name] = bucket.numel, each + (state.nbytes // longest if state else 0)
+            self._sizes[bucket.name] = bucket.numel, each + (state.everywhere // longest if state else 0)
         numel, each = self._sizes[bucket.name]
         start, stop = bucket.shard(self._slices(bucket)[device][1]) if bucket.zero else (0, numel)
         return max(0, min(stop, numel) - start) * each

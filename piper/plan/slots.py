@@ -28,7 +28,7 @@ class SlotProof:
         self._sharers: dict[SlotId, int] = {}  # storage -> how many live slots share it
         self._shares = {name: [s for s, _ in slot.shares] for name, slot in plan.slots.items() if slot.shares}
         self._scattered = {slot for ins in plan.instrs if ins.op == "reduce_scatter" for slot in ins.reads}
-        paced: tuple[Op, ...] = ("compute", "reduce_scatter", "offload")
+        paced: tuple[Op, ...] = ("compute", "update", "reduce_scatter", "offload")
         self._last: dict[Op, Reach] = {op: {} for op in paced}  # of each stream, so far
 
     def run(self) -> list[str]:
@@ -73,8 +73,10 @@ class SlotProof:
 
         Streams must be known to have finished what was issued before it and frees such memory.
         """
-        if ins.op == "compute":
+        if ins.op in ("compute", "update"):
             self._check_over(place, ins, "offload", mine)
+        if ins.op == "fetch":
+            self._check_over(place, ins, "update", mine)
         whole = ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes)
         if whole or ins.op == "fetch":
             self._check_over(place, ins, "compute", mine)

@@ -80,6 +80,9 @@ class Local:
     def offload(self, program: int, place: int, ins: Instr) -> None:
         """Copy values to the host. Only a fetch can read the copies."""
         slots = self.state.slots[program]
+        if any(slot.kind == "state" for slot in ins.writes):
+            self._state_out(program, place, ins)
+            return
         if len(ins.reads) != len(ins.writes):
             self.state.complain(program, place, f"makes {len(ins.writes)} copies of {len(ins.reads)} values")
         for read, written in zip(ins.reads, ins.writes, strict=False):
@@ -92,6 +95,9 @@ class Local:
     def fetch(self, program: int, place: int, ins: Instr) -> None:
         """Bring copies back from the host, each as the value that it is of."""
         slots = self.state.slots[program]
+        if any(slot.kind == "state" for slot in ins.reads):
+            self._state_back(program, place, ins)
+            return
         if len(ins.reads) != len(ins.writes):
             self.state.complain(program, place, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
         for read, written in zip(ins.reads, ins.writes, strict=False):
@@ -100,6 +106,34 @@ class Local:
                 self.state.complain(program, place, f"brings {read}, which holds {held}, from the host")
                 continue
             slots[written] = self.on_host[program, read]
+
+    def _state_back(self, program: int, place: int, ins: Instr) -> None:
+        """Bring the state of a bucket to the device: as the last step left it, and once."""
+        slots, (held, *others) = self.state.slots[program], ins.reads
+        if others or len(ins.writes) != 2 or ins.writes[1] != held:
+            self.state.complain(program, place, "brings the state of other buckets than one")
+            return
+        if slots.get(held) != self.state.value(Thing("host", held), "old"):
+            described = self.things.describe(slots.get(held))
+            self.state.complain(program, place, f"brings {held}, which holds {described}, from the host")
+        slots[held] = self.state.value(Thing("host", held), "outdated")
+        slots[ins.writes[0]] = self.state.value(Thing("state", held.owner), "old")
+
+    def _state_out(self, program: int, place: int, ins: Instr) -> None:
+        """Copy the updated state of a bucket to its place on the host."""
+        slots, held = self.state.slots[program], ins.writes[0]
+        found = slots.get(ins.reads[0]) if ins.reads else None
+        if len(ins.reads) != 1 or len(ins.writes) != 1 or self.plan_host(program, held) == 0:
+            self.state.complain(program, place, "copies other than the state of one bucket to the host")
+        elif found != self.state.value(Thing("state", held.owner), "new"):
+            described = self.things.describe(found)
+            self.state.complain(program, place, f"copies {described} to the host, as {held}")
+        slots[held] = self.state.value(Thing("host", held), "new")
+
+    def plan_host(self, program: int, slot: SlotId) -> int:
+        """Return the bytes of a resident slot that are on the host."""
+        found = self.state.plans.plans[program].residents.get(slot)
+        return 0 if found is None else found.host
 
     def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""
@@ -304,11 +338,12 @@ class Local:
                 state.complain(program, place, "does not read the sums over all devices, by which it scales")
             elif total != fresh:
                 state.mismatch(program, place, TOTAL, total, fresh)
-        given = [slot for slot in ins.reads if slot != TOTAL]
-        if len(given) != len(ins.writes):
-            state.complain(program, place, f"updates {len(ins.writes)} buckets by {len(given)} gradients")
+        given = [slot for slot in ins.reads if slot != TOTAL and slot.kind != "fetched"]
+        params = [slot for slot in ins.writes if slot.kind != "fetched"]
+        if len(given) != len(params):
+            state.complain(program, place, f"updates {len(params)} buckets by {len(given)} gradients")
             return
-        for slot, written in zip(ins.reads, ins.writes, strict=False):
+        for slot, written in zip(given, params, strict=True):
             bucket = buckets.get(written)
             if bucket is None:
                 state.complain(program, place, f"updates {written}, which this device must not train")
@@ -321,6 +356,17 @@ class Local:
                 state.complain(program, place, f"updates {written}, which holds {held}, a second time")
             slots[written] = state.value(thing, after)
             slots[slot] = state.value(Thing("spent"))
+            if self.plan_host(program, SlotId("state", bucket.name)):
+                self._update_state(program, place, ins, bucket.name)
+
+    def _update_state(self, program: int, place: int, ins: Instr, bucket: str) -> None:
+        """Update the state of a bucket, which the host has given to the device."""
+        old, new = (self.state.value(Thing("state", bucket), about) for about in ("old", "new"))
+        slots = self.state.slots[program]
+        found = [slot for slot in ins.reads if slots.get(slot) == old and slot in ins.writes]
+        if len(found) != 1:
+            self.state.complain(program, place, f"updates {bucket} without its state, which is on the host")
+        slots.update(dict.fromkeys(found, new))
 
     def _write(self, program: int, place: int, ins: Instr, values: tuple[Value, ...]) -> None:
         if len(values) != len(ins.writes):

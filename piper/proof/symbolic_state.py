@@ -59,6 +59,8 @@ class SymbolicState:
                 places = placed_by(slot, plan.devices)
                 if places is not None:
                     known[slot] = self.value(Thing(slot.kind, names=places))
+            elif plan.residents[slot].host:
+                known[slot] = self.value(Thing("host", slot), "old")
         return {slot: known.get(slot) or self.value(Thing("resident", slot)) for slot in plan.residents}
 
     def expected_at(self, part: Tags) -> Expectations:

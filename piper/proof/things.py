@@ -28,6 +28,7 @@ Kind = Literal[
     "buffer",
     "copy",  # of a part of the state
     "host",  # a copy of a value in memory of the host
+    "state",  # of the optimizer, brought from the host
     "norm",
     "total",
     "spent",  # a gradient that an update has scaled in place
@@ -111,7 +112,8 @@ class Things:
             "spent": "a gradient that an update has used up",
             "resident": f"the resident {thing.name}",
             "copy": f"a copy of {thing.name}",
-            "host": f"{thing.name}, on the host",
+            "host": f"{about} {thing.name}, on the host".lstrip(),
+            "state": f"the {about} state of the optimizer for {thing.name}",
         }
         return words[thing.kind] + microbatch
 

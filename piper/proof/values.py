@@ -202,6 +202,9 @@ class SymbolicRun:
         for bucket in state.trained_on(program):
             new = "new shard" if bucket.zero == 3 else "new"
             wanted[param_slot(bucket.name)] = state.value(Thing("param", bucket.name), new)
+            kept = SlotId("state", bucket.name)
+            if self.local.plan_host(program, kept):
+                wanted[kept] = state.value(Thing("host", kept), "new")
         changing = {buffer_slot(name): name for name in self.spec.mutated}
         for slot, value in wanted.items():
             found = slots.get(slot)

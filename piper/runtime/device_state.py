@@ -1,6 +1,6 @@
 """The state of a device between steps: its part of the parameters, their optimizer, and buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.bucket_layout import Flat, Layout
+from piper.runtime.host_memory import HostMemory
+from piper.runtime.host_state import HostState
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
 
@@ -19,7 +21,15 @@ PORTION = 2**26  # elements whose gradients are cast at a time, where the optimi
 class BucketState:
     """One bucket on one device: its parameters in the type that chunks compute in, and in the optimizer's."""
 
-    def __init__(self, bucket: Bucket, device: int, initial: Initial, setup: Setup) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        device: int,
+        initial: Initial,
+        setup: Setup,
+        away: HostMemory | None = None,
+    ) -> None:
+        """Fill a device's part of a bucket. away: the memory of the host that its state is in, if it is."""
         self.bucket, self.layout = bucket, Layout(bucket, device)
         layout, dtype = self.layout, getattr(torch, bucket.dtype)
         keeps_master = bucket.trainable and dtype in (torch.bfloat16, torch.float16)
@@ -27,7 +37,12 @@ class BucketState:
         begin, end = (layout.start, layout.stop) if sharded else (0, layout.length)
         self.flat = torch.zeros(end - begin, dtype=dtype, device=setup.device)
         self.own = self.flat if sharded else layout.owned(self.flat)
-        self.master = torch.zeros_like(self.own, dtype=torch.float32) if keeps_master else None
+        self.master: Tensor | None = None
+        if keeps_master and away is not None:
+            self.buffer = away.take(4 * len(self.own), setup.device)  # pinned as long as it is held
+            self.master = self.buffer.data.view(torch.float32).zero_()
+        elif keeps_master:
+            self.master = torch.zeros_like(self.own, dtype=torch.float32)
         for index, piece in enumerate(bucket.pieces):
             value = layout.local(initial(piece.name), index).reshape(-1)
             low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
@@ -50,8 +65,13 @@ class DeviceState:
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
         self.setup, self.device = setup, device
         self.shares = buffer_shares(setup.plans, device)
+        residents = setup.plans.of(device).residents.items()
+        offloaded = {slot.owner for slot, held in residents if slot.kind == "state" and held.host}
+        memory = HostMemory()
         self.holdings = {
-            bucket.name: BucketState(bucket, device, initial, setup)
+            bucket.name: BucketState(
+                bucket, device, initial, setup, memory if bucket.name in offloaded else None
+            )
             for bucket in setup.plans.buckets.values()
             if device in bucket.devices
         }
@@ -71,6 +91,17 @@ class DeviceState:
                     (piece, tensor.detach().requires_grad_())
                     for piece, tensor in holding.layout.segments(holding.trained)
                 ]
+        self.away = {
+            name: HostState(
+                self.holdings[name].layout,
+                [tensor for _, tensor in self.segments[name]],
+                self.holdings[name].master,
+                memory,
+                setup.device,
+            )
+            for name in self.segments
+            if name in offloaded
+        }
         self.copies = self._copies()
         trained = [held for segments in self.segments.values() for held in segments]
         sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
@@ -119,6 +150,15 @@ class DeviceState:
             updated = [tensor for tensor, _ in portion if tensor in self.copies]
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
+
+    def bring(self, bucket: str, empty: Callable[[int], Tensor]) -> list[Tensor]:
+        """Copy a bucket's state from the host to the device. empty: allocates bytes there."""
+        return self.away[bucket].bring(self.optimizer, empty) if self.optimizer is not None else []
+
+    def put_away(self, bucket: str, *, wait: bool = False) -> None:
+        """Copy a bucket's state to the host. wait: until it has arrived."""
+        if self.optimizer is not None:
+            self.away[bucket].put_away(self.optimizer, wait=wait)
 
     def options(self) -> list[dict[str, object]] | None:
         """Return the options of the optimizer's groups. None: this device trains nothing."""

@@ -31,7 +31,9 @@ class HostCopy:
 
 
 def offload(env: Env, ins: Instr) -> Bound:
-    """Copy values to memory of the host, each storage once."""
+    """Copy values to memory of the host, each storage once, or the state of a bucket."""
+    if ins.writes[0].kind == "state":
+        return offload_state(env, ins)
     slots, device, memory = env.slots, env.setup.device, env.host_memory
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
 
@@ -59,6 +61,8 @@ def offload(env: Env, ins: Instr) -> Bound:
 
 def fetch(env: Env, ins: Instr) -> Bound:
     """Bring values back from the host, each storage once, into memory of the stream that reads them."""
+    if ins.reads[0].kind == "state":
+        return fetch_state(env, ins)
     slots, device, memory = env.slots, env.setup.device, env.host_memory
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
     ending = {env.at(slot) for slot in ins.frees}
@@ -90,6 +94,27 @@ def fetch(env: Env, ins: Instr) -> Bound:
                 read |= {id(buffer): buffer for buffer in held}
         for buffer in read.values():
             memory.give(buffer, device)
+
+    return run
+
+
+def fetch_state(env: Env, ins: Instr) -> Bound:
+    """Bring the optimizer's state for a bucket to the device."""
+    bucket, slots, target = ins.reads[0].owner, env.slots, env.at(ins.writes[0])
+    maker = env.makers[ins.writes[0]]
+
+    def run() -> None:
+        slots[target] = env.state.bring(bucket, allocator(env, maker))
+
+    return run
+
+
+def offload_state(env: Env, ins: Instr) -> Bound:
+    """Copy the optimizer's state for a bucket to the host."""
+    bucket = ins.writes[0].owner
+
+    def run() -> None:
+        env.state.put_away(bucket)
 
     return run
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plan, Plans
 from piper.usercode import raised
 
+Result = TypeVar("Result")
 log = logging.getLogger("piper")
 Code = Callable[..., tuple[Tensor, ...]]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Mean = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and its weight
 Metrics = Mapping[str, tuple[Tensor, Tensor | float]]  # the sum and the weight of each
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Mean | tuple[Mean, Metrics]]
+BuildCode = Callable[[Iterable[tuple[Chunk, Phase]], Callable[[], None]], None]
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # the name, shape and type of each field of a batch
 Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value, by name
 
@@ -89,7 +91,6 @@ class ProgramLike(Protocol):
     @property
     def shapes(self) -> Mapping[Shapes, "ProgramLike"]: ...
     def code(self, chunk: Chunk, phase: Phase) -> Code: ...
-    def build(self, called: Iterable[tuple[Chunk, Phase]]) -> None: ...
     def origins(self, node: str) -> list[str]: ...
     def evaluation(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
     def shaped(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
@@ -109,12 +110,19 @@ class Setup:
     clip_norm: float | None = None
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    build: Callable[[Iterable[tuple[Chunk, Phase]]], None] = lambda called: None  # all is built already
+    build: BuildCode | None = None  # builds the code of phases, all together. None: one by one
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the type that chunks compute in."""
         return DTYPES[self.precision]
+
+    def build_code(self, plans: Iterable[Plan], meanwhile: Callable[[], Result]) -> Result:
+        """Build the code that plans call. Return the result of `meanwhile`: this thread need not wait."""
+        results: list[Result] = []
+        if self.build is not None:
+            self.build(self.called(plans), lambda: results.append(meanwhile()))
+        return results[0] if results else meanwhile()
 
     def called(self, plans: Iterable[Plan]) -> list[tuple[Chunk, Phase]]:
         """Return the phases that plans call, each once."""
@@ -137,7 +145,7 @@ def setup_of(program: ProgramLike) -> Setup:
         clip_norm=job.clip_norm,
         seed=job.seed,
         device=device_of(program.device),
-        build=program.build,
+        build=getattr(program, "build", None),  # of one that was compiled in this process
     )
 
 

@@ -86,7 +86,7 @@ class Worker:
             check_static(setup, [setup.plans.of(device)], options, by_host=not comms.on_streams)
             self.intake = Intake()
             kernels = self.intake.kernels(kernels)
-        setup.build(setup.called([setup.plans.of(device)]))
+        setup.build_code([setup.plans.of(device)], lambda: None)
         self.env = Env(setup, device, comms, initial, dice, state)
         if state is None:
             self.env.state.keep_gradients = options.keep_gradients
@@ -260,6 +260,8 @@ class Worker:
 
     def renew(self) -> None:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""
+        for bucket in self.env.state.away:
+            self.env.state.put_away(bucket, wait=True)
         if isinstance(self.executor, GraphExecutor):
             self.executor.reset()
 

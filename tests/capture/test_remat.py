@@ -204,3 +204,15 @@ def test_a_factor_that_frees_nothing_is_not_written_again() -> None:
     assert [spec.shape for spec in code.outline.chunks[0].saved] == [(8, 32), (8, 4)]
     backward = code.codes[code.outline.chunks[0].key].partition.sections["B"]  # type: ignore[attr-defined]
     assert backward.writers == {}
+
+
+def test_a_factor_of_a_product_that_is_recomputed_too_is_written_before_it() -> None:
+    found = trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
+    code = differentiate(found, None, {chunk.name: 0.0 for chunk in found.outline.chunks})
+    for backward in KINDS:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Feeds().double())
+        rows = {name: value.double() for name, value in zoo.vectors(8, 1).items()}
+        assert difference(code, zoo.regression, models[0], models[1], rows, backward) < 1e-12

@@ -42,6 +42,26 @@ def test_the_numbers_of_a_run_that_keeps_them(cell: Cell, again: bool) -> None:
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)  # atomic sums round differently
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_optimizer_state_on_the_host(precision: str) -> None:
+    cell = Cell(case="decoder", schedule="gpipe", dp=2, zero=2, parts=2, clip=0.3)
+    kept = strategy(cell)
+    away = job(cell, strategy=[*kept, offload(at(), what="optimizer")], precision=precision)
+    other = job(cell, strategy=kept, precision=precision)
+    programs = [compile(each, device="cuda") for each in (away, other)]
+    found = [left(program, batches(cell, 3), Options()) for program in programs]
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+    with launch_inline(programs[0]) as run:
+        run.step(batches(cell, 1)[0])
+        for worker in run.workers.values():
+            optimizer = worker.env.state.optimizer
+            assert optimizer is not None
+            tensors = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+            assert tensors
+            assert all(value.device.type == "cpu" and value.is_pinned() for value in tensors)
+
+
 def test_one_rank_holds_what_the_plan_says() -> None:
     cell = Cell(case="decoder", schedule="gpipe", parts=8, rows=16)
     program = compile(job(cell, strategy=[*strategy(cell), offload(at(), least_mb=0)]), device="cuda")

@@ -5,7 +5,7 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.directives import Directive, offload, place, remat, split
+from piper.directives import Directive, offload, place, remat, replicate, split
 from piper.errors import ScheduleError
 from piper.ir.chain import chain
 from piper.ir.select import at
@@ -143,7 +143,7 @@ def test_values_that_share_a_storage_go_together_and_count_once() -> None:
             [offload(at(), what="gradients")],
             """
             offload #0 (test_offload_lines.py:…): what='gradients' cannot be offloaded
-              hint: what is "activations"
+              hint: what is "activations" or "optimizer"
             """,
         ),
         (
@@ -228,3 +228,59 @@ def test_small_values_stay_and_the_plan_says_so() -> None:
     plans = compiled(chain(2, width=4), *stages(2, 4), offload(at(PP=0)), *gpipe(2, 4))
     assert lines(plans, 0).count("offload") == 0
     assert plans.why == ("PP=0: some saved activations stay on the device, because they are too small",)
+
+
+def test_state_goes_through_the_device_bucket_by_bucket() -> None:
+    """Each copy to the device is one update ahead, each copy back is over before the next update begins."""
+    stage = [replicate(at(PP=0), [0], bucket_mb=1e-5), place(at(PP=1), [1]), split(at(), parts=2)]
+    away = offload(at(PP=0), what="optimizer")
+    plans = compiled(chain(2, width=4, layers=3), *stage, *gpipe(2, 2), away)
+    plan = plans.of(0)
+    assert shown(plan, "compute", "fetch", "update", "offload") == cleandoc("""
+        F[PP=0 MB=0]
+        F[PP=0 MB=1]
+        B[PP=0 MB=0]
+        fetch fetch[PP=0/0.state @0]
+        B[PP=0 MB=1]
+        fetch fetch[PP=0/1.state @0]
+        update update[PP=0/0 @0]
+        offload offload[PP=0/0.state @0]
+        fetch fetch[PP=0/2.state @0]
+        update update[PP=0/1 @0]
+        offload offload[PP=0/1.state @0]
+        update update[PP=0/2 @0]
+        offload offload[PP=0/2.state @0]
+    """)
+    named = {ins.node: ins for ins in plan.instrs}
+    first, out, second = (
+        named[name] for name in ("update[PP=0/0 @0]", "offload[PP=0/0.state @0]", "update[PP=0/1 @0]")
+    )
+    assert first.reads == slots("PP=0/0.grad", "PP=0/0.state.fetched0")
+    assert out.frees == slots("PP=0/0.state.fetched0")
+    assert out.signals in second.waits
+    assert named["fetch[PP=0/2.state @0]"].waits == (first.signals,)
+    state = plan.residents[slot("PP=0/0.state")]
+    assert (state.nbytes, state.host, state.everywhere) == (0, 128, 128)
+    assert host_peak(plan) == 3 * 128
+    assert plans.of(1).residents[slot("PP=1/0.state")].host == 0
+    assert read_plans(show_plans(plans)) == plans
+
+
+def test_both_kinds_at_once() -> None:
+    both = [offload(at(PP=0), least_mb=0), offload(at(PP=0), what="optimizer")]
+    plan = compiled(chain(2, width=4), *stages(2, 4), *both, *gpipe(2, 4)).of(0)
+    assert {ins.node.partition("[")[0] for ins in plan.instrs if ins.op in ("offload", "fetch")} == {
+        "offload",
+        "fetch",
+    }
+    assert sum(ins.op == "fetch" for ins in plan.instrs) == 4 + 1
+
+
+def test_parameters_that_do_not_train_have_no_state() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        made(normed(), [offload(at(PP=0), what="optimizer")])
+    assert str(caught.value).splitlines()[1:] == [
+        "  regions: PP=0",
+        "  hint:    select regions with parameters that train, under an optimizer that keeps state",
+    ]
+    assert "there is no optimizer state to offload" in str(caught.value)

@@ -14,6 +14,7 @@ from piper.lower.lower import LOWERING
 from piper.lower.offloads import CopyBack
 from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
+from piper.lower.state_offloads import StateOut
 from piper.plan.plan import Bucket
 from piper.schedules import gpipe
 from tests.lower.outlines import fitted, skips
@@ -25,6 +26,7 @@ def stages() -> dict[str, tuple[LoweringState, Property]]:
     """The work after each rewrite, with the property that it must have."""
     strategy = [replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(3)]
     more = [remat(at(PP=0), 1, across="PP"), protect(at()), offload(at(PP=1), least_mb=0)]
+    more.append(offload(at(PP=0), what="optimizer"))
     graph = apply(start(skips()), [*strategy, split(at(), parts=4), *more, *gpipe(3, 4)])
     work = LoweringState(graph=replace(graph, outline=fitted(graph)), settings=Settings())
     found = {}
@@ -155,9 +157,14 @@ def ungathered(work: LoweringState) -> LoweringState:
         ("add_offloads", kept_reading, "B[PP=1 MB=0] reads PP=1.saved[MB=0], which offload["),
         ("add_updates", without(Update), "is applied on [], not on"),
         (
+            "add_state_offloads",
+            without(StateOut),
+            "PP=0/0.state is on the host, and copied or updated only by",
+        ),
+        (
             "add_protections",
             without(CopyState),
-            "update[@0,1] writes PP=0/0.param, which is not copied before",
+            "update[PP=0/0 @0,1] writes PP=0/0.param, which is not copied before",
         ),
     ],
 )
@@ -168,4 +175,4 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
 
 
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 16
+    assert len(LOWERING) == len(stages()) == 17

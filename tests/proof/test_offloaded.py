@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from piper.directives import offload, remat, replicate, split
+from piper.directives import offload, protect, remat, replicate, split
 from piper.ids import SlotId
 from piper.ir.chain import chain
 from piper.ir.select import at
@@ -43,6 +43,14 @@ def inputs() -> Made:
     )
 
 
+@cache
+def state() -> Made:
+    """A stage of two devices whose optimizer state is on the host, in two buckets, and another without."""
+    stages = [replicate(at(PP=0), [0, 1], zero=1, bucket_mb=1e-4), replicate(at(PP=1), [2, 3])]
+    strategy = [*stages, split(at(), parts=2), offload(at(PP=0), what="optimizer"), protect(at())]
+    return made(chain(2, width=8, layers=2), strategy)
+
+
 def moves(ins: Instr) -> bool:
     return ins.op in ("offload", "fetch")
 
@@ -68,7 +76,7 @@ def from_the_host(plans: Plans) -> Iterator[Plans]:
             made: read
             for ins in plan.instrs
             if ins.op == "fetch"
-            for read, made in zip(ins.reads, ins.writes, strict=True)
+            for read, made in zip(ins.reads, ins.writes, strict=False)
         }
         names: set[SlotId] = {*source}
 
@@ -93,19 +101,32 @@ def mutants(plans: Plans) -> Iterator[tuple[str, Plans]]:
     yield from without_waits(plans)
     yield from named("reads others", each(plans, moves, lambda ins: replace(ins, reads=first(ins))))
     yield from named("writes nothing", each(plans, moves, lambda ins: replace(ins, writes=())))
-    yield from named("not freed", each(plans, moves, lambda ins: replace(ins, frees=())))
+    freeing = each(plans, lambda ins: moves(ins) and bool(ins.frees), lambda ins: replace(ins, frees=()))
+    yield from named("not freed", freeing)
     yield from named("read on the host", from_the_host(plans))
+    yield from named(
+        "updated without its state",
+        each(
+            plans,
+            lambda ins: ins.op == "update" and any(slot.kind == "fetched" for slot in ins.reads),
+            lambda ins: replace(ins, reads=tuple(slot for slot in ins.reads if slot.kind != "fetched")),
+        ),
+    )
 
 
 def test_every_mutant_is_refused() -> None:
-    found = [(name, mutant, one) for one in (saved(), halves(), inputs()) for name, mutant in mutants(one[0])]
+    found = [
+        (name, mutant, one)
+        for one in (saved(), halves(), inputs(), state())
+        for name, mutant in mutants(one[0])
+    ]
     accepted = [name for name, mutant, one in found if refused(mutant, one) is None]
     assert accepted == []
-    assert len(found) == 267
+    assert len(found) == 292
 
 
 def test_the_plans_themselves_are_accepted_and_survive_as_text() -> None:
-    for one in (saved(), halves(), inputs()):
+    for one in (saved(), halves(), inputs(), state()):
         assert refused(one[0], one) is None
         assert read_plans(show_plans(one[0])) == one[0]
         assert any(ins.op == "fetch" for plan in one[0] for ins in plan.instrs)

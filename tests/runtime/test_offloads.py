@@ -1,21 +1,26 @@
 """Activations on the host between forward and backward: the bits of a run that keeps them, in less memory."""
 
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from piper.compiler import Program, compile
-from piper.directives import Directive, offload, remat, shard, split
+from piper.directives import Directive, offload, protect, remat, shard, split
 from piper.errors import ScheduleError
+from piper.ids import SlotId
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.transport.versions import Versions
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.runtime.debug.check import check
 from piper.runtime.host_copies import HostCopy
 from piper.runtime.host_memory import HostMemory
-from piper.runtime.worker import Options
+from piper.runtime.worker import Options, Worker
 from piper.schedules import gpipe
 from tests.runtime.grid import SHAPES, Cell, batches, job, strategy
 from tests.runtime.test_reruns import Noisy, Opaque, Run
@@ -97,6 +102,64 @@ def test_what_eager_autograd_saves_stays() -> None:
     same_bits(program, compile(run.job(), device="cpu"), run.batches())
 
 
+STATE = offload(at(), what="optimizer")
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp64", marks=pytest.mark.slow), "bf16"])
+def test_optimizer_state_on_the_host_has_the_same_bits(precision: str, tmp_path: Path) -> None:
+    """Parameters and moments are equal to the bit, also after a checkpoint is loaded, and lie on the host."""
+    cell = Cell(case="mlp", schedule="gpipe", dp=2, zero=3, rows=1, clip=0.3)
+    jobs = [job(cell, strategy=[*strategy(cell), *more], precision=precision) for more in ([STATE], [])]
+    found = []
+    for number, made in enumerate(jobs):
+        program, given = compile(made, device="cpu"), batches(cell, 4)
+        with launch_inline(program) as run:
+            losses = [run.step(batch).loss for batch in given[:2]]
+            run.save(tmp_path / f"{number}")
+        with launch_inline(program) as run:  # both from the first one's checkpoint
+            run.load(tmp_path / "0")
+            losses += [run.step(batch).loss for batch in given[2:]]
+            found.append((losses, run.state_dict(), run.optimizer_state("exp_avg_sq")))
+            if not number:
+                check_away(run.workers.values(), precision)
+    (losses, *states), (wanted, *others) = found
+    assert losses == wanted
+    for one, other in zip(states, others, strict=True):
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def check_away(workers: Iterable[Worker], precision: str) -> None:
+    """What the optimizer keeps lies in buffers of the host, and nothing of it in the slots of the step."""
+    for worker in workers:
+        for name, away in worker.env.state.away.items():
+            keys = {key for _, key in away.buffers}
+            assert keys == {"exp_avg", "exp_avg_sq"}
+            optimizer = worker.env.state.optimizer
+            assert optimizer is not None
+            for number, tensor in enumerate(away.segments):
+                for key in keys:
+                    assert optimizer.state[tensor][key] is away.buffers[number, key][1]
+            assert (away.master is not None) == (precision == "bf16")
+            assert away.here is None
+            assert worker.env.plan.residents[SlotId("state", name)].nbytes == 0
+
+
+def test_an_optimizer_that_is_not_torchs_own_is_refused() -> None:
+    class Counting(torch.optim.SGD):
+        """Counts its steps for all parameters together."""
+
+    cell = Cell(case="mlp", schedule="none", parts=1)
+    asked = job(
+        cell, strategy=[*strategy(cell), STATE], optimizer=lambda p: Counting(p, lr=0.1, momentum=0.9)
+    )
+    with pytest.raises(ScheduleError, match="the state of Counting cannot be offloaded"):
+        compile(asked, device="cpu")
+    plain = job(cell, strategy=[*strategy(cell), STATE], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(ScheduleError, match="there is no optimizer state to offload"):
+        compile(plain, device="cpu")
+
+
 LEVELS = [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
 MANY = [
     *(
@@ -127,6 +190,14 @@ def test_every_schedule_and_level_has_the_numbers_of_one_device(cell: Cell, agai
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cell", MANY[::3], ids=str)
+def test_state_and_activations_together_have_the_numbers_of_one_device(cell: Cell) -> None:
+    program = compile(job(cell, strategy=[*strategy(cell), STATE, AWAY]), device="cpu")
+    report = check(program, launch_inline, batches(cell, 2))
+    assert report.ok, report
+
+
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers() -> None:
     run = Run(model=Noisy, schedule="gpipe", dp=2, zero=2, again=False, budget=1)
     away = compile(replace(run.job(), strategy=[*run.strategy(), AWAY]), device="cpu")
@@ -143,3 +214,32 @@ def test_a_divided_region() -> None:
     away = compile(replace(run.job(), strategy=[*kept, AWAY]), device="cpu")
     same_bits(away, compile(replace(run.job(), strategy=kept), device="cpu"), run.batches())
     assert check(away, launch_inline, run.batches()).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_the_plan", [True, False], ids=["protect", "between steps"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_versions_hold_state_that_is_on_the_host(precision: str, by_the_plan: bool) -> None:
+    cell = Cell(case="mlp", schedule="gpipe", dp=2, zero=1, parts=4, rows=1, clip=0.3)
+    asked = [*strategy(cell), STATE, AWAY, *([protect(at())] if by_the_plan else [])]
+    program, given = compile(job(cell, strategy=asked, precision=precision), device="cpu"), batches(cell, 5)
+    versions = Versions(program.plans)
+    with closing(versions):
+        run = InlineRun(program, Options(), versions.files)
+        with closing(run):
+            run.protect()
+            for batch in given[:4]:
+                run.step(batch)
+            newest = versions.newest()
+            assert newest is not None
+            wanted = [run.step(batch) for batch in given[4:]]
+            state, unread = run.state_dict(), dict(run.unread)
+        newest = versions.newest()
+        assert newest is not None
+        again = InlineRun(program, Options(), versions.files)
+        with closing(again):
+            again.protect()
+            again.restore(newest, unread)
+            got = [again.step(batch) for batch in given[newest:]]
+            assert got[-1:] == wanted[-1:] or newest == 5
+            assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())

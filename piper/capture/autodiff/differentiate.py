@@ -1,7 +1,7 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
 from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.servers import CompileServers
 from piper.capture.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
@@ -30,6 +31,7 @@ class Captured:
     choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget save
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
+    servers: CompileServers = field(default_factory=CompileServers, repr=False)  # which compile it too
     building: Lock = field(default_factory=Lock, repr=False)
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
@@ -37,12 +39,21 @@ class Captured:
         self.build([(key, phase)])
         return self.built[key, phase]
 
-    def build(self, wanted: Iterable[tuple[str, Phase]]) -> None:
-        """Build the code of phases that have none yet, all together: equal graphs are compiled once."""
-        with self.building:
+    def build(
+        self, wanted: Iterable[tuple[str, Phase]], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Build the code of phases that have none yet, all together: equal graphs are compiled once.
+
+        meanwhile: work of the caller, which is done while other processes compile.
+        """
+        with self.building, no_collection():
             missing = [each for each in dict.fromkeys(wanted) if each not in self.built]
             made = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
-            self.built.update(made if self.cache is None else self._compiled(made, self.cache))
+            if self.cache is None or not made:
+                meanwhile()
+            else:
+                made = self._compiled(made, self.cache, meanwhile)
+            self.built.update(made)
 
     def reasons(self) -> list[str]:
         """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
@@ -64,7 +75,7 @@ class Captured:
         return found
 
     def _compiled(
-        self, made: Mapping[tuple[str, Phase], PhaseCode], cache: Cache
+        self, made: Mapping[tuple[str, Phase], PhaseCode], cache: Cache, meanwhile: Callable[[], None]
     ) -> dict[tuple[str, Phase], PhaseCode]:
         """Return the compiled form of phases, except of those that are no graph or compute nothing."""
         from piper.capture.compile.inductor import Source  # it takes a second to import
@@ -76,9 +87,13 @@ class Captured:
             code = self.codes[key]
             if isinstance(code, GraphCode) and isinstance(built, fx.GraphModule) and _computes(built):
                 sources[key, phase] = Source(
-                    module=built, arguments=code.examples(phase), chunk=chunks[key], phase=phase
+                    module=built,
+                    arguments=code.examples(phase),
+                    chunk=chunks[key],
+                    phase=phase,
+                    in_place=code.in_place(phase),
                 )
-        return {**made, **compile_phases(sources, cache)}
+        return {**made, **compile_phases(sources, cache, self.servers, meanwhile)}
 
 
 def _computes(module: fx.GraphModule) -> bool:
@@ -92,6 +107,7 @@ def differentiate(
     budgets: Mapping[str, float] | None = None,
     cache: Cache | None = None,
     precisions: Mapping[str, str] | None = None,
+    flat: Collection[str] = (),
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
@@ -99,8 +115,9 @@ def differentiate(
     budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
     cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
     precisions: for chunks whose products run in a narrower type, by name, that type.
+    flat: chunks whose compiled backward writes gradients into given memory.
     """
-    made = _Differentiator(traced, dict(ways or {}), dict(budgets or {}), dict(precisions or {})).run()
+    made = _Differentiator(traced, dict(ways or {}), dict(budgets or {}), dict(precisions or {}), flat).run()
     return replace(made, cache=cache)
 
 
@@ -113,8 +130,9 @@ class _Differentiator:
         ways: Mapping[str, int],
         budgets: Mapping[str, float],
         precisions: Mapping[str, str],
+        flat: Collection[str],
     ) -> None:
-        self.traced, self.budgets, self.precisions = traced, budgets, precisions
+        self.traced, self.budgets, self.precisions, self.flat = traced, budgets, precisions, flat
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.ways = _ways_by_chunk(traced.outline, ways)
@@ -179,6 +197,7 @@ class _Differentiator:
             ways=ways,
             params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
             budget=self.budgets.get(chunk.name),
+            flat=chunk.name in self.flat,
         )
         self.codes[volume.key] = volume.code
         if volume.fallback is not None:
@@ -247,6 +266,7 @@ def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
             tangents=found.reads.get("tangents", ()),
             grad_inputs=found.grad_inputs,
             grad_params=tuple(chunk.params[i] for i in found.grad_params),
+            in_place=tuple(chunk.params[found.grad_params[i]] for i in found.in_place),
             flops=found.cost.flops,
             bytes_moved=found.cost.bytes_moved,
             workspace=found.cost.workspace,

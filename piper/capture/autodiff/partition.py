@@ -148,8 +148,19 @@ class _Partitioner:
         return _put_off(order, self._within(body))
 
     def _within(self, body: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return the values that a phase writes again in the kernel of one of its own results."""
-        return {v: result for v, result in self.writers.items() if v in body and result in body}
+        """Return the values that a phase writes again in the kernel of one of its own results.
+
+        A value that a recomputed operation of the forward reads from memory is needed before.
+        """
+
+        def early(node: fx.Node) -> bool:
+            return node in body and node not in self.backward
+
+        return {
+            value: result
+            for value, result in self.writers.items()
+            if value in body and result in body and not any(memory_readers(value, early))
+        }
 
     def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the backward nodes that the roots need.

@@ -66,6 +66,10 @@ class Cache:
         whole = {path: content for path, content in files.items() if content is not None}
         return CacheEntry(artifact=whole.pop(""), files=whole)
 
+    def empty(self) -> bool:
+        """Return whether nothing has been stored yet."""
+        return not (self._root() / "chunks").exists()
+
     def _warn_damaged(self, name: str) -> None:
         """Warn of an entry that is not as it was written. It counts as missing."""
         path = self.folder / "chunks" / name[:2] / name

@@ -48,8 +48,12 @@ def _lines(
 
 def graph_lines(graph: fx.Graph, root: nn.Module) -> Iterator[str]:
     """Yield a graph as text: each operation and its arguments, without the names that the trace chose."""
-    numbers: dict[fx.Node, int] = {}
-    for node in graph.nodes:
+    return node_lines(graph.nodes, root, {})
+
+
+def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node, int]) -> Iterator[str]:
+    """Yield operations as text. numbers: of the values from outside; those of the operations are added."""
+    for node in nodes:
         numbers[node] = len(numbers)
         shown = [_text(argument, numbers) for argument in node.args]
         named = [f"{key}={_text(argument, numbers)}" for key, argument in sorted(node.kwargs.items())]

@@ -4,6 +4,7 @@ Inductor unpickles the files of its own cache. So it works in a folder of this p
 files that this process wrote or that our cache has verified; see `capture/compile/cache.py`.
 """
 
+import fcntl
 import functools
 import importlib
 import inspect
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import sympy  # type: ignore[import-untyped]  # torch's symbols are its
 import torch
@@ -29,6 +31,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from piper.capture.compile import operators
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
 from piper.capture.trace.blame import quiet, reason
@@ -63,15 +66,16 @@ class Compiled:
         cache: Cache,
         modules: Sequence[str],
         plain: Callable[..., tuple[Tensor, ...]] | None = None,
+        entry: CacheEntry | None = None,
     ) -> None:
         """Load a compiled phase.
 
         `name`: the name of its entry in the cache. `plain`: the same code, not compiled, which stays in this
-        process.
+        process. `entry`: what the cache has under that name. None: it is looked up.
         """
         self.name, self.artifact, self.cache = name, artifact, cache
         self.modules, self.plain = tuple(modules), plain
-        entry = cache.find(name)
+        entry = entry or cache.find(name)
         if entry is not None and entry.artifact == artifact:
             cache.restore(entry)  # else its kernels are compiled again from the artifact
         self.boxed: Boxed = _load(artifact, cache, modules)
@@ -96,6 +100,7 @@ class Source:
     arguments: Sequence[Tensor]  # fakes of any mode
     chunk: str
     phase: Phase
+    in_place: tuple[int, ...] = ()  # results that are to be written into further arguments
 
 
 def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
@@ -104,7 +109,8 @@ def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
     if found is None:
         return None
     try:
-        return Compiled(name, found.artifact, cache, sorted(_modules(source.module.graph)), source.module)
+        modules = sorted(modules_of(source.module.graph))
+        return Compiled(name, found.artifact, cache, modules, source.module, found)
     except PiperError:
         raise
     except _BROKEN:
@@ -115,7 +121,7 @@ def compiled(name: str, source: Source, cache: Cache) -> Compiled:
     """Compile a graph, and store it in the cache under its name."""
     try:
         artifact = _compile(source, cache)
-        made = Compiled(name, artifact, cache, sorted(_modules(source.module.graph)), source.module)
+        made = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)), source.module)
         cache.keep(name, CacheEntry(artifact=artifact, files=_made_files(cache)))
     except PiperError:
         raise
@@ -134,7 +140,28 @@ def _working(cache: Cache) -> Iterator[None]:
     """Let Inductor work quietly, in this process's folder, and keep this thread's gradient mode."""
     private_folder(Path(default_cache_dir()), "cache")  # precompiled headers are here in any case
     folder = str(cache.working_folder())
-    with quiet(), torch.set_grad_enabled(torch.is_grad_enabled()), temporary_cache_dir(folder):
+    with (
+        quiet(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        temporary_cache_dir(folder),
+        _benchmarking_alone(Path(folder).parent / "benchmark.lock"),
+    ):
+        yield
+
+
+@contextmanager
+def _benchmarking_alone(lock: Path) -> Iterator[None]:
+    """Let one process at a time measure kernels on the accelerator: the fastest is chosen by its time."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    plain: Callable[..., object] = CachingAutotuner.benchmark_all_configs
+
+    def alone(*args: object, **kwargs: object) -> object:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return plain(*args, **kwargs)
+
+    with patch.object(CachingAutotuner, "benchmark_all_configs", alone):
         yield
 
 
@@ -209,13 +236,15 @@ def _machine(device: str) -> str:
     return f"{device} {CacheBase.get_system()}"
 
 
-def _modules(graph: fx.Graph) -> Iterator[str]:
+def modules_of(graph: fx.Graph) -> Iterator[str]:
     """Yield the modules that define the custom operators which a graph calls."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             defined = OPDEFS.get(node.target.name().partition(".")[0])
             if defined is not None:
                 yield defined._init_fn.__module__
+            elif node.target is operators.mm_into:
+                yield operators.__name__
 
 
 def is_traced(value: Tensor) -> bool:

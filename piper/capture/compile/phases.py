@@ -1,5 +1,6 @@
 """Compiles the phases of chunks together: each distinct graph once, among them the layers that repeat."""
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.flat_gradients import FlatPhase, flat_phase, source_in_place
 from piper.capture.compile.inductor import Compiled, Source, compiled, is_traced, loaded, name_of
 from piper.capture.compile.repeats import PhasePiece, pieces_of
+from piper.capture.compile.servers import CompileServers
 from piper.ir.chunk import Phase
 
 log = logging.getLogger("piper")
@@ -71,12 +74,19 @@ class PhaseCut:
 
 
 def compile_phases(
-    asked: Mapping[PhaseKey, Source], cache: Cache
-) -> dict[PhaseKey, Compiled | CompiledPieces]:
-    """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once."""
+    asked: Mapping[PhaseKey, Source],
+    cache: Cache,
+    servers: CompileServers,
+    meanwhile: Callable[[], None],
+) -> dict[PhaseKey, Compiled | CompiledPieces | FlatPhase]:
+    """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once.
+
+    meanwhile: is called while servers compile, or before anything is compiled here.
+    """
     graphs: dict[str, Source] = {}
     cuts: dict[PhaseKey, PhaseCut] = {}
-    for key, source in asked.items():
+    flat = {key: source_in_place(source) for key, source in asked.items() if source.in_place}
+    for key, source in {**asked, **flat}.items():
         pieces = pieces_of(source.module)
         for node in source.module.graph.nodes:
             node.meta.pop("val", None)  # fakes, which are large
@@ -90,26 +100,36 @@ def compile_phases(
         if not pieces:
             graphs.setdefault(names[0], source)
         cuts[key] = PhaseCut(source=source, pieces=pieces, names=names)
-    made = _compile_all(graphs, cache)
-    return {key: _joined(cut, made) for key, cut in cuts.items()}
+    made = _compile_all(graphs, cache, servers, meanwhile)
+    joined = {key: _joined(cut, made) for key, cut in cuts.items()}
+    return {**joined, **{key: flat_phase(joined[key], asked[key], flat[key]) for key in flat}}
 
 
-def _compile_all(graphs: Mapping[str, Source], cache: Cache) -> dict[str, Compiled]:
-    """Return the compiled forms of graphs by their names, and say how far the compilation is."""
+def _compile_all(
+    graphs: Mapping[str, Source], cache: Cache, servers: CompileServers, meanwhile: Callable[[], None]
+) -> dict[str, Compiled]:
+    """Return the compiled forms of graphs by their names. Servers, if there are any, compile some of them."""
     log.debug("Loading compiled code")
     made = {name: found for name, source in graphs.items() if (found := loaded(name, source, cache))}
-    missing = [name for name in graphs if name not in made]
-    for number, name in enumerate(missing, start=1):
-        source = graphs[name]
-        log.info(
-            "Compiling graph %d of %d: %s of %s",
-            number,
-            len(missing),
-            source.phase,
-            source.chunk,
-            extra={"done": number - 1, "total": len(missing)},
-        )
-        made[name] = compiled(name, source, cache)
+    missing = {name: source for name, source in graphs.items() if name not in made}
+    numbers = itertools.count(1)
+
+    def report(name: str) -> None:
+        number, source = next(numbers), missing[name]
+        what = f"Compiling graph {number} of {len(missing)}: {source.phase} of {source.chunk}"
+        log.info(what, extra={"done": number - 1, "total": len(missing)})
+
+    try:
+        compilation = servers.compile(missing, cache, report)
+        meanwhile()
+        for name in compilation.take():
+            made[name] = compiled(name, missing[name], cache)
+        compilation.wait()
+    finally:
+        servers.close()
+    for name, source in missing.items():
+        if name not in made:  # a server has it, or failed: then the error is found here
+            made[name] = loaded(name, source, cache) or compiled(name, source, cache)
     return made
 
 

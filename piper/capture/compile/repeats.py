@@ -8,12 +8,13 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, fx
 
-from piper.capture.compile.hashing import digest_of, graph_lines
+from piper.capture.compile.hashing import digest_of, node_lines
+from piper.capture.compile.operators import mm_into
 
 FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer
@@ -27,6 +28,7 @@ PRODUCTS = frozenset(
         "aten::baddbmm",
         "aten::_scaled_mm",
         "aten::convolution",
+        "piper::mm_into",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -53,15 +55,21 @@ def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:
         return []
     cuts = sorted({0, len(body), *cuts_of(body, [label_of(node) for node in body])})
     runs = [body[start:stop] for start, stop in pairwise(cuts)]
-    pieces = [piece_of(module, run) for run in runs]
+    known: dict[str, fx.GraphModule] = {}
+    pieces = [piece_of(module, run, known) for run in runs]
     distinct = {piece.key: len(run) for piece, run in zip(pieces, runs, strict=True)}
     return pieces if len(body) - sum(distinct.values()) >= WORTH else []
 
 
 def plain(node: fx.Node) -> bool:
-    """Return whether an operation can move into a module of its own: a call that changes no argument."""
+    """Return whether an operation can move into a module of its own: a call that changes no value.
+
+    A result that is written into given memory is read by nothing else.
+    """
     if node.op != "call_function":
         return False
+    if node.target in (mm_into, torch.ops.aten.copy_.default):
+        return not node.users
     return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 
@@ -93,7 +101,16 @@ def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> 
     if found is None:
         return
     start, stop, period = found
-    first = min(range(start, start + period), key=lambda place: cut_cost(body, place, start, stop, period))
+    crossing = Crossing(body)
+
+    def cost(place: int) -> tuple[bool, bool, bool, int]:
+        """Return what a cut costs: it is impossible, loses layers or fusions, and the bytes that cross it."""
+        lost = (stop - start) // period - (stop - place) // period
+        inside = place + period  # a place with layers on both sides
+        fused = not ends_kernel(body[inside - 1])
+        return crossing.others[inside] > 0, lost > 1, fused, crossing.nbytes[inside]
+
+    first = min(range(start, start + period), key=cost)
     places = list(range(first, stop + 1, period))
     yield from (offset + place for place in places)
     yield from cuts_of(body[: places[0]], labels[: places[0]], offset)
@@ -129,16 +146,20 @@ def likely_periods(labels: Sequence[str]) -> list[int]:
     return sorted([period for period, _ in common if period >= SMALLEST][:PERIODS])
 
 
-def cut_cost(
-    body: Sequence[fx.Node], place: int, start: int, stop: int, period: int
-) -> tuple[bool, bool, bool, int]:
-    """Return what a cut costs: it is impossible, loses layers or fusions, and how many bytes cross it."""
-    lost = (stop - start) // period - (stop - place) // period
-    inside = place + period  # a place with layers on both sides
-    earlier, later = set(body[:inside]), set(body[inside:])
-    crossing = [node for node in earlier if any(user in later for user in node.users)]
-    several = not all(isinstance(node.meta.get("val"), Tensor) for node in crossing)
-    return several, lost > 1, not ends_kernel(body[inside - 1]), sum(map(bytes_of, crossing))
+class Crossing:
+    """What goes on past each place of a run of operations: bytes of tensors, and values that are none."""
+
+    def __init__(self, body: Sequence[fx.Node]) -> None:
+        places = {node: place for place, node in enumerate(body)}
+        self.nbytes, self.others = [0] * (len(body) + 1), [0] * (len(body) + 1)
+        for node, place in places.items():
+            last = max((places[user] for user in node.users if user in places), default=place)
+            size, other = bytes_of(node), not isinstance(node.meta.get("val"), Tensor)
+            if last > place:
+                for changes, change in ((self.nbytes, size), (self.others, int(other))):
+                    changes[place + 1] += change
+                    changes[last + 1] -= change
+        self.nbytes, self.others = [*accumulate(self.nbytes)], [*accumulate(self.others)]
 
 
 def ends_kernel(node: fx.Node) -> bool:
@@ -159,18 +180,30 @@ def bytes_of(node: fx.Node) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def piece_of(module: fx.GraphModule, run: Sequence[fx.Node]) -> PhasePiece:
-    """Return a run of operations as a module of its own."""
+def piece_of(module: fx.GraphModule, run: Sequence[fx.Node], known: dict[str, fx.GraphModule]) -> PhasePiece:
+    """Return a run of operations as a module of its own, or as an equal one that is known already."""
     inside = set(run)
     reads = list(dict.fromkeys(read for node in run for read in node.all_input_nodes if read not in inside))
     writes = [node for node in run if any(user not in inside for user in node.users)]
+    arguments = tuple(node.meta["val"] for node in reads)
+    numbers = {node: number for number, node in enumerate(reads)}
+    lines = [*map(described, arguments), *node_lines(run, module, numbers)]
+    key = digest_of([*lines, " ".join(str(numbers[node]) for node in writes)])
+    if key not in known:
+        known[key] = module_of(module, run, reads, writes)
+    return PhasePiece(
+        module=known[key], arguments=arguments, reads=tuple(reads), writes=tuple(writes), key=key
+    )
+
+
+def module_of(
+    module: fx.GraphModule, run: Sequence[fx.Node], reads: Sequence[fx.Node], writes: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """Return a run of operations as a module."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(f"read_{n}") for n, node in enumerate(reads)}
     for node in run:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {}
     graph.output(tuple(copies[node] for node in writes))
-    made = fx.GraphModule(module, graph)
-    arguments = tuple(node.meta["val"] for node in reads)
-    key = digest_of([*map(described, arguments), *graph_lines(graph, made)])
-    return PhasePiece(module=made, arguments=arguments, reads=tuple(reads), writes=tuple(writes), key=key)
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,320 @@
+"""Processes that compile graphs for this one. Each takes a graph, compiles it and stores it in the cache.
+
+They are started while the model is traced, because a process takes as long to import torch as a trace takes.
+Whatever they cannot do is left to the process that asked: it compiles the graph itself, and reports errors.
+"""
+
+import importlib
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Lock, Thread
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from piper.capture.compile.cache import Cache
+from piper.errors import PiperError
+from piper.ir.chunk import Phase
+
+if TYPE_CHECKING:
+    from piper.capture.compile.inductor import Source  # it takes a second to import
+
+log = logging.getLogger("piper")
+CORES = 4  # of this machine, for each server
+MOST = 4  # servers
+IDLE = 120.0  # seconds after which a server that has nothing to do ends
+GRACE = 10.0  # seconds that a server has to end
+_START = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({device!r}, {threads})"
+_UNSENT = (pickle.PicklingError, AttributeError, RuntimeError, TypeError, ValueError)
+_FAILED = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_BROKEN_OFF = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # ValueError: the pipe is closed
+Described = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # shape, strides, type, device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator of torch by its names: namespace and name, and overload."""
+
+    name: str
+    overload: str
+
+    def found(self) -> Callable[..., object]:
+        """Return the operator."""
+        namespace, _, name = self.name.partition("::")
+        found: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeResult:
+    """The result of a node, as an argument of a later one."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRequest:
+    """A graph to compile. It can be read once the modules that define its operators are imported.
+
+    A pickle of torch's runs operations that have no tensor among their arguments, and so changes the graph.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    nodes: bytes  # a pickle of the op, target, positional and named arguments of each node
+    arguments: tuple[Described, ...]
+    chunk: str
+    phase: Phase
+    cache: Cache
+
+
+def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | None:
+    """Return a graph as a request. None: it cannot be sent, reads attributes, or has unknown sizes."""
+    from piper.capture.compile.inductor import modules_of
+
+    sizes = [size for value in source.arguments for size in (*value.shape, *value.stride())]
+    attributes = any(node.op == "get_attr" for node in source.module.graph.nodes)
+    if attributes or any(isinstance(size, torch.SymInt) for size in sizes):
+        return None
+    try:
+        nodes = pickle.dumps(list(written(source.module.graph)))
+    except _UNSENT:
+        return None
+    described = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in source.arguments]
+    return CompileRequest(
+        name=name,
+        modules=tuple(modules_of(source.module.graph)),
+        nodes=nodes,
+        arguments=tuple(described),
+        chunk=source.chunk,
+        phase=source.phase,
+        cache=cache,
+    )
+
+
+def written(graph: fx.Graph) -> Iterator[tuple[object, ...]]:
+    """Yield the nodes of a graph as values that can be sent."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = Operator(name=target._schema.name, overload=target._overloadname)
+        sent = pytree.tree_map_only(
+            fx.Node, lambda used: NodeResult(node=numbers[used]), (node.args, node.kwargs)
+        )
+        yield (node.op, target, *sent)
+
+
+def read(nodes: Sequence[tuple[str, object, tuple[object, ...], dict[str, object]]]) -> fx.GraphModule:
+    """Return the graph whose nodes were written."""
+    graph, made = fx.Graph(), list[fx.Node]()
+    for op, target, args, kwargs in nodes:
+        given = pytree.tree_map_only(NodeResult, lambda used: made[used.node], (args, kwargs))
+        called = target.found() if isinstance(target, Operator) else target
+        made.append(graph.create_node(op, called, *given))  # type: ignore[arg-type]
+    return fx.GraphModule({}, graph)
+
+
+class CompileServers:
+    """Processes that compile graphs. None of them runs until they are started."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, device: str, count: int | None = None) -> None:
+        """Start servers, unless they run. count: how many. None: as many as this machine has cores for."""
+        cores = len(os.sched_getaffinity(0))
+        count = min(MOST, cores // CORES) if count is None else count
+        if self.processes or not count:
+            return
+        threads = max(1, cores // (count + 1))
+        code = _START.format(path=sys.path, module=__name__, device=device, threads=threads)
+        for _ in range(count):
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+        weakref.finalize(self, end, self.processes)
+
+    def compile(
+        self, graphs: Mapping[str, "Source"], cache: Cache, report: Callable[[str], None]
+    ) -> "Compilation":
+        """Begin to compile graphs, the largest first. report: is called with the name of each that begins."""
+        ordered = sorted(graphs, key=lambda name: len(graphs[name].module.graph.nodes), reverse=True)
+        return Compilation(self.processes, {name: graphs[name] for name in ordered}, cache, report)
+
+    def close(self) -> None:
+        """End all servers. Idempotent."""
+        end(self.processes)
+
+
+class Compilation:
+    """Graphs that servers compile, while the process that asked does other work or compiles some itself."""
+
+    def __init__(
+        self,
+        processes: Sequence[subprocess.Popen[bytes]],
+        graphs: Mapping[str, "Source"],
+        cache: Cache,
+        report: Callable[[str], None],
+    ) -> None:
+        self.report, self.taking = report, Lock()
+        self.shared: Queue[str] = Queue()  # graphs that servers may take
+        self.own: list[str] = []  # those that cannot be sent
+        self.requests: dict[str, CompileRequest] = {}
+        for name, source in graphs.items():
+            request = request_of(name, source, cache) if processes else None
+            if request is None:
+                self.own.append(name)
+            else:
+                self.requests[name] = request
+                self.shared.put(name)
+        for process in processes if self.requests else ():
+            Thread(target=self._drive, args=(process,), daemon=True).start()
+
+    def _drive(self, process: subprocess.Popen[bytes]) -> None:
+        """Let one server compile graphs until none is left. If it ends, others compile what it leaves."""
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(*_BROKEN_OFF, Empty):
+            failure = pickle.load(process.stdout)  # it is ready, or says why not
+            while not failure:
+                name = self._next()
+                try:
+                    pickle.dump(self.requests[name], process.stdin)
+                    process.stdin.flush()
+                    failure = pickle.load(process.stdout)
+                finally:
+                    self.shared.task_done()
+            log.debug("A process that compiles failed: %s", failure)
+
+    def take(self) -> Iterator[str]:
+        """Yield the names of graphs that no server has begun, for the caller to compile."""
+        while self.own:
+            self.report(self.own[0])
+            yield self.own.pop(0)
+        with suppress(Empty):
+            while True:
+                name = self._next()
+                self.shared.task_done()
+                yield name
+
+    def _next(self) -> str:
+        with self.taking:  # so that what is reported first was taken first
+            name = self.shared.get_nowait()
+            self.report(name)
+            return name
+
+    def wait(self) -> None:
+        """Wait until the servers have compiled what they began. The cache then has it, if all went well."""
+        self.shared.join()
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End processes: their input ends, and what does not end by itself is killed."""
+    ending = [*processes]
+    processes.clear()
+    for process in ending:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            process.stdin.close()
+    Thread(target=reap, args=(ending,), daemon=True).start()
+
+
+def reap(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes, and kill those that do not end in time."""
+    for process in processes:
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def serve(device: str, threads: int) -> None:
+    """Compile the graphs that arrive on the standard input, and answer on what was the standard output."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what torch prints is no answer
+    from torch._inductor import config
+
+    config.compile_threads = threads
+    answer = warm_up(torch.device(device, 0)) if device == "cuda" else ""
+    requests = sys.stdin.buffer
+    while True:
+        pickle.dump(answer, answers)
+        answers.flush()
+        if not select.select([requests], [], [], IDLE)[0]:
+            return
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        answer = compile_request(request)
+
+
+def warm_up(device: torch.device) -> str:
+    """Compile a small graph, so that what a compiler sets up once is there when the first request comes."""
+    from piper.capture.compile.inductor import Source, name_of
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    graph.output((graph.call_function(torch.ops.aten.relu.default, (product,)),))
+    with FakeTensorMode():
+        arguments = [torch.empty(8, 8, dtype=torch.bfloat16, device=device)]
+    source = Source(module=fx.GraphModule({}, graph), arguments=arguments, chunk="", phase="F")
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Cache(folder=Path(folder), key=Path(folder) / "key")
+        request = request_of(name_of(source), source, cache)
+        assert request is not None
+        return compile_request(request)
+
+
+def compile_request(request: CompileRequest) -> str:
+    """Compile a graph and store it. Return why that failed, or an empty text."""
+    from piper.capture.compile.inductor import Source, compiled, name_of
+
+    try:
+        for needed in request.modules:
+            importlib.import_module(needed)
+        with FakeTensorMode():
+            arguments = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                for shape, strides, dtype, device in request.arguments
+            ]
+        module = read(pickle.loads(request.nodes))
+        source = Source(module=module, arguments=arguments, chunk=request.chunk, phase=request.phase)
+        if name_of(source) != request.name:
+            return "another graph arrived than was sent"
+        compiled(request.name, source, request.cache)
+    except (PiperError, *_FAILED) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

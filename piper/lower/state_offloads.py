@@ -1,0 +1,143 @@
+"""The optimizer's state in memory of the host, on the device only bucket by bucket, as it is updated."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from piper.devices import show
+from piper.errors import ScheduleError
+from piper.ids import SlotId
+from piper.ir.graph import OffloadedChunk
+from piper.ir.node import Node, Update
+from piper.lower.buckets import param_slot, state_offloads
+from piper.lower.offloads import CopyBack, CopyOut, fetched
+from piper.lower.sequence import computes_by_set
+from piper.lower.state import LoweringState
+from piper.plan.plan import Bucket, Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBack(CopyBack):
+    """Copy the optimizer's state for a bucket from memory of the host to the device."""
+
+    @property
+    def name(self) -> str:
+        return f"fetch[{self.reads[0]} @{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOut(CopyOut):
+    """Copy the optimizer's updated state for a bucket to memory of the host."""
+
+    @property
+    def name(self) -> str:
+        return f"offload[{self.writes[0]} @{show(self.devices)}]"
+
+
+def add_state_offloads(work: LoweringState) -> LoweringState:
+    """Update buckets whose state is on the host one by one, between two copies of their state.
+
+    F[PP=0]  B[PP=0]  update[@0]
+    -->
+    F[PP=0], fetch[PP=0/0.state]  B[PP=0], fetch[PP=0/1.state], update[PP=0/0], offload[PP=0/0.state], ...
+    """
+    asked = state_offloads(work.graph)
+    if not asked or work.settings.buckets is not None:  # an evaluation updates nothing
+        return work
+    check_state(work, asked)
+    updates = {place: node for place, node in enumerate(work.sequence) if isinstance(node, Update)}
+    computes = computes_by_set(work.sequence, {node.devices for node in updates.values()})
+    values = dict(work.values)
+    before: dict[int, list[Node]] = {}
+    for place, node in updates.items():
+        away = [slot for slot in node.writes if work.residents[SlotId("state", slot.owner)].host]
+        if not away:
+            continue
+        rest = tuple(slot for slot in node.writes if slot not in away)
+        buckets = [work.buckets[slot.owner] for slot in away]
+        for bucket in buckets:
+            values[on_device(bucket)] = Slot(nbytes=work.residents[SlotId("state", bucket.name)].host)
+        turns = [streamed(work, node, bucket, how_of(bucket, asked)) for bucket in buckets]
+        mine = computes[node.devices]
+        first = mine[max(0, len(mine) - how_of(buckets[0], asked).ahead)]
+        before.setdefault(first, []).append(turns[0][0])
+        before[place] = [part_of(node, rest)] if rest else []
+        for number, (_, updated, out) in enumerate(turns):  # each copy to the device one update ahead
+            before[place] += [turns[number + 1][0]] if number + 1 < len(turns) else []
+            before[place] += [updated, out]
+    sequence: list[Node] = []
+    for place, other in enumerate(work.sequence):
+        sequence += before.get(place, ())
+        if place not in updates or place not in before:
+            sequence.append(other)
+    return replace(work, sequence=tuple(sequence), values=values)
+
+
+def offloaded_state_comes_back(work: LoweringState) -> Iterator[str]:
+    """Yield each bucket whose state is on the host and that is not updated between two copies of it."""
+    seen: dict[SlotId, list[str]] = {}
+    for node in work.sequence:
+        held = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
+        if isinstance(node, Update) and node.bucket:
+            held = SlotId("state", node.bucket)
+        if held is not None:
+            seen.setdefault(held, []).append(type(node).__name__)
+    away = {slot for slot, found in work.residents.items() if slot.kind == "state" and found.host}
+    if work.settings.buckets is None:
+        for slot in away:
+            once = len(seen.get(slot, ())) // 3
+            if not once or sorted(seen[slot]) != sorted(["StateBack", "Update", "StateOut"] * once):
+                yield f"{slot} is on the host, and copied or updated only by {seen.get(slot, [])}"
+
+
+def streamed(
+    work: LoweringState, node: Update, bucket: Bucket, how: OffloadedChunk
+) -> tuple[StateBack, Update, StateOut]:
+    """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
+    held, here = SlotId("state", bucket.name), on_device(bucket)
+    nbytes, origin = work.residents[held].host, (how.by,)
+    updated = part_of(node, (param_slot(bucket),))
+    updated = replace(
+        updated, reads=(*updated.reads, here), writes=(*updated.writes, here), bucket=bucket.name
+    )
+    # The state is not complete on the host until the last copy: what copies it elsewhere comes before.
+    back = StateBack(
+        devices=node.devices, reads=(held,), writes=(here, held), stream=f"{how.stream}.in",
+        nbytes=nbytes, origin=origin,
+    )  # fmt: skip
+    out = StateOut(
+        devices=node.devices, reads=(here,), writes=(held,), stream=f"{how.stream}.out",
+        nbytes=nbytes, origin=origin,
+    )  # fmt: skip
+    return back, updated, out
+
+
+def part_of(node: Update, params: tuple[SlotId, ...]) -> Update:
+    """Return the update of some of the buckets of an update."""
+    given = dict(zip(node.writes, node.reads, strict=False))  # the sums of the step come after the gradients
+    return replace(
+        node, reads=(*(given[slot] for slot in params), *node.reads[len(node.writes) :]), writes=params
+    )
+
+
+def on_device(bucket: Bucket) -> SlotId:
+    """Return the slot of a bucket's state while it is on the device."""
+    return fetched(SlotId("state", bucket.name), 0)
+
+
+def how_of(bucket: Bucket, asked: Mapping[str, OffloadedChunk]) -> OffloadedChunk:
+    """Return how the state of a bucket is offloaded."""
+    return next(asked[chunk] for chunk in bucket.chunks if chunk in asked)
+
+
+def check_state(work: LoweringState, asked: Mapping[str, OffloadedChunk]) -> None:
+    """Refuse a directive whose regions have no optimizer state."""
+    for by in dict.fromkeys(how.by for how in asked.values()):
+        chunks = [chunk for chunk, how in asked.items() if how.by == by]
+        slots = [SlotId("state", name) for chunk in chunks for name in work.chunk_buckets[chunk]]
+        if not any(work.residents[slot].host for slot in slots if slot in work.residents):
+            raise ScheduleError(
+                "there is no optimizer state to offload",
+                by=work.graph.directives[by].title,
+                facts={"regions": ", ".join(chunks[:3])},
+                hint="select regions with parameters that train, under an optimizer that keeps state",
+            )

@@ -1,0 +1,78 @@
+"""The optimizer's state in memory of the host, bucket by bucket, which the device gets for an update."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from piper.runtime.bucket_layout import Layout
+from piper.runtime.host_memory import HostBuffer, HostMemory
+
+
+class HostState:
+    """The state of one bucket: on the host between steps, on the device while it is updated.
+
+    The optimizer finds its tensors where it left them: those on the host take the places of those on the
+    device, and the other way round. A master copy of the parameters goes with them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        segments: Sequence[Tensor],
+        master: Tensor | None,
+        memory: HostMemory,
+        device: torch.device,
+    ) -> None:
+        """Keep the state of some trained tensors. master: on the host, of which they are parts if it is."""
+        self.layout, self.segments, self.master = layout, segments, master
+        self.memory, self.device = memory, device
+        self.here: Tensor | None = None  # the master copy on the device
+        self.buffers: dict[tuple[int, str], tuple[HostBuffer, Tensor]] = {}  # by segment and key
+
+    def bring(self, optimizer: Optimizer, empty: Callable[[int], Tensor]) -> list[Tensor]:
+        """Copy the state to the device, for the optimizer to use it there. Return the copies.
+
+        empty: allocates bytes on the device.
+        """
+        made: list[Tensor] = []
+
+        def brought(value: Tensor) -> Tensor:
+            copy = empty(value.numel() * value.element_size()).view(value.dtype).view(value.shape)
+            made.append(copy.copy_(value, non_blocking=True))
+            return copy
+
+        if self.master is not None:
+            self.here = brought(self.master)
+            self._use(self.here)
+        for _, tensor, key, value in self._kept(optimizer):
+            optimizer.state[tensor][key] = brought(value)
+        return made
+
+    def put_away(self, optimizer: Optimizer, *, wait: bool = False) -> None:
+        """Copy the state to the host, where the optimizer finds it. wait: until it has arrived."""
+        if self.master is not None:
+            if self.here is not None:
+                self.master.copy_(self.here, non_blocking=not wait)
+            self._use(self.master)
+            self.here = None
+        for number, tensor, key, value in self._kept(optimizer):
+            if (number, key) not in self.buffers:
+                buffer = self.memory.take(value.numel() * value.element_size(), self.device)
+                self.buffers[number, key] = buffer, buffer.data.view(value.dtype).view(value.shape)
+            kept = self.buffers[number, key][1]
+            if value is not kept:
+                optimizer.state[tensor][key] = kept.copy_(value, non_blocking=not wait)
+
+    def _use(self, flat: Tensor) -> None:
+        """Let the trained tensors lie in another flat tensor."""
+        for tensor, (_, part) in zip(self.segments, self.layout.segments(flat), strict=True):
+            tensor.data = part
+
+    def _kept(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str, Tensor]]:
+        """Yield the tensors that an optimizer keeps with an element for each of a trained tensor's."""
+        for number, tensor in enumerate(self.segments):
+            for key, value in list(optimizer.state.get(tensor, {}).items()):
+                if isinstance(value, Tensor) and value.dim() and value.numel() == tensor.numel():
+                    yield number, tensor, key, value
