@@ -333,7 +333,10 @@ def capture_slices(
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    asked = (requests, ways, graph.budgets, graph.precisions)
+    compiled = capturing.cache is not None
+    # Gradients that are reduced after each run of backwards are written where they are reduced from.
+    flat = [c.name for c in graph.outline.chunks if compiled and graph.policy(c.name).zero >= 2]
+    asked = (requests, ways, graph.budgets, graph.precisions, tuple(flat))
     return {rows: capturing.differentiated(rows, *asked) for rows in needed}
 
 

@@ -186,14 +186,16 @@ def measured(
 ) -> tuple[Sizes, Probe]:
     """Return the sizes at which the optimizer can be tried, and what it is like there."""
     small: Sizes = small_sizes(sizes, buckets)
-    trial = trial_of(make, small, buckets, torch.float32)
+    double = any(bucket.dtype == "float64" for bucket in buckets)
+    dtype = torch.float64 if double else torch.float32  # what optimizers see: master copies of shorter types
+    trial = trial_of(make, small, buckets, dtype)
     try:
         optimizer, tensors = set_up(trial, whole, groups)
     except ConfigError:
         if groups is None or sum(map(math.prod, sizes.values())) > FEW:
             raise
         small = sizes  # it asks for true sizes, and they are few enough
-        trial = trial_of(make, small, buckets, torch.float32)
+        trial = trial_of(make, small, buckets, dtype)
         optimizer, tensors = set_up(trial, whole, groups)
     step(trial, whole, optimizer, tensors)
     count = sum(tensor.numel() for tensor in tensors)

@@ -136,6 +136,7 @@ def test_verbs_and_flags() -> None:
             "--on",
             "--out",
             "--profile",
+            "--replace-stragglers",
             "--resume",
             "--retries",
             "--spares",

@@ -205,8 +205,11 @@ def train(
         typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
     ] = None,
     spares: Annotated[
-        int, typer.Option(help="On Ray: actors more than devices to claim room for.", metavar="N")
+        int, typer.Option(help="On Ray: workers more than devices to claim room for.", metavar="N")
     ] = 0,
+    replace_stragglers: Annotated[
+        bool, typer.Option("--replace-stragglers", help="Replace the worker of a straggler, once a device.")
+    ] = False,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
@@ -244,6 +247,7 @@ def train(
         retries=retries,
         stall=stall,
         spares=spares,
+        replace_stragglers=replace_stragglers,
     )
     console = Console(soft_wrap=True, markup=False, highlight=False)
     try:

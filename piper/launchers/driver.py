@@ -64,6 +64,10 @@ class WorkerGroup(ABC):
         """Take note inside the block that workers run another program than the one they train with."""
         return nullcontext()
 
+    def sharing(self, step: int) -> AbstractContextManager[None]:
+        """Let all workers reach the versions of a step inside the block, wherever they lie."""
+        return nullcontext()
+
     @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
@@ -324,7 +328,8 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
         """Take the state after a step from memory; `unread`: the values that no device holds."""
-        self._ask("restore", dict.fromkeys(self.devices, step))
+        with self.group.sharing(step):
+            self._ask("restore", dict.fromkeys(self.devices, step))
         self.unread.update(unread)
 
     def state_dict(self) -> dict[str, Tensor]:

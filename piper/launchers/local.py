@@ -12,11 +12,12 @@ from torch import Tensor
 from piper.launchers.base import Readable
 from piper.launchers.driver import RemoteRun, SocketWorkerGroup
 from piper.launchers.messages import CODEC, Assignment, StoreAddress
-from piper.launchers.processes import SharedFile, gone
+from piper.launchers.processes import SharedFile, gone, how
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
 from piper.launchers.transport.fork_server import ForkConnection, fork_server
-from piper.launchers.transport.shared_memory import TensorEntry, map_marks, new_marks, share
+from piper.launchers.transport.nameless_files import map_marks, new_marks
+from piper.launchers.transport.shared_memory import TensorEntry, share
 from piper.launchers.worker_server import crowded
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -92,13 +93,6 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self.forks.wait(left, END)
         self.channels.clear()
         self.processes.clear()
-
-
-def how(status: int) -> str:
-    """Return how a process ended, in words."""
-    if status >= 0:
-        return f"ended with exit code {status}"
-    return f"was killed by {signal.Signals(-status).name}"
 
 
 @contextmanager

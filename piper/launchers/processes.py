@@ -3,12 +3,10 @@
 Nothing heavy is imported: some of this runs where a worker no longer answers, and before torch is needed.
 """
 
-import mmap
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -61,6 +59,13 @@ def stat_field(process: int, place: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2].split()[place]
+
+
+def how(status: int) -> str:
+    """Return how a process ended, in words."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    return f"was killed by {signal.Signals(-status).name}"
 
 
 def running(marks: Sequence[int]) -> tuple[int, ...]:
@@ -126,43 +131,6 @@ class SharedFile:
             return descriptor
         os.close(descriptor)  # a process of another machine has the same number
         return None
-
-
-class NodeMonitor:
-    """Watches the workers of one machine, from a process of its own that ends with the driver.
-
-    It holds their marks open, so that they can be read when a worker is dead, and no file is left behind.
-    """
-
-    def __init__(self) -> None:
-        self.processes: dict[int, tuple[int, str]] = {}  # by device: the process, and when it started
-        self.marks: dict[int, memoryview] = {}
-
-    def hold(self, workers: Mapping[int, tuple[int, SharedFile]]) -> None:
-        """Begin to watch workers, each a process and where its marks are."""
-        for device, (process, spot) in workers.items():
-            self.processes[device] = (process, started(process))
-            descriptor = spot.open()
-            if descriptor is not None:
-                self.marks[device] = memoryview(mmap.mmap(descriptor, 0)).cast("q")
-                os.close(descriptor)
-
-    def look(self) -> dict[int, ProcessStatus]:
-        """Return the status of the workers' processes."""
-        return {
-            device: ProcessStatus(
-                process=process, running=running(self.marks.get(device, ())), stopped=stopped(process)
-            )
-            for device, (process, _) in self.processes.items()
-        }
-
-    def sweep(self, devices: Iterable[int]) -> None:
-        """End workers that still run, stopped or not."""
-        for device in devices:
-            process, began = self.processes.get(device, (0, ""))
-            if began and started(process) == began:  # else it is not our worker that has this number now
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,9 @@
-"""`ray`: every device is an actor of a Ray cluster, on one node or many."""
+"""`ray`: every device is a worker on a node of a Ray cluster, started by an agent that is an actor."""
 
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any, cast
 
@@ -18,238 +16,28 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-from torch import Tensor
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from piper.launchers.base import Run, streams_of
-from piper.launchers.driver import RemoteRun, SocketWorkerGroup, devices_of
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
-from piper.launchers.processes import NodeMonitor, ProcessStatus, SharedFile, StopWatch, Termination
-from piper.launchers.ray_support import ActorLocation, bundle_of, folder_of_ray, no_room, not_started, reason
-from piper.launchers.rendezvous import LOOPBACK, store_on
-from piper.launchers.transport.channel import Listener, connect
-from piper.launchers.transport.fork_server import die_with
-from piper.launchers.transport.shared_memory import (
-    Bytes,
-    HeldValues,
-    TensorEntry,
-    joined,
-    map_marks,
-    new_marks,
+from piper.launchers.base import Run
+from piper.launchers.driver import RemoteRun
+from piper.launchers.machine_agent import MachineAgent
+from piper.launchers.ray_support import (
+    bundle_of,
+    folder_of_ray,
+    machines_of,
+    no_room,
+    not_started,
 )
+from piper.launchers.ray_versions import REACH, Agent, RayVersions
+from piper.launchers.ray_workers import RayWorkerGroup
 from piper.launchers.transport.versions import Versions
-from piper.launchers.worker_server import WorkerServer, serve
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
-GROUP = 60.0  # seconds that a cluster may take to find resources for all actors
-END = 10.0  # seconds that cleaning up after a failure may take
-LOOK = 2.0  # seconds between two looks at all workers while they do not answer
+GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
+LOOK = 2.0  # seconds between two looks at whether there is room
+SOON = 0.1  # seconds between two looks at which agents have answered
 SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
-STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
-
-
-class Actor:
-    """A worker as Ray runs it."""
-
-    def __init__(self, width: int) -> None:
-        die_with(os.getppid())  # a stopped actor would outlive its raylet
-        self.termination = Termination()
-        self.termination.install()
-        self.descriptor = new_marks(width)
-        self.marks = map_marks(self.descriptor)
-
-    def location(self) -> ActorLocation:
-        """Return where this actor runs."""
-        return ActorLocation(
-            node=ray.get_runtime_context().get_node_id(),
-            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            process=os.getpid(),
-            marks=SharedFile.of(self.descriptor),
-        )
-
-    def host(self, address: str) -> int:
-        """Keep the store at which all workers meet. Return its port."""
-        self.store = store_on(address)
-        return self.store.port
-
-    def work(self, device: int, memory: Bytes, driver: tuple[str, int], key: bytes) -> None:
-        """Be the worker of a device until the driver is gone.
-
-        Its calls come over a socket: one through Ray takes milliseconds, as long as many a step.
-        """
-        channel = connect(driver, key, device, PATIENCE, CODEC)
-        given = cast(Assignment, channel.recv())
-        serve(
-            channel,
-            given,
-            lambda: WorkerServer(given, HeldValues(memory, given.values), self.marks),
-            self.termination,
-        )
-
-
-class RayWorkerGroup(SocketWorkerGroup):
-    """Workers that are actors. A monitor on every node reads their progress and state."""
-
-    grace = 3.0  # Ray takes its time to report a death
-
-    def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        group: PlacementGroup,
-        gpus: int,
-        bundles: Sequence[int] | None = None,
-        versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
-    ) -> None:
-        """Start an actor for each device.
-
-        bundles: which of the group's to use. None: the first ones. versions: the memory for copies of the
-        state, which is used if all actors are on the driver's machine. None: none are kept.
-        """
-        super().__init__(program, options)
-        self.versions = versions
-        self.locations: dict[int, ActorLocation] = {}
-        self.monitors: dict[str, Any] = {}  # by node
-        self.working: dict[Any, int] = {}  # calls that last as long as their actors work
-        self.lost: dict[int, str] = {}
-        self.stops = StopWatch(STOPPED)
-        self.looked = (monotonic(), dict[int, ProcessStatus]())
-        self.moved: dict[int, ProcessStatus] = {}  # the statuses at the last call of `moving`
-        remote, width = ray.remote(Actor), streams_of(program.plans)
-        self.actors: dict[int, Any] = {}
-        chosen = range(len(self.devices)) if bundles is None else bundles
-        for i, device in zip(
-            chosen, self.devices, strict=True
-        ):  # they start while the driver builds the model
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-            self.actors[device] = remote.options(
-                num_cpus=1, num_gpus=gpus, scheduling_strategy=place, max_restarts=0
-            ).remote(width)
-
-    def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
-    ) -> None:
-        memory = ray.put(joined(weights, index).numpy())
-        self.locations = self._locations()
-        self.processes = {device: location.process for device, location in self.locations.items()}
-        addresses = {location.address for location in self.locations.values()}
-        alone = len(addresses) == 1
-        self.own = {d: LOOPBACK if alone else location.address for d, location in self.locations.items()}
-        first = self.devices[0]
-        self.port = ray.get(self.actors[first].host.remote(self.own[first]), timeout=PATIENCE)
-        watching = self._watch()
-        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self.protects = self.versions is not None and addresses == {mine}
-        reached, key = LOOPBACK if addresses == {mine} else mine, secrets.token_bytes(32)
-        with Listener(reached, key, self.options.timeout, CODEC) as listener:
-            for device, actor in self.actors.items():
-                self.working[actor.work.remote(device, memory, listener.address, key)] = device
-            until = monotonic() + PATIENCE
-            while len(self.channels) < len(self.devices):
-                self._accept(listener, until)
-        try:
-            ray.get(watching, timeout=PATIENCE)
-        except (RayError, GetTimeoutError) as error:
-            raise not_started(str(error).splitlines()[0]) from error
-
-    def _watch(self) -> list[Any]:
-        """Start a monitor on every node. Return the calls that have ended when all of them watch."""
-        calls = []
-        for node, locations in self._by_node().items():
-            place = NodeAffinitySchedulingStrategy(node, soft=False)  # on this node or nowhere
-            options = {"num_cpus": 0, "scheduling_strategy": place, "max_restarts": 0}
-            self.monitors[node] = ray.remote(NodeMonitor).options(**options).remote()
-            workers = {device: (location.process, location.marks) for device, location in locations.items()}
-            calls.append(self.monitors[node].hold.remote(workers))
-        return calls
-
-    def _accept(self, listener: Listener, until: float) -> None:
-        arrived = listener.accept(1.0)
-        if arrived is not None:
-            device, self.channels[device] = arrived
-        elif lost := self.ended():
-            raise not_started(next(iter(lost.values())))
-        elif monotonic() > until:
-            raise not_started("it cannot reach the driver")
-
-    def _locations(self) -> dict[int, ActorLocation]:
-        asked = [actor.location.remote() for actor in self.actors.values()]
-        try:
-            return dict(zip(self.actors, ray.get(asked, timeout=PATIENCE), strict=True))
-        except (RayError, GetTimeoutError) as error:
-            raise not_started(str(error).splitlines()[0]) from error
-
-    def assignment(
-        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
-    ) -> Assignment:
-        store = StoreAddress(host=self.own[self.devices[0]], port=self.port, own=self.own[device])
-        return Assignment(
-            device=device,
-            local=0,
-            store=store,
-            options=self.options,
-            setup=setup,
-            values=index,
-            versions=self.versions if self.protects else None,
-        )
-
-    def ended(self) -> dict[int, str]:
-        done, _ = ray.wait(list(self.working), num_returns=len(self.working), timeout=0)
-        for ref in done:
-            device = self.working[ref]
-            if device not in self.lost:
-                try:
-                    ray.get(ref)
-                except RayError as error:
-                    self.lost[device] = f"the process died{reason(error)}"
-        return self.lost
-
-    def moving(self) -> bool:
-        before, self.moved = self.moved, self._recent()
-        return bool(before) and before != self.moved
-
-    def stopped(self) -> set[int]:
-        return {d for d, seen in self._recent().items() if self.stops.lasting(seen.process, seen.stopped)}
-
-    def _recent(self) -> dict[int, ProcessStatus]:
-        """Return the statuses of all devices, at most a few seconds old."""
-        when, seen = self.looked
-        if monotonic() - max(when, self.asked) > LOOK:  # it costs a call to every node
-            seen = self.statuses()
-            self.looked = (monotonic(), seen)
-        return seen
-
-    def statuses(self) -> dict[int, ProcessStatus]:
-        """Return what the monitors see: an actor may no longer answer."""
-        ended = self.ended()
-        seen = {device: ProcessStatus(process=process) for device, process in self.processes.items()}
-        for ref in [monitor.look.remote() for monitor in self.monitors.values()]:
-            try:
-                seen |= ray.get(ref, timeout=END)
-            except (RayError, GetTimeoutError):
-                continue  # the node is gone too
-        return {device: replace(seen[device], ended=ended.get(device)) for device in self.devices}
-
-    def _by_node(self) -> dict[str, dict[int, ActorLocation]]:
-        nodes: dict[str, dict[int, ActorLocation]] = {}
-        for device, location in self.locations.items():
-            nodes.setdefault(location.node, {})[device] = location
-        return nodes
-
-    def close(self) -> None:
-        for channel in self.channels.values():
-            channel.close()
-        for actor in self.actors.values():
-            ray.kill(actor)
-        nodes = self._by_node()
-        swept = [monitor.sweep.remote(list(nodes[node])) for node, monitor in self.monitors.items()]
-        if swept:
-            ray.wait(swept, num_returns=len(swept), timeout=END)
-        for monitor in self.monitors.values():
-            ray.kill(monitor)
-        for held in (self.channels, self.actors, self.locations, self.monitors):
-            held.clear()
 
 
 @contextmanager
@@ -291,97 +79,183 @@ def loopback() -> Iterator[None]:
 
 
 @contextmanager
-def resources(devices: int, gpus: int) -> Iterator[PlacementGroup]:
-    """Claim the resources of an actor for each device, spares included."""
-    bundle = bundle_of(gpus)
-    group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
+def resources(bundles: int, bundle: Mapping[str, float], *, apart: bool) -> Iterator[PlacementGroup]:
+    """Claim resources for agents, spares included. apart: each bundle on a node of its own."""
+    strategy = "STRICT_SPREAD" if apart else "PACK"
+    group = placement_group([dict(bundle) for _ in range(bundles)], strategy=strategy)
     try:
         if not group.wait(GROUP):
-            raise no_room(devices, bundle, ray.cluster_resources())  # type: ignore[no-untyped-call]
+            raise lacking(bundles, bundle, apart=apart)
         yield group
     finally:
         remove_placement_group(group)
 
 
+def lacking(bundles: int, bundle: Mapping[str, float], *, apart: bool) -> Exception:
+    """Return the error of a cluster that has no room for these bundles."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    fitting = sum(all(has.get(name, 0) >= amount for name, amount in bundle.items()) for has in nodes)
+    has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return no_room(bundles, bundle, has, (bundles, fitting) if apart else None)
+
+
 @contextmanager
 def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[RemoteRun]:
-    """Start a program on actors of Ray, and end them with the block.
+    """Start a program on nodes of Ray, and end its workers with the block.
 
     A Ray that is initialised already is used, with all its nodes. Otherwise one is started, which listens on
     this machine only, and is stopped again.
     """
-    devices = len(devices_of(program.plans))
-    gpus = int(setup_of(program).device.type == "cuda")
-    with cluster(devices), resources(devices, gpus) as placed, ExitStack() as held:
-        group = RayWorkerGroup(program, options or Options(), placed, gpus)
-        held.callback(group.close)
-        run = group.start()
+    starter = RayStarter(program, None, 0)
+    with ExitStack() as held:
+        held.callback(starter.close)
+        run = starter.start(options or Options())
+        assert starter.group is not None
+        held.callback(starter.group.close)
         held.callback(run.close)
         yield run
 
 
-class RayStarter:
-    """Starts the actors of a program again and again, on the nodes that are left."""
+def finished(calls: Sequence[Any], timeout: float = 0.0) -> bool:
+    """Return whether all of these calls have ended. A call that was lost has ended too."""
+    return not calls or not ray.wait([*calls], num_returns=len(calls), timeout=timeout)[1]
 
-    def __init__(self, program: ProgramLike, versions: Versions, spares: int) -> None:
+
+class RayStarter:
+    """Starts the workers of a program again and again, through agents on the nodes that are left.
+
+    Each bundle of resources has an agent for each device of a machine. Agents of spares import torch too.
+    """
+
+    def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:
         """Claim resources for every device and for spares; a cluster without room for all is refused."""
-        self.program, self.versions, self.spares = program, versions, spares
-        self.devices = len(devices_of(program.plans))
-        self.gpus = int(setup_of(program).device.type == "cuda")
-        self.packed: bytes | None = None
+        assert versions is None or isinstance(versions, RayVersions)
+        self.program, self.versions = program, versions
+        self.machines, self.apart = machines_of(program.plans)
+        self.width = max(map(len, self.machines))
+        gpus = int(setup_of(program).device.type == "cuda")
+        self.bundle = {name: self.width * amount for name, amount in bundle_of(gpus).items()}
+        self.gpus, self.packed = gpus, cast("bytes | None", None)
         self.group: RayWorkerGroup | None = None
-        self.nodes: dict[int, str] = {}  # of the devices at the last start
+        self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
+        self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
+        self.used: dict[int, int] = {}  # the bundle of each machine
+        self.avoided: set[int] = set()  # bundles that are used only if there are no others
         self.held = ExitStack()
+        count = len(self.machines) + -(-spares // self.width)
         try:
-            self.held.enter_context(cluster(self.devices + spares))
-            self.placed = self.held.enter_context(resources(self.devices + spares, self.gpus))
+            self.held.enter_context(cluster(count * self.width))
+            self.placed = self.held.enter_context(resources(count, self.bundle, apart=self.apart))
+            self.held.callback(self._dismiss)
         except BaseException:
             self.held.close()
             raise
 
+    @property
+    def near(self) -> bool:
+        """Return whether all workers are on the driver's machine, and see its memory."""
+        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return self.group is None or {a.address for a in self.group.agents.values()} == {mine}
+
     def start(self, options: Options) -> RemoteRun:
-        """Start an actor for each device."""
-        group = self.group = RayWorkerGroup(
-            self.program, options, self.placed, self.gpus, self._bundles(), self.versions.files
-        )
-        group.packed = self.packed
+        """Start a worker for each device."""
         try:
-            run = group.start()
-        except RayError as error:
-            group.close()
+            agents = self._agents()
+            if self.versions is not None:
+                self.versions.place(agents)
+            group = self.group = RayWorkerGroup(self.program, options, agents, self.versions)
+            group.packed = self.packed
+            try:
+                run = group.start()
+            except BaseException:
+                group.close()
+                raise
+        except (RayError, GetTimeoutError) as error:
             raise not_started(str(error).splitlines()[0]) from error
-        except BaseException:
-            group.close()
-            raise
         self.packed = group.packed
-        self.nodes = {device: location.node for device, location in group.locations.items()}
         return run
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
-        self.program, self.versions, self.devices = program, versions, len(places)
+        assert isinstance(versions, RayVersions)
+        self.program, self.versions = program, versions
+        self.machines, self.apart = machines_of(program.plans)
         self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
 
-    def _bundles(self) -> list[int]:
-        """Return a bundle for each device that lies on a node that lives. Ray moves lost ones if it can.
+    def avoid(self, device: int | None) -> None:
+        """Start the worker of a device on a spare next time, if there is one, with others of its machine."""
+        for machine, bundle in self.used.items():
+            if device in self.machines[machine]:
+                self.avoided = {bundle}
 
-        Ray takes half a minute to see that a node is lost. So a node on which an actor has just died is
-        avoided, where there are spares.
-        """
+    def _hire(self) -> None:
+        """Start agents in bundles that have none, or whose node Ray has replaced."""
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+        where = placement_group_table(self.placed)["bundles_to_node_id"]
+        for bundle, node in ((int(index), node) for index, node in where.items()):
+            known = self.agents.get(bundle)
+            if known is not None and known[0].node == node and node in alive:
+                continue
+            self.agents.pop(bundle, None)
+            if node in alive:
+                place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
+                made = ray.remote(MachineAgent).options(
+                    num_cpus=1, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0
+                )
+                self.agents[bundle] = tuple(
+                    Agent(actor=made.remote(), node=node, address=alive[node]) for _ in range(self.width)
+                )
+                self.warm[bundle] = [agent.actor.warm.remote() for agent in self.agents[bundle]]
+
+    def _agents(self) -> dict[int, Agent]:
+        """Return an agent for each device. Those that still answer are used again, then warm ones."""
         until = monotonic() + GROUP
-        died = () if self.group is None else self.group.lost
-        suspects = {self.nodes[device] for device in died if device in self.nodes}
         while True:
-            nodes = ray.nodes()  # type: ignore[no-untyped-call]
-            alive = {node["NodeID"] for node in nodes if node["Alive"]}
-            where = placement_group_table(self.placed)["bundles_to_node_id"]
-            found = sorted((node in suspects, int(index)) for index, node in where.items() if node in alive)
-            if len(found) >= self.devices:
-                return [bundle for _, bundle in found[: self.devices]]
+            self._hire()
+            ranks = self._ranks()
+            before = {bundle: machine for machine, bundle in self.used.items()}
+            usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in before, ranks[b], b))
+            if len(usable) >= len(self.machines):
+                chosen = usable[: len(self.machines)]
+                kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
+                free = iter(bundle for bundle in chosen if bundle not in kept.values())
+                self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
+                return {
+                    device: agent
+                    for machine, bundle in self.used.items()
+                    for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
+                }
             if monotonic() > until:
-                has = ray.cluster_resources()  # type: ignore[no-untyped-call]
-                raise no_room(self.devices, bundle_of(self.gpus), has)
+                raise lacking(len(self.machines), self.bundle, apart=self.apart)
             sleep(LOOK)
+
+    def _ranks(self) -> dict[int, int]:
+        """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
+
+        Ray takes half a minute to see that a node is lost, so agents are asked.
+        """
+        found = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
+        asked = {
+            bundle: [agent.actor.look.remote() for agent in agents]
+            for bundle, agents in self.agents.items()
+            if bundle not in found
+        }
+        until = monotonic() + REACH
+        while sum(map(finished, asked.values())) < len(self.machines) and monotonic() < until:
+            finished([call for calls in asked.values() for call in calls], SOON)
+        for bundle, calls in asked.items():
+            try:
+                if finished(calls):
+                    ray.get(calls)
+                    found[bundle] = 0
+            except RayError:
+                del self.agents[bundle]  # others take their place, if the node lives
+        return found
+
+    def _dismiss(self) -> None:
+        for agent in (agent for agents in self.agents.values() for agent in agents):
+            ray.kill(agent.actor)
 
     def expect(self, run: Run, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds; a look at all nodes takes some."""
@@ -389,5 +263,5 @@ class RayStarter:
         self.group.stall = max(stall, SLOWEST)
 
     def close(self) -> None:
-        """Give the resources back, and end a Ray of our own."""
+        """End the agents, give the resources back, and end a Ray of our own."""
         self.held.close()

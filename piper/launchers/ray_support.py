@@ -1,6 +1,5 @@
 """Parts of the Ray launcher that need no Ray: where actors are, errors, and the folder of our own Ray."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -9,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from piper.errors import LaunchError
-from piper.launchers.processes import SharedFile
+from piper.launchers.driver import devices_of
+from piper.plan.plan import Plans
 
 END = 10.0  # seconds that removing it may take
 REMOVER = """
@@ -50,12 +50,11 @@ def folder_of_ray() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLocation:
-    """The process of an actor."""
+    """The process of a worker."""
 
     node: str
     address: str
     process: int
-    marks: SharedFile  # its progress
 
 
 def not_started(why: str) -> LaunchError:
@@ -68,19 +67,29 @@ def not_started(why: str) -> LaunchError:
     )
 
 
-def reason(error: Exception) -> str:
-    """Return what Ray says of the end of a process, if it knows."""
-    found = re.search(r"exit type: (\w+)", str(error))
-    return f" ({found[1]})" if found else ""
-
-
 def bundle_of(gpus: int) -> dict[str, float]:
     """Return the resources of one actor."""
     return {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
 
 
-def no_room(devices: int, bundle: Mapping[str, float], has: Mapping[str, float]) -> LaunchError:
-    """Return the error of a cluster that is too small; `has`: its resources."""
+def no_room(
+    devices: int, bundle: Mapping[str, float], has: Mapping[str, float], machines: tuple[int, int] | None
+) -> LaunchError:
+    """Return the error of a cluster that is too small; `has`: its resources.
+
+    machines: how many nodes are needed for copies that are apart, and how many there are. None: any number.
+    """
+    if machines is not None and machines[0] > machines[1]:
+        return LaunchError(
+            "the cluster has too few machines to keep copies of the state apart",
+            by="launch",
+            facts={
+                "needs": f"{machines[0]} machines, spares included, with "
+                + ", ".join(f"{amount:g} {name} each" for name, amount in bundle.items()),
+                "has": f"{machines[1]} with that room",
+            },
+            hint='add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")',
+        )
     return LaunchError(
         "the cluster has no room for all workers",
         by="launch",
@@ -90,3 +99,11 @@ def no_room(devices: int, bundle: Mapping[str, float], has: Mapping[str, float])
         },
         hint="wait until other jobs have ended, add nodes, or place the job on fewer devices",
     )
+
+
+def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the devices that share a machine, and whether machines have to differ: copies are kept apart."""
+    asked, devices = plans.protection, devices_of(plans)
+    if asked is None or not asked.copies or asked.apart == "device":
+        return [(device,) for device in devices], False
+    return [*asked.domains(devices).values()], True

@@ -11,7 +11,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -34,6 +34,7 @@ LOOPBACK = "127.0.0.1"
 KEY = "PIPER_KEY"
 KEY_FILE = "PIPER_KEY_FILE"
 RUNTIME = "XDG_RUNTIME_DIR"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has started all ranks again
 LEAST = 32  # characters of a key
 LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch, as `new_launch` makes it
 STALE = 24 * 3600.0  # seconds after which the key of a launch that was killed is removed
@@ -69,7 +70,12 @@ def store_of(world: RankEnvironment) -> Store:
     except LOST as error:
         raise apart(world, str(error)) from error
     opened.keep_alive()  # torch waits for the store's answer without limit
-    return PrefixStore("piper", cast(Store, found[0]))
+    return PrefixStore(prefix(), cast(Store, found[0]))
+
+
+def prefix() -> str:
+    """Return what the keys of this start of the ranks begin with: the store of torchrun outlives ranks."""
+    return f"piper/{os.environ.get(RESTARTS, '0')}"
 
 
 def apart(world: RankEnvironment, why: str) -> LaunchError:
@@ -122,9 +128,12 @@ def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
     return address
 
 
-def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
-    """Yield the address of every launch, until rank 0 launches no more or is gone."""
-    launch = 1
+def addresses(world: RankEnvironment, leaves: Callable[[], bool]) -> Iterator[DriverAddress]:
+    """Yield the address of every launch, until rank 0 launches no more or is gone.
+
+    leaves: whether this rank is to end. Then it waits a moment for rank 0 to do so first.
+    """
+    launch, since = 1, None
     try:
         store = store_of(world)
         while True:
@@ -133,6 +142,11 @@ def addresses(world: RankEnvironment) -> Iterator[DriverAddress]:
                 launch += 1
             elif store.check([END]):
                 return
+            elif since is None:
+                since = time.monotonic() if leaves() else None
+                time.sleep(LOOK)
+            elif time.monotonic() - since > LEAVE:
+                raise lost_leader(world)
             else:
                 time.sleep(LOOK)
     except (*LOST, RuntimeError):  # the store went with rank 0
@@ -149,13 +163,18 @@ def ending(world: RankEnvironment) -> int:
         code = int(store_of(world).get(END))
         store_of(world).add(LEFT, 1)
     except (*LOST, RuntimeError) as error:
-        raise LaunchError(
-            "rank 0 is gone, or cannot be reached any more",
-            by=f"rank {world.rank}",
-            facts={"at": f"{world.address}:{world.port}"},
-            hint="look at what rank 0 says; start all ranks again with --resume to go on from a checkpoint",
-        ) from error
+        raise lost_leader(world) from error
     return 0 if world.with_leader else code
+
+
+def lost_leader(world: RankEnvironment) -> LaunchError:
+    """Return the error of a rank whose rank 0 is gone."""
+    return LaunchError(
+        "rank 0 is gone, or cannot be reached any more",
+        by=f"rank {world.rank}",
+        facts={"at": f"{world.address}:{world.port}"},
+        hint="look at what rank 0 says; start all ranks again with --resume to go on from a checkpoint",
+    )
 
 
 @contextmanager

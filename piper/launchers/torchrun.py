@@ -29,7 +29,8 @@ from piper.launchers.rendezvous import (
 )
 from piper.launchers.torchrun_worker import BackgroundWorker
 from piper.launchers.transport.channel import Channel, ClosedError, Listener
-from piper.launchers.transport.shared_memory import TensorEntry, joined, map_marks, share
+from piper.launchers.transport.nameless_files import map_marks
+from piper.launchers.transport.shared_memory import TensorEntry, joined, share
 from piper.launchers.worker_server import WorkerServer, crowded
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -34,8 +34,9 @@ from piper.launchers.rendezvous import (
     own_address,
 )
 from piper.launchers.transport.channel import Channel, ClosedError, connect
+from piper.launchers.transport.nameless_files import map_marks, new_marks
 from piper.launchers.transport.open_sockets import OpenSockets
-from piper.launchers.transport.shared_memory import HeldValues, SharedValues, map_marks, new_marks
+from piper.launchers.transport.shared_memory import HeldValues, SharedValues
 from piper.launchers.worker_server import WorkerServer
 from piper.runtime.setup import Initial, ProgramLike
 
@@ -130,6 +131,10 @@ class BackgroundWorker:
             finally:
                 server.close()
 
+    def busy(self) -> bool:
+        """Return whether the driver is still there."""
+        return any(thread.is_alive() for thread in self.threads)
+
     def wait(self) -> None:
         """Wait until the driver is gone."""
         for thread in self.threads:
@@ -213,7 +218,11 @@ def attend(world: RankEnvironment) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     check_key(world)
     workers: list[BackgroundWorker] = []
-    for address in addresses(world):
+
+    def leaves() -> bool:
+        return termination.asked and not any(worker.busy() for worker in workers)
+
+    for address in addresses(world, leaves):
         with suppress(OSError):  # rank 0 no longer listens
             workers.append(join(world, address, None, termination))
     for worker in workers:

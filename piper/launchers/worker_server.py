@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
@@ -32,7 +33,8 @@ from piper.launchers.messages import (
 )
 from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel, ClosedError
-from piper.launchers.transport.shared_memory import SharedValues, map_marks
+from piper.launchers.transport.nameless_files import map_marks
+from piper.launchers.transport.shared_memory import SharedValues
 from piper.launchers.transport.versions import WorkerVersions
 from piper.plan.divided import Share
 from piper.runtime.comm.base import Comms, speaks_in
@@ -219,19 +221,21 @@ def main(descriptors: Sequence[int]) -> int:
     end, marks, values = descriptors
     termination = Termination()
     termination.install()
-    channel = Channel(socket.socket(fileno=end), codec=CODEC)
-    try:
+    work(Channel(socket.socket(fileno=end), codec=CODEC), marks, values, termination)
+    return 0
+
+
+def work(channel: Channel, marks: int, values: int, termination: Termination) -> None:
+    """Answer the calls of a driver until it is gone; `values`: the file of the initial values."""
+    with suppress(ClosedError):
         given = cast(Assignment, channel.recv())
-        sys.path[:] = given.path
+        sys.path[:] = given.path or sys.path
         serve(
             channel,
             given,
             lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
             termination,
         )
-    except ClosedError:
-        pass
-    return 0
 
 
 def serve(

@@ -22,7 +22,7 @@ from torch import Tensor
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
-from piper.launchers.transport.shared_memory import MEMORY
+from piper.launchers.transport.nameless_files import MEMORY
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import REFILL, RecoveringRun
@@ -76,6 +76,12 @@ class ElasticRun(RecoveringRun):
                 facts={"elastic": f"{self.sizes.fewest} to {self.sizes.most} devices"},
                 hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
             )
+        if not self.starter.near:
+            raise ConfigError(
+                "the number of devices cannot change on several machines",
+                by="resize",
+                hint="start again with --resume and a strategy for as many devices",
+            )
         program, before = self.sizes.program(devices), len(self.places)
         state = self._folder() / "state"
         self._call(lambda run: run.write(state, None, wait=True, keep=None))
@@ -109,7 +115,7 @@ class ElasticRun(RecoveringRun):
         """Take another program and the memory of its versions. No worker may run."""
         if self.versions not in self.memory:
             self.versions.close()
-        self.versions, self.turn = Versions(program.plans), turn
+        self.versions, self.turn = type(self.versions)(program.plans), turn
         if self.memory:
             files = self.memory[turn].descriptors
             self.versions.close()
@@ -134,7 +140,7 @@ class ElasticRun(RecoveringRun):
         device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
         version = self.versions.newest()
         raised = isinstance(error, WorkerError) and error.kind == "error"
-        if raised or device is None or version is None or not self._held(version):
+        if raised or device is None or version is None or not self._held(version) or not self.starter.near:
             return False
         found = self._smaller()
         if found is None:

@@ -16,8 +16,8 @@ from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.launchers.base import StepResult
+from piper.launchers.transport.nameless_files import nameless_file
 from piper.launchers.transport.serialize import Codec
-from piper.launchers.transport.shared_memory import nameless_file
 from piper.recovery.elastic import ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
 

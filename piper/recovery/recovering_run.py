@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, no_version
 from piper.recovery.run_events import Event, Notify, failure, mismatch
-from piper.recovery.starters import Kept, Recoverable, Starter, starter_of
+from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -50,11 +50,13 @@ class RecoveringRun(Trains):
         stall: float | None = None,
         notify: Notify = lambda event: None,
         disk: Disk | None = None,
+        replace_stragglers: bool = False,
     ) -> None:
         """Prepare a run.
 
         stall: seconds without progress that are a failure. None: as steps turn out to take.
         disk: the checkpoints to go on from where memory is lost. None: there are none.
+        replace_stragglers: whether a straggler's worker is ended and started elsewhere, once for each device.
         """
         self.disk, self.source = disk, "memory"
         self.program, self.options, self.starter, self.versions = program, options, starter, versions
@@ -74,7 +76,8 @@ class RecoveringRun(Trains):
         self.phases: dict[str, float] = {}
         self.good = 0
         self.times = StepTimes()
-        self.stragglers = Stragglers(program.plans)
+        self.stragglers, self.replaces = Stragglers(program.plans), replace_stragglers
+        self.replaced: set[int | None] = set()  # devices whose worker was a straggler, and is another one now
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
@@ -106,7 +109,19 @@ class RecoveringRun(Trains):
         if self.run is not None:
             self.starter.expect(self.run, self.stall)
             for event in self.stragglers.note(self.done, self.run.busy):
-                self.notify(event)
+                new = self.replaces and event.device not in self.replaced
+                self.notify(replace(event, what=f"{event.what}; replacing it") if new else event)
+                if new:
+                    self._replace(event.device)
+
+    def _replace(self, device: int | None) -> None:
+        """End all workers. The next call starts them again, that of this device elsewhere if it can be."""
+        self.replaced.add(device)
+        self.failed_at, self.phases = monotonic(), {}
+        with self._phase("end"):
+            self._end()
+        self.starter.avoid(device)
+        self.stragglers = Stragglers(self.program.plans)
 
     @property
     def stall(self) -> float:
@@ -358,27 +373,22 @@ def recovering(
     on: str,
     options: Options,
     *,
-    retries: int,
-    stall: float | None = None,
-    notify: Notify = lambda event: None,
-    disk: Disk | None = None,
     spares: int = 0,
     kept: Kept | None = None,
     make: Callable[..., RecoveringRun] = RecoveringRun,
+    **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk, replace_stragglers
 ) -> Iterator[RecoveringRun]:
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
-    on: inline, local or ray. spares: actors more than devices, for which resources are claimed.
+    on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
     kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
-        versions = Versions(program.plans) if kept is None else kept.versions
+        versions = versions_of(program.plans, on) if kept is None else kept.versions
         held.callback(versions.close)
         starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
         held.callback(starter.close)
-        run = make(
-            program, options, starter, versions, retries=retries, stall=stall, notify=notify, disk=disk
-        )
+        run = make(program, options, starter, versions, **asked)
         held.callback(run.close)
         if kept is not None:
             kept.take_over(run)

@@ -49,11 +49,12 @@ def failed(error: WorkerError | LaunchError, step: int) -> Failed | None:
     """Return a failure in a form that can be compared. None: a second one would not be the same.
 
     A process that was killed or stopped at no instruction, because it had just started for example, was not
-    killed by what it did.
+    killed by what it did. Devices that run the same program raise the same error, and any may be the first.
     """
     if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
         return None
-    return Failed(step=step, device=error.device, what=error.what, place=error.place)
+    device = None if error.kind == "error" else error.device
+    return Failed(step=step, device=device, what=error.what, place=error.place)
 
 
 class StepTimes:

@@ -15,6 +15,7 @@ from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
+from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -41,6 +42,10 @@ class Recoverable(Run, Protocol):
 class Starter(Protocol):
     """Starts the workers of a program, again and again."""
 
+    @property
+    def near(self) -> bool:
+        """Return whether all workers are on the driver's machine, and see its memory."""
+
     def start(self, options: Options) -> Recoverable:
         """Start all workers."""
 
@@ -49,6 +54,9 @@ class Starter(Protocol):
 
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""
+
+    def avoid(self, device: int | None) -> None:
+        """Start the worker of a device on a spare next time, if there is one."""
 
     def close(self) -> None:
         """End what outlives workers."""
@@ -66,6 +74,8 @@ class Kept:
 class InlineStarter:
     """Starts workers as threads. What hangs in a thread cannot be ended."""
 
+    near = True
+
     def __init__(self, program: ProgramLike, versions: Versions) -> None:
         self.program, self.versions = program, versions
 
@@ -80,12 +90,17 @@ class InlineStarter:
     def expect(self, run: Recoverable, stall: float) -> None:
         """Do nothing: waits of threads have the timeout that they began with."""
 
+    def avoid(self, device: int | None) -> None:
+        """Do nothing: every start makes new threads."""
+
     def close(self) -> None:
         """Do nothing: threads end with their run."""
 
 
 class LocalStarter:
     """Starts workers as processes, from one fork server that stays warm."""
+
+    near = True
 
     def __init__(self, program: ProgramLike, versions: Versions, forks: ForkConnection | None = None) -> None:
         """Prepare to start workers. forks: of a supervisor. None: it starts its own fork server."""
@@ -131,6 +146,9 @@ class LocalStarter:
         assert self.group is not None
         self.group.stall = stall
 
+    def avoid(self, device: int | None) -> None:
+        """Do nothing: every start forks new processes."""
+
     def _drop(self) -> None:
         if self.forks is not None:
             self.forks.close()
@@ -139,6 +157,15 @@ class LocalStarter:
     def close(self) -> None:
         """End the fork server."""
         self._drop()
+
+
+def versions_of(plans: Plans, on: str) -> Versions:
+    """Return the memory for versions of a launcher: of this machine, or of all nodes of Ray."""
+    if on != "ray":
+        return Versions(plans)
+    from piper.launchers.ray_versions import RayVersions
+
+    return RayVersions(plans)
 
 
 def starter_of(

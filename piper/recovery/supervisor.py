@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from piper.launchers.transport.fork_server import die_with
-from piper.launchers.transport.shared_memory import nameless_file
+from piper.launchers.transport.nameless_files import nameless_file
 
 Handlers = dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None]  # of signals
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that are for the driver

@@ -7,7 +7,7 @@ them, and neither does a run that loses a device later.
 import os
 import signal
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job, directives_for
 from piper.launchers.base import Run
 from piper.launchers.messages import pack_setup, unpack_setup
-from piper.launchers.transport.shared_memory import nameless_file
+from piper.launchers.transport.nameless_files import nameless_file
 from piper.plan.plan import Plans
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
@@ -74,10 +74,6 @@ class SentProgram:
     def code(self, chunk: Chunk, phase: Phase) -> Code:
         """Return the code of one phase of a chunk."""
         return self.setup.code(chunk, phase)
-
-    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
-        """Do the other work only: the code came with the program."""
-        meanwhile()
 
     def origins(self, node: str) -> list[str]:
         """Return no directives: they stay where the program was compiled."""

@@ -66,6 +66,7 @@ class TrainOptions:
     grace: float = GRACE  # seconds from SIGTERM to the end
     retries: int = 3  # failures in a row that a run may have
     spares: int = 0  # actors more than devices, on Ray
+    replace_stragglers: bool = False  # end the worker of a straggler, and start another
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
@@ -282,6 +283,7 @@ def started(
                 notify=notify,
                 disk=disk_of(folder, program.job),
                 spares=asked.spares,
+                replace_stragglers=asked.replace_stragglers,
                 kept=kept,
                 make=programs.run,
             )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,15 @@ class Net(nn.Module):
 
 
 class Slow(Samples):
+    pause = 0.1  # seconds that a batch takes
+
     def collect(self, samples: Places) -> Batch:
-        time.sleep(0.1)
+        time.sleep(self.pause)
         return super().collect(samples)
+
+
+class Slower(Slow):
+    pause = 0.6
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -45,6 +52,17 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 def pair() -> piper.Job:
     """Both stages on devices of their own."""
     return job([piper.place(piper.at(PP=0), [0]), piper.place(piper.at(PP=1), [1])])
+
+
+def copied() -> piper.Job:
+    """Both stages on machines of their own, and the state of each on the other one too."""
+    stages = [piper.place(piper.at(PP=0), [0]), piper.place(piper.at(PP=1), [1])]
+    return job([*stages, piper.protect(piper.at(), copies=1, devices_per_machine=1)])
+
+
+def slowly() -> piper.Job:
+    """The same, with time for hosts that find each other again."""
+    return replace(copied(), data=lambda: Slower(rows(), batch=8, seed=1))
 
 
 def alone() -> piper.Job:

@@ -3,8 +3,7 @@
 import pytest
 
 from piper.errors import ConfigError
-from piper.launchers.local import how
-from piper.launchers.processes import RankEnvironment, check_size
+from piper.launchers.processes import RankEnvironment, check_size, how
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from piper.launchers.messages import CODEC, Assignment, Heartbeat
-from piper.launchers.processes import Termination
+from piper.launchers.processes import Termination, stat_field
 from piper.launchers.transport.channel import Channel
 from piper.launchers.worker_server import WorkerServer, serve
 from tests.launchers.family import Family, family
@@ -158,13 +158,12 @@ def test_a_run_on_ray(tmp_path: Path, who: str) -> None:
     with family() as members:
         driver = members.start([sys.executable, *words], env=ENVIRONMENT, folder=tmp_path)
         wait_for_steps(driver, tmp_path / "run" / "metrics.jsonl", 3)
-        actors = [
-            pid
-            for pid in members.members()
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Actor")
+        forked = [
+            pid for pid in members.members() if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-        assert len(actors) == 2
-        os.kill(driver.pid if who == "driver" else actors[1], signal.SIGTERM)
+        workers = [pid for pid in forked if int(stat_field(pid, 1)) in forked]
+        assert len(workers) == 2
+        os.kill(driver.pid if who == "driver" else workers[1], signal.SIGTERM)
         _, err = driver.communicate(timeout=60)
     assert driver.returncode == 75, err
     assert_saved(tmp_path / "run")

@@ -24,7 +24,8 @@ from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import launch_inline
-from piper.launchers.ray import RayWorkerGroup, launch_ray
+from piper.launchers.ray import launch_ray
+from piper.launchers.ray_workers import RayWorkerGroup
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -102,7 +103,7 @@ def pair() -> Program:
 
 def test_a_killed_actor(two_nodes: None, pair: Program) -> None:
     text = failing(Sabotaged(program=pair, arg="F PP=1", act=sabotage.die), Options())
-    assert text.startswith("device 1 (process N): the process died (SYSTEM_ERROR)\n")
+    assert text.startswith("device 1 (process N): the process was killed by SIGKILL\n")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in text
 
 
@@ -124,7 +125,9 @@ def test_an_actor_that_is_killed_between_steps(two_nodes: None, pair: Program) -
         run.step(batches(PAIR, 1)[0])
         pids = pids_of(run)
         os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"^device 0 \(process \d+\): the process died"):
+        with pytest.raises(
+            WorkerError, match=r"^device 0 \(process \d+\): the process was killed by SIGKILL"
+        ):
             run.step(batches(PAIR, 1)[0])
     assert gone(pids)
 

@@ -73,11 +73,16 @@ def agents_of(folder: Path) -> list[int]:
     """Return the two agents of a node of Ray, once Ray has renamed them."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
-        found = [pid for pid in holders(folder) if b"Agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        found = [pid for pid in holders(folder) if of_ray(Path(f"/proc/{pid}/cmdline").read_bytes())]
         if len(found) == 2:
             return found
         time.sleep(0.2)
     raise AssertionError("Ray has not renamed its agents")
+
+
+def of_ray(title: bytes) -> bool:
+    """Return whether a process is an agent of Ray's own."""
+    return b"Agent" in title and b"MachineAgent" not in title
 
 
 def holders(folder: Path) -> list[int]:

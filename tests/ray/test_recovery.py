@@ -2,9 +2,10 @@
 
 import logging
 import os
+import re
 import signal
-import time
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,18 @@ import ray
 from ray.cluster_utils import Cluster
 
 from piper.compiler import Program, compile
-from piper.errors import LaunchError
+from piper.directives import protect
+from piper.errors import LaunchError, WorkerError
+from piper.ir.select import at
 from piper.launchers import ray as launcher
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.ray import RayStarter
+from piper.launchers.ray_workers import RayWorkerGroup
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
-from tests.runtime.grid import Cell, batches, job
+from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -59,11 +63,11 @@ def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[Cluster]:
-    """Three raylets on this machine. The head has no room for workers, the others for two each."""
+    """Four raylets on this machine. The head has no room for workers, the others for one each."""
     with launcher.loopback():
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(2):
-            made.add_node(num_cpus=2)
+        for _ in range(3):
+            made.add_node(num_cpus=1)
         ray.init(address=made.address, logging_level=logging.ERROR, log_to_driver=False)
         made.wait_for_nodes(timeout=120)
     yield made
@@ -71,38 +75,92 @@ def nodes() -> Iterator[Cluster]:
     made.shutdown()  # type: ignore[no-untyped-call]
 
 
+@pytest.fixture(scope="module")
+def copied() -> Program:
+    asked = protect(at(), copies=1, devices_per_machine=1)
+    return compile(job(PAIR, strategy=[*strategy(PAIR), asked]))
+
+
+def group_of(run: RecoveringRun) -> RayWorkerGroup:
+    assert isinstance(run.starter, RayStarter) and run.starter.group is not None
+    return run.starter.group
+
+
+def lose(nodes: Cluster, run: RecoveringRun, device: int) -> str:
+    """Kill the node of a device. Return its name."""
+    where = group_of(run).locations[device].node
+    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where]
+    nodes.remove_node(lost, allow_graceful=False)
+    return where
+
+
 def test_a_lost_node_is_replaced_by_a_spare(
-    program: Program, wanted: list[StepResult], nodes: Cluster
+    copied: Program, wanted: list[StepResult], nodes: Cluster
 ) -> None:
+    """The other node holds the copy of what was lost."""
     events: list[Event] = []
-    with recovering(program, "ray", Options(), retries=3, notify=events.append, spares=2) as run:
+    with recovering(copied, "ray", Options(), retries=3, notify=events.append, spares=1) as run:
         got = []
         for number, batch in enumerate(batches(PAIR, 6)):
             if number == 3:
-                assert isinstance(run.starter, RayStarter) and run.starter.group is not None
-                used = {location.node for location in run.starter.group.locations.values()}
-                assert len(used) == 1, "the spares are on the other node"
-                (lost,) = [node for node in nodes.worker_nodes if node.node_id in used]
-                nodes.remove_node(lost, allow_graceful=False)
+                assert len({location.node for location in group_of(run).locations.values()}) == 2
+                lost = lose(nodes, run, 1)
             got.append(run.step(batch))
-        assert isinstance(run.starter, RayStarter) and run.starter.group is not None
-        again = {location.node for location in run.starter.group.locations.values()}
+        again = {location.node for location in group_of(run).locations.values()}
     assert got == wanted
-    assert again.isdisjoint(used)
-    assert [e.event for e in events] == ["failure", "recovery"]
+    assert len(again) == 2 and lost not in again
+    assert [(e.event, e.device, e.source) for e in events] == [
+        ("failure", 1, None),
+        ("recovery", None, "memory"),
+    ]
 
 
-def test_spares_that_are_not_there_are_missed_before_training(
-    program: Program, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "GROUP", 2.0)
-    began = time.monotonic()
+def test_a_lost_node_without_copies_is_said(program: Program, nodes: Cluster) -> None:
     with (
-        pytest.raises(
-            LaunchError, match=r"^launch: the cluster has no room for all workers\n  needs: 7 CPU\n"
-        ),
-        recovering(program, "ray", Options(), retries=3, spares=5),
+        pytest.raises(WorkerError) as caught,
+        recovering(program, "ray", Options(), retries=3, spares=1) as run,
     ):
-        pass
-    assert time.monotonic() - began < 60
+        run.step(batches(PAIR, 1)[0])
+        lose(nodes, run, 1)
+        for _ in range(100_000):  # its processes end some moments after it
+            run.step(batches(PAIR, 1)[0])
+    assert re.sub(r"step \d+", "step N", str(caught.value)) == cleandoc("""
+        recovery, after step N: no version of the state is complete in memory
+          hint: --resume goes on from the newest checkpoint
+    """)
+
+
+def test_machines_that_are_not_there_are_missed_before_training(
+    program: Program, copied: Program, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spares, and machines for copies that are apart."""
+    monkeypatch.setattr(launcher, "GROUP", 2.0)
+    for asked, spares, text in (
+        (
+            program,
+            5,
+            """
+            launch: the cluster has no room for all workers
+              needs: 7 CPU
+              has:   3 CPU
+              hint:  wait until other jobs have ended, add nodes, or place the job on fewer devices
+            """,
+        ),
+        (
+            copied,
+            2,
+            """
+            launch: the cluster has too few machines to keep copies of the state apart
+              needs: 4 machines, spares included, with 1 CPU each
+              has:   3 with that room
+              hint:  add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")
+            """,
+        ),
+    ):
+        with (
+            pytest.raises(LaunchError) as caught,
+            recovering(asked, "ray", Options(), retries=3, spares=spares),
+        ):
+            pass
+        assert str(caught.value) == cleandoc(text)
     assert not list(Path("/dev/shm").glob("piper*"))

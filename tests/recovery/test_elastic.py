@@ -188,6 +188,34 @@ def test_a_device_that_is_lost_for_good(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asked, and when a device is lost for good: the plan of each size copies the state in its own layout."""
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    asked = piper.protect(piper.at(), copies=copies, apart="device")
+    made = job(strategy=lambda devices: [*strategy(devices), asked])
+    whole = compile(made)
+    half = Programs(whole)
+    events: list[Event] = []
+
+    def find(size: int) -> ProgramLike:
+        if size == 3:
+            raise ConfigError("no", by="test", hint="none")
+        return half.program(size)
+
+    with running(whole, ElasticRange(fewest=2, most=4, program=find), events) as run:
+        assert_plain(cycles(run, 2, 3), run.state_dict())
+    with running(whole, ElasticRange(fewest=2, most=4, program=find), events) as run:
+        broken = Broken(cast(InlineStarter, run.starter))
+        run.starter, run.run = cast(Starter, broken), None
+        assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
+        assert 2 in broken.starts
+    half.close()
+    assert not [event for event in events if event.event == "mismatch"]
+
+
 def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
     found = programs.program(2)
     assert isinstance(found, SentProgram) and [*devices_of(found.plans)] == [0, 1]

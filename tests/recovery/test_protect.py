@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from piper.compiler import Program, compile
 from piper.directives import protect
@@ -145,9 +146,8 @@ def test_a_version_is_of_the_state_that_a_step_begins_with(buffered: Program, ve
     assert versions.newest() is None and not versions.whole
 
 
-def test_host_bytes_are_those_of_the_plan(buffered: Program, versions: Versions) -> None:
-    """Parameters, moments and buffers that steps write. Counters of steps are a part of the index."""
-    trained(buffered, versions, 2).close()
+def sections_bytes(versions: Versions) -> int:
+    """Return the bytes of a version: without counters of steps, which are a part of the index."""
     held = 0
     for section in versions.holders.sections:
         descriptor = next(d for d in versions.descriptors[section.holder] if step_in(d, section.number) == 1)
@@ -157,11 +157,48 @@ def test_host_bytes_are_those_of_the_plan(buffered: Program, versions: Versions)
             for number, placed in enumerate(found.layout.placed)
             if not placed.key.endswith(".step")
         )
+    return held
+
+
+def held_bytes(program: Program, given: list[dict[str, Tensor]]) -> int:
+    """Return the bytes that a version of a job takes in memory, after two steps."""
+    made = Versions(program.plans)
+    run = InlineRun(program, Options(), made.files)
+    run.protect()
+    for batch in given:
+        run.step(batch)
+    run.close()
+    found = sections_bytes(made)
+    made.close()
+    return found
+
+
+def test_host_bytes_are_those_of_the_plan(buffered: Program, versions: Versions) -> None:
+    """Parameters, moments and buffers that steps write."""
+    trained(buffered, versions, 2).close()
     report = survival(buffered.plans)
-    assert report is not None and report.host_bytes == (2 * held,)
+    assert report is not None and report.host_bytes == (2 * sections_bytes(versions),)
     assert sum(os.fstat(d).st_blocks * 512 for pair in versions.descriptors.values() for d in pair) <= sum(
         version_bytes(buffered.plans, device) for device in versions.devices
     )
+
+
+@pytest.mark.parametrize(
+    ("cell", "wanted"),
+    [
+        (PAIR, 16320),  # 340 elements of 8 bytes, with two moments, twice
+        *(
+            pytest.param(cell, wanted, marks=pytest.mark.slow)
+            for cell, wanted in ((BUFFERS, 42256), (SHARDED, 1881600), (EXPERTS, 1704960))
+        ),
+    ],
+    ids=str,
+)
+def test_host_bytes_in_double_precision(cell: Cell, wanted: int) -> None:
+    program = protected(cell)
+    report = survival(program.plans)
+    assert report is not None and report.host_bytes == (wanted,)
+    assert 2 * held_bytes(program, batches(cell, 2)) == wanted
 
 
 def test_too_little_memory(buffered: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.recovery.starters import LocalStarter, Recoverable
+from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -51,6 +52,7 @@ class Script:
     whole: bool = True
     kept: bool = True  # whether versions are written
     stalls: list[float] = field(default_factory=list)
+    near: bool = True
 
     def do(self, what: str) -> None:
         self.log.append(what)
@@ -66,6 +68,9 @@ class Script:
 
     def expect(self, run: Recoverable, stall: float) -> None:
         self.stalls.append(stall)
+
+    def avoid(self, device: int | None) -> None:
+        self.log.append(f"avoid {device}")
 
     def close(self) -> None:
         self.log.append("closed")
@@ -184,6 +189,43 @@ def test_the_same_failure_twice_is_the_end() -> None:
     with pytest.raises(WorkerError) as caught:
         train(run, 1, 2)
     assert caught.value is second and [e.event for e in events] == ["failure", "recovery"]
+
+
+def test_the_same_error_on_another_replica_is_the_same() -> None:
+    """Replicas raise it at the same instruction, and which is heard first differs."""
+    errors = [lost(device=device, kind="error", what="broken") for device in (0, 1)]
+    run, events = scripted(Script(fails={"step 2": [*errors]}))
+    with pytest.raises(WorkerError) as caught:
+        train(run, 1, 2)
+    assert caught.value is errors[1] and [e.event for e in events] == ["failure", "recovery"]
+
+
+def test_a_straggler_is_replaced_once_if_asked() -> None:
+    """After twenty slow steps. It costs no retry, and the same device is only named the next time."""
+    for asked in (True, False):
+        script = Script()
+        run, events = scripted(script, retries=1, replace_stragglers=asked)
+        run.program = cast(ProgramLike, SimpleNamespace(plans=[SimpleNamespace(devices=(0, 1, 2))]))
+        run.stragglers = Stragglers(run.program.plans)
+        run.begin()
+        for number in range(1, 50):
+            assert run.run is not None or number == 21
+            if run.run is not None:
+                run.run.busy = {0: 1.0, 1: 1.0, 2: 2.0}
+            assert run.step(batch(number)).loss == number
+        slow = "2.0 times as busy as the median of devices 0-2, and slow for 20 steps"
+        found = [(e.event, e.step, e.device, e.what) for e in events]
+        if not asked:
+            assert found == [("straggler", 20, 2, slow)]
+            continue
+        assert found == [
+            ("straggler", 20, 2, f"{slow}; replacing it"),
+            ("recovery", 21, None, None),
+            ("straggler", 41, 2, slow),
+        ]
+        assert run.left == 1
+        again = script.log.index("end")
+        assert script.log[again : again + 5] == ["end", "avoid 2", "start blank", "forget", "restore 20"]
 
 
 @pytest.mark.parametrize(
@@ -529,6 +571,38 @@ def test_a_hang_in_a_kernel_is_named_and_over_in_time(programs: dict[str, Progra
         "F[PP=1 MB=1] has not ended, and others waited 2 s for it",
     )
     assert took < 60, "a hang takes the stall and a restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """Slows one process, while its number stands in a file."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        if self.path.read_text(encoding="ascii") == str(os.getpid()):
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_slowed_worker_is_replaced(tmp_path: Path) -> None:
+    cell, slow = Cell(case="mlp", schedule="none", dp=2), tmp_path / "slow"
+    slow.write_text("0", encoding="ascii")
+    program = compile(job(cell))
+    given = batches(cell, 26)
+    with launch_inline(program) as whole:
+        wanted = [whole.step(one) for one in given]
+    trap = Sabotaged(program=program, arg="F PP=0", act=Slowed(path=slow))
+    events: list[Event] = []
+    with recovering(
+        trap, "local", Options(), retries=0, notify=events.append, replace_stragglers=True
+    ) as run:
+        first = Killer(run, random.Random(1)).pids()
+        slow.write_text(str(first[1]), encoding="ascii")
+        assert [run.step(one) for one in given] == wanted
+        assert set(Killer(run, random.Random(1)).pids()).isdisjoint(first)
+    assert [(e.event, e.device) for e in events] == [("straggler", 1), ("recovery", None)]
 
 
 @pytest.mark.chaos

@@ -1,14 +1,15 @@
 """Failures at every kind of instruction and during the copy, under many strategies: always the same bits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from piper.checkpoint.save import Copied
-from piper.compiler import compile
+from piper.compiler import Program, compile, strategy_of
 from piper.directives import Directive, protect
 from piper.ir.select import at
 from piper.launchers.failures import Watcher
@@ -16,11 +17,14 @@ from piper.launchers.inline import launch_inline
 from piper.launchers.transport.version_sections import HEAD, SectionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
+from piper.plan.protected import survival
 from piper.recovery.recovering_run import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
 from tests.launchers.sabotage import BrokenError
+from tests.recovery.test_protect import held_bytes
+from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, job, strategy
 
 CELLS = [
@@ -115,8 +119,30 @@ def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, in
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
     made = job(cell, precision=precision, scheduler=scheduler)
     program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
+    assert_survives(program, lambda count: batches(cell, count), injector)
+
+
+DIVIDED = ["tp2", "sp2", "tp2dp2z1", "tp2dp2z3", "tp2pp2", "cp2", "tp2cp2dp2"]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_failure_at_every_instruction_of_divided_chunks(name: str, way: str, injector: Injector) -> None:
+    made = divided.job("decoder", name)
+    program = compile(replace(made, strategy=[*strategy_of(made), *WAYS[way]]))
+    assert_survives(program, divided.batches, injector)
+    if (report := survival(program.plans)) is not None:
+        assert report.host_bytes == (2 * held_bytes(program, divided.batches(2)),)
+
+
+def assert_survives(
+    program: Program, batches: Callable[[int], list[dict[str, Tensor]]], injector: Injector
+) -> None:
+    """Check that failures at every kind of instruction leave the bits of an undisturbed run."""
     aims = targets(program.plans)
-    given = batches(cell, len(aims) + 2)
+    given = batches(len(aims) + 2)
     with launch_inline(program) as run:
         wanted = [run.step(batch) for batch in given]
         state = run.state_dict()

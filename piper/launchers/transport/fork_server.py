@@ -53,10 +53,14 @@ class ForkConnection:
         self.ready = False
         self.exits: dict[int, int] = {}
 
-    def fork(self, descriptors: Sequence[int]) -> int:
-        """Start a worker that owns these descriptors. Return its process id."""
+    def warm(self) -> None:
+        """Wait until the server has imported what workers need. Idempotent."""
         if not self.ready:
             self._notice(READY)
+
+    def fork(self, descriptors: Sequence[int]) -> int:
+        """Start a worker that owns these descriptors. Return its process id."""
+        self.warm()
         socket.send_fds(self.end, [FORK], descriptors)
         return self._notice(FORKED)[0]
 

@@ -1,27 +1,18 @@
-"""Memory that processes of one machine share: files without a name, which end with the last process."""
+"""Tensors in memory that processes of one machine share."""
 
 import mmap
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-MEMORY = Path("/dev/shm")  # a file here lies in memory; elsewhere the system keeps what it can there
+from piper.launchers.transport.nameless_files import nameless_file
+
 ALIGNMENT = 64
 Bytes = npt.NDArray[np.uint8]
-
-
-def nameless_file(size: int) -> int:
-    """Return the descriptor of a new file that is in no folder and ends with its last user."""
-    with tempfile.TemporaryFile(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as file:
-        file.truncate(max(size, 1))
-        return os.dup(file.fileno())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +94,3 @@ class HeldValues:
         entry = self.index[name]
         raw = torch.from_numpy(self.memory[entry.offset : entry.offset + entry.nbytes].copy())
         return raw.view(entry.dtype).view(entry.shape)
-
-
-def new_marks(width: int) -> int:
-    """Return the descriptor of memory in which a worker marks the progress of `width` streams.
-
-    It is shared, so that it can be read when the worker is dead or stopped.
-    """
-    return nameless_file(8 * width)
-
-
-def map_marks(descriptor: int) -> memoryview:
-    """Return the marks of a worker: for every stream the number of the running instruction plus one, or 0."""
-    return memoryview(mmap.mmap(descriptor, 0)).cast("q")

@@ -28,7 +28,7 @@ from piper.errors import ConfigError
 from piper.format import size
 from piper.ids import SlotId
 from piper.launchers.processes import SharedFile
-from piper.launchers.transport.shared_memory import MEMORY, nameless_file
+from piper.launchers.transport.nameless_files import MEMORY, nameless_file
 from piper.launchers.transport.version_sections import (
     HEAD,
     REST,
@@ -223,12 +223,13 @@ def opened(file: SharedFile) -> int:
 class Versions:
     """The driver's side of versions: it holds the memory open, and knows which version is complete."""
 
-    def __init__(self, plans: Plans) -> None:
-        """Open the memory. Refuse a machine that has too little of it."""
+    def __init__(self, plans: Plans, *, checked: bool = True) -> None:
+        """Open the memory. Refuse a machine that has too little of it, if that is to be checked."""
         self.holders = Holders(plans)
         self.devices = self.holders.devices
         self.every = 1 if plans.protection is None else plans.protection.every
-        check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
+        if checked:
+            check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
     @property
@@ -324,13 +325,18 @@ def check_memory(wanted: int, asked: Protection | None = None) -> None:
     found = os.statvfs(MEMORY)
     free = found.f_bavail * found.f_frsize
     if wanted > free:
-        raise ConfigError(
-            "there is too little shared memory to keep versions of the state in",
-            by=f"--retries, on {MEMORY}",
-            facts={
-                "needs": f"{size(wanted)}: two versions of what each device owns",
-                **({"protect": f"copies={asked.copies}"} if asked is not None else {}),
-                "has": size(free),
-            },
-            hint=f"enlarge it (mount -o remount,size=... {MEMORY}), or train without: --retries 0",
-        )
+        raise too_little(wanted, free, asked)
+
+
+def too_little(wanted: int, free: int, asked: Protection | None, machine: str = "") -> ConfigError:
+    """Return the error of a machine without enough shared memory; `machine`: which, if it is another one."""
+    return ConfigError(
+        "there is too little shared memory to keep versions of the state in",
+        by=f"--retries, on {MEMORY}{machine}",
+        facts={
+            "needs": f"{size(wanted)}: two versions of what each device owns",
+            **({"protect": f"copies={asked.copies}"} if asked is not None else {}),
+            "has": size(free),
+        },
+        hint=f"enlarge it (mount -o remount,size=... {MEMORY}), or train without: --retries 0",
+    )

@@ -1,0 +1,203 @@
+"""Versions of a job's state in the memory of several machines, which agents hold.
+
+The driver has the same files as on one machine, see [Note: versions], but only the heads of sections are in
+them, which it reads from the agents. So it finds the newest complete version as on one machine: the heads of
+an agent that cannot be reached are missing. Sections go from agent to agent when workers need them.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from piper.launchers.machine_agent import Bytes, Place
+from piper.launchers.messages import PATIENCE
+from piper.launchers.processes import SharedFile
+from piper.launchers.transport.version_sections import HEAD, SPAN, HeldVersion, step_in
+from piper.launchers.transport.versions import Versions, too_little, version_bytes
+from piper.plan.plan import Plans
+from piper.plan.protected import GENERATIONS
+
+REACH = 3.0  # seconds in which an agent answers if its machine can be reached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """An agent, and where it runs."""
+
+    actor: Any
+    node: str
+    address: str
+
+
+def answers(calls: Mapping[int, Any], timeout: float) -> dict[int, object]:
+    """Return what calls of agents return, without those whose agent is lost or does not answer in time."""
+    ray.wait([*calls.values()], num_returns=len(calls), timeout=timeout) if calls else None
+    found: dict[int, object] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = ray.get(call, timeout=0.1)
+        except (RayError, GetTimeoutError):
+            continue
+    return found
+
+
+class RayVersions(Versions):
+    """The driver's side of versions that agents hold."""
+
+    def __init__(self, plans: Plans) -> None:
+        """Prepare for agents. Each is refused if its machine has too little memory."""
+        super().__init__(plans, checked=False)
+        self.needs = {device: version_bytes(plans, device) for device in self.devices}
+        self.protection = plans.protection
+        self.owner = secrets.token_hex(8)
+        self.agents: dict[int, Agent] = {}  # by device
+        self.lost: set[int] = set()  # devices whose agent does not answer any more
+        self.found: dict[
+            int, dict[int, tuple[SharedFile, ...]]
+        ] = {}  # files, as the worker of a device sees them
+
+    def place(self, agents: Mapping[int, Agent]) -> None:
+        """Let agents hold the memory of their devices from now on."""
+        new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
+        before = {d: self.agents[d] for d in new if d in self.agents and d not in self.lost}
+        if before:
+            self._look()
+        self.agents, self.lost = dict(agents), set()
+        by_node = {
+            agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
+        }
+        for devices in by_node.values():
+            if any(device in new for device in devices):
+                free = ray.get(agents[devices[0]].actor.room.remote(), timeout=PATIENCE)
+                needs = sum(self.needs[device] for device in devices if device in new)
+                if free is not None and needs > free:
+                    raise too_little(needs, free, self.protection, f" of {agents[devices[0]].address}")
+        calls = {}
+        for devices in by_node.values():
+            for device in devices:
+                kept = [device]
+                if device == devices[0]:  # it also holds what comes from other machines
+                    kept += [d for d in self.devices if d not in devices]
+                calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
+        files = {
+            d: cast("dict[int, tuple[SharedFile, ...]]", ray.get(c, timeout=PATIENCE))
+            for d, c in calls.items()
+        }
+        for devices in by_node.values():
+            near = {device: files[device][device] for device in devices}
+            far = {d: found for d, found in files[devices[0]].items() if d not in devices}
+            self.found |= {device: far | near for device in devices}
+        self._move(before)
+
+    def _move(self, before: Mapping[int, Agent]) -> None:
+        """Bring the versions of devices from the agents that they had before, where these still answer."""
+        moved = []
+        for device, agent in before.items():
+            for place in self._places(device):
+                step, _, _, _, nbytes = HEAD.unpack(
+                    os.pread(self.descriptors[device][place[1]], HEAD.size, place[2])
+                )
+                if step:
+                    image = agent.actor.image.remote(place, nbytes)
+                    moved.append(self.agents[device].actor.take.remote(place, image, HEAD.size))
+        answers(dict(enumerate(moved)), PATIENCE)
+
+    def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
+        """Return where the worker of a device finds the memory of all devices."""
+        return self.found[device]
+
+    def _places(self, device: int) -> list[Place]:
+        """Return where each section of a device may begin."""
+        numbers = self.holders.numbers(device)
+        return [
+            (device, generation, number * SPAN) for generation in range(GENERATIONS) for number in numbers
+        ]
+
+    def _look(self) -> None:
+        """Read the heads of all sections that agents hold."""
+        calls = {
+            d: agent.actor.heads.remote(self._places(d), HEAD.size)
+            for d, agent in self.agents.items()
+            if d not in self.lost
+        }
+        seen = answers(calls, REACH)
+        for device in self.devices:
+            places = self._places(device)
+            heads = cast("list[bytes]", seen.get(device, [b""] * len(places)))
+            for (_, generation, at), head in zip(places, heads, strict=True):
+                os.pwrite(self.descriptors[device][generation], head.ljust(HEAD.size, b"\0"), at)
+
+    def newest(self) -> int | None:
+        """Return the newest step of which all elements can be reached. None: there is none."""
+        self._look()
+        return super().newest()
+
+    def forget(self, chosen: Callable[[int], bool]) -> None:
+        """Drop the versions of chosen steps. No worker may live."""
+        self._look()
+        calls = {}
+        for device, agent in ((d, agent) for d, agent in self.agents.items() if d not in self.lost):
+            steps = {
+                place: step_in(self.descriptors[device][place[1]], place[2] // SPAN)
+                for place in self._places(device)
+            }
+            old = [place for place, step in steps.items() if step is not None and chosen(step)]
+            if old:
+                calls[device] = agent.actor.erase.remote(old, HEAD.size)
+        answers(calls, REACH)
+        super().forget(chosen)
+
+    def share(self, step: int) -> None:
+        """Bring the sections of a version to all machines, before workers read them."""
+        self._look()
+        chosen = self._chosen(step)
+        images = {place: self._image(place) for place in chosen}
+        moved = [
+            agent.actor.take.remote(place, images[place], HEAD.size)
+            for agent in self._leads().values()
+            for place in chosen
+            if self.agents[place[0]].node != agent.node
+        ]
+        ray.get(moved, timeout=PATIENCE)
+
+    def shrink(self) -> None:
+        """Give back the memory of what was brought to other machines, once workers have read it."""
+        for agent in self._leads().values():
+            agent.actor.shrink.remote([d for d in self.devices if self.agents[d].node != agent.node])
+
+    def _leads(self) -> dict[str, Agent]:
+        """Return the first agent of each machine, which holds what comes from others."""
+        found: dict[str, Agent] = {}
+        for agent in self.agents.values():
+            found.setdefault(agent.node, agent)
+        return found
+
+    def _chosen(self, step: int) -> list[Place]:
+        """Return where the sections of a complete version begin."""
+        found = [*(self.holders.of(self.descriptors, step) or ())]
+        if self.holders.state is not None:
+            found += self.holders.rest(self.descriptors) or ()
+        return [(d, self.descriptors[d].index(file), number * SPAN) for d, file, number in found]
+
+    def _image(self, place: Place) -> Any:  # noqa: ANN401  what Ray calls a reference has no type
+        """Return the call that reads a section from the agent that holds it."""
+        device, generation, at = place
+        nbytes = HEAD.unpack(os.pread(self.descriptors[device][generation], HEAD.size, at))[-1]
+        return self.agents[device].actor.image.remote(place, nbytes)
+
+    def _held(self, step: int) -> list[tuple[int, HeldVersion]]:
+        """Return the sections of a complete version, brought to this machine."""
+        for place in self._chosen(step):
+            device, generation, at = place
+            image = cast(Bytes, ray.get(self._image(place), timeout=PATIENCE))
+            file = self.descriptors[device][generation]
+            os.posix_fallocate(file, at, len(image))
+            done = 0
+            while done < len(image):  # one call writes 2 GiB at most
+                done += os.pwrite(file, image[done:].data, at + done)
+        return super()._held(step)

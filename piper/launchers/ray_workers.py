@@ -1,0 +1,181 @@
+"""The workers of a job on nodes of Ray. Agents start and watch them; they talk to the driver over sockets."""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from time import monotonic
+from typing import Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from torch import Tensor
+
+from piper.launchers.driver import SocketWorkerGroup
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
+from piper.launchers.processes import ProcessStatus, SharedFile, StopWatch
+from piper.launchers.ray_support import ActorLocation, not_started
+from piper.launchers.ray_versions import REACH, Agent, RayVersions, answers
+from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.transport.channel import Listener
+from piper.launchers.transport.shared_memory import TensorEntry, joined
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+END = 10.0  # seconds that ending workers may take
+LOOK = 2.0  # seconds between two looks at all workers while they do not answer
+SOON = 0.1  # seconds between two looks while the cause of a failure is searched
+SILENT = 8.0  # seconds after which an agent that does not answer counts as lost
+STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
+
+
+class RayWorkerGroup(SocketWorkerGroup):
+    """Workers that agents have forked. The agents read their progress and state."""
+
+    grace = 3.0  # an agent may take its time to report a death
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        agents: Mapping[int, Agent],
+        versions: RayVersions | None = None,
+    ) -> None:
+        """Prepare a worker for each device. versions: the memory for copies. None: none are kept."""
+        super().__init__(program, options)
+        self.agents, self.versions, self.protects = agents, versions, versions is not None
+        self.locations: dict[int, ActorLocation] = {}
+        self.lost: dict[int, str] = {}
+        self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
+        self.stops = StopWatch(STOPPED)
+        self.looks: dict[int, tuple[Any, float]] = {}  # calls of agents that are under way, and since when
+        self.seen_at: dict[int, float] = {}
+        self.status: dict[int, ProcessStatus] = {}
+        self.moved: dict[int, ProcessStatus] = {}  # the statuses at the last call of `moving`
+
+    def connect(
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+    ) -> None:
+        addresses = {agent.address for agent in self.agents.values()}
+        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.own = {d: LOOPBACK if len(addresses) == 1 else a.address for d, a in self.agents.items()}
+        self.reached, key = LOOPBACK if addresses == {mine} else mine, secrets.token_bytes(32)
+        self.store = store_on(self.reached)
+        leads = {agent.node: agent for agent in self.agents.values()}
+        memory = ray.put(joined(weights, index).numpy())
+        values = {node: agent.actor.hold.remote(memory) for node, agent in leads.items()}
+        with Listener(self.reached, key, self.options.timeout, CODEC) as listener:
+            started = {
+                device: agent.actor.start.remote(device, listener.address, key, width, values[agent.node])
+                for device, agent in self.agents.items()
+            }
+            until = monotonic() + PATIENCE
+            while len(self.channels) < len(self.devices):
+                self._accept(listener, started, until)
+        for device, agent in self.agents.items():
+            process = ray.get(started[device], timeout=PATIENCE)
+            self.processes[device] = process
+            self.locations[device] = ActorLocation(node=agent.node, address=agent.address, process=process)
+            self.status[device] = ProcessStatus(process=process)
+        for agent in leads.values():
+            held.callback(agent.actor.release.remote)
+
+    def _accept(self, listener: Listener, started: Mapping[int, Any], until: float) -> None:
+        arrived = listener.accept(1.0)
+        if arrived is not None:
+            device, self.channels[device] = arrived
+            return
+        done, _ = ray.wait([*started.values()], num_returns=len(started), timeout=0)
+        ray.get(done)  # it raises what an agent has raised
+        for device, call in started.items():
+            if call in done and device not in self.channels:
+                seen = answers({device: self.agents[device].actor.look.remote()}, REACH).get(device)
+                if isinstance(seen, ProcessStatus) and seen.ended is not None:
+                    raise not_started(seen.ended)
+        if monotonic() > until:
+            raise not_started("it cannot reach the driver")
+
+    def assignment(
+        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
+    ) -> Assignment:
+        files: Mapping[int, tuple[SharedFile, ...]] | None = None
+        if self.versions is not None:
+            files = self.versions.found[device]
+        return Assignment(
+            device=device,
+            local=0,
+            store=StoreAddress(host=self.reached, port=self.store.port, own=self.own[device]),
+            options=self.options,
+            setup=setup,
+            values=index,
+            versions=files,
+        )
+
+    @contextmanager
+    def sharing(self, step: int) -> Iterator[None]:
+        assert self.versions is not None
+        try:
+            self.versions.share(step)
+        except (RayError, GetTimeoutError) as error:
+            raise not_started(str(error).splitlines()[0]) from error
+        yield
+        self.versions.shrink()
+
+    def ended(self) -> dict[int, str]:
+        self._look(SOON if self.silent or self.failures else LOOK)
+        return self.lost
+
+    def _look(self, age: float) -> None:
+        """Note what agents have answered, and ask again where the last answer is older than `age` seconds."""
+        now = monotonic()
+        for device in self.locations.keys() - self.lost.keys() - self.looks.keys():
+            if now - max(self.seen_at.get(device, 0.0), self.asked) >= age:
+                self.looks[device] = (self.agents[device].actor.look.remote(), now)
+        calls = {call: device for device, (call, _) in self.looks.items()}
+        done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=0) if calls else ([], [])
+        for call in done:
+            device, self.seen_at[calls[call]] = calls[call], now
+            del self.looks[device]
+            try:
+                seen = cast(ProcessStatus, ray.get(call))
+            except RayError:
+                self._lose(device, "its agent is lost, and the process with it")
+                continue
+            self.status[device] = seen
+            if seen.ended is not None:
+                self.lost[device] = seen.ended
+        for call in waiting:
+            device = calls[call]
+            if now - self.looks[device][1] > SILENT:
+                self._lose(device, f"no sign of life for {SILENT:g} s: its machine cannot be reached")
+
+    def _lose(self, device: int, why: str) -> None:
+        self.looks.pop(device, None)
+        self.lost[device] = why
+        self.unreachable.add(device)
+        if self.versions is not None:
+            self.versions.lost.add(device)
+
+    def moving(self) -> bool:
+        before, self.moved = self.moved, dict(self.status)
+        return bool(before) and before != self.moved
+
+    def stopped(self) -> set[int]:
+        self._look(LOOK)
+        return {d for d, seen in self.status.items() if self.stops.lasting(seen.process, seen.stopped)}
+
+    def statuses(self) -> dict[int, ProcessStatus]:
+        """Return what the agents see now: a worker may no longer answer."""
+        self._look(0.0)
+        if self.looks:
+            ray.wait([call for call, _ in self.looks.values()], num_returns=len(self.looks), timeout=1.0)
+        self._look(LOOK)
+        return {device: replace(self.status[device], ended=self.lost.get(device)) for device in self.devices}
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self.channels.clear()
+        # An agent that cannot be reached ends its worker once it can be, if it is not ended itself.
+        ends = {device: agent.actor.end.remote() for device, agent in self.agents.items()}
+        answers({device: call for device, call in ends.items() if device not in self.unreachable}, END)
