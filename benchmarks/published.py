@@ -1,6 +1,6 @@
 """Published training runs, simulated as ordinary strategies: predicted next to published TFLOP/s per device.
 
-python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--out FILE]
+python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--tune] [--out FILE]
 
 A row names a model, its shape, its devices and how it was divided. Its model is captured with two layers,
 which are then repeated: equal layers share code and cost the same. The strategy is a list of directives, the
@@ -10,6 +10,10 @@ Microbatch sizes and interleaving are those of the scripts that the authors publ
 
 A pipeline repeats itself once it is full, so a step with many microbatches is extrapolated from two shorter
 ones. `--full` simulates every microbatch.
+
+`--tune` also searches for a strategy of each run whose microbatches can all be simulated, in a small space:
+up to twice the ranks, the published microbatch or half of it, the published degrees of tensor and context
+parallelism or none.
 """
 
 import argparse
@@ -39,10 +43,14 @@ from piper.schedules.names import grid_for
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
+from piper.tuning.choice import SYNTHESISED
+from piper.tuning.space import Space
 
 TABLE = Path(__file__).parent / "published.csv"
 CLUSTERS = {"H100": "h100", "A100": "a100"}
 LAYERS = 2  # that are captured
+TRIALS = 8  # of a search
+MOST_PASSES = 64  # ranks times microbatches of a step that is searched
 FIELDS = {"tokens": 1, "labels": 1}
 # What the table does not say: samples of a microbatch and stages of a rank (Megatron-LM: its script for table
 # 1; Llama 3: section 3.3.2, by which a stage is one layer, and the embedding and the head are stages too).
@@ -298,6 +306,53 @@ def predicted(row: Row, *, full: bool = False) -> Found:
     return Found(row=row, step=step, took=time.process_time() - begin)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What `tune` would have chosen for a row."""
+
+    found: Found
+    label: str
+    step: float
+    took: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.found.row.name:32} {self.found.step:9.2f} s {self.step:9.2f} s "
+            f"{100 * (self.found.step / self.step - 1):+7.1f} % {self.took:7.1f} s  {self.label}"
+        )
+
+
+def chosen(found: Found) -> Chosen | None:
+    """Search for the strategy of a row. None: its step has too many microbatches to simulate them all."""
+    row = found.row
+    if row.pp * row.microbatches > MOST_PASSES:
+        return None
+    begin = time.process_time()
+    tokens = torch.zeros((row.global_batch, row.sizes.seq), dtype=torch.long)
+    job = piper.Job(
+        model=lambda: Decoder(row.sizes),
+        loss=loss,
+        data=lambda: [{"tokens": tokens, "labels": tokens}],
+        optimizer=lambda params: torch.optim.AdamW(params, fused=True),
+        precision="bf16",
+    )
+    space = Space(
+        ranks=tuple(n for n in (1, 2, 4, 8, 16) if n <= 2 * row.pp),
+        rows=tuple({row.samples, max(1, row.samples // 2)}),
+        schedules=("1f1b", SYNTHESISED),
+        zeros=(0, 1, 3),
+        mixed=False,
+        neighbours=("replicas",),
+        tensor=tuple({1, row.tp}),
+        context=tuple({1, row.cp}),
+        boundaries=("balanced",),
+    )
+    best = piper.tune(
+        job, CLUSTERS[row.gpu], row.devices, space=space, trials=TRIALS, front=False, compile=True
+    ).best
+    return Chosen(found=found, label=best.choice.label, step=best.step, took=time.process_time() - begin)
+
+
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Return Spearman's correlation of the ranks of pairs. Equal values share their mean rank."""
     ranks = [ranked([pair[side] for pair in pairs]) for side in (0, 1)]
@@ -326,6 +381,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--rows", default="", help="models, such as 1.7B,405B; default: all")
     parser.add_argument("--full", action="store_true", help="simulate every microbatch")
+    parser.add_argument("--tune", action="store_true", help="also search for a strategy of each run")
     parser.add_argument("--out", type=Path, help="write the figures as JSON lines")
     options = parser.parse_args()
     wanted = set(filter(None, options.rows.split(",")))
@@ -337,6 +393,10 @@ def main() -> None:
             print(found[-1], flush=True)
     lines = summary(found)
     print(*lines, sep="\n")
+    if options.tune:
+        print(f"\n{'run':32} {'published':>11} {'tuned':>11} {'faster':>9} {'CPU':>9}  strategy")
+        for one in found:
+            print(chosen(one) or f"{one.row.name:32} too many microbatches to simulate all", flush=True)
     if options.out is not None:
         figures = [
             {"run": f.row.name, "published": f.row.published, "predicted": f.predicted, "step_s": f.step}

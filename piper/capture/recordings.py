@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers
-from piper.capture.divide.request import Request
+from piper.capture.divide.request import DeviceGrid, Request, groups_of
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.sizes import dtype_name
@@ -33,6 +33,7 @@ from piper.capture.trace.trace import (
     trace,
 )
 from piper.errors import ConfigError
+from piper.ir.chunk import Tags
 
 log = logging.getLogger("piper")
 Division = tuple[object, ...]  # what requests ask, as a key
@@ -114,10 +115,23 @@ def division_of(requests: Sequence[Request]) -> Division:
             request.between,
             request.attention,
             request.zigzag,
-            tuple((tags, grids.setdefault(grid, len(grids))) for tags, grid in request.regions.items()),
+            tuple((tags, grids.setdefault(grid, len(grids))) for tags, grid in sorted_regions(request)),
         )
         for request in requests
     )
+
+
+def merged(requests: Sequence[Request]) -> list[Request]:
+    """Return one request for all that divide alike: where stages begin does not change a division."""
+    return [
+        replace(group[0], regions={tags: grid for one in group for tags, grid in one.regions.items()})
+        for group in groups_of(requests)
+    ]
+
+
+def sorted_regions(request: Request) -> list[tuple[Tags, DeviceGrid]]:
+    """Return the regions of a request in an order that does not depend on the directives."""
+    return sorted(request.regions.items(), key=lambda region: region[0])
 
 
 def same_function(one: Callable[..., object], other: Callable[..., object]) -> bool:
@@ -192,6 +206,7 @@ class Capturing:
             )
         if not requests:
             return known.recorded[rows]
+        requests = merged(requests)
         key = (rows, division_of(requests))
         if key not in known.divided:
             known.divided[key] = divided(known.recorded[rows], requests)
@@ -204,12 +219,15 @@ class Capturing:
         ways: Mapping[str, int],
         budgets: Mapping[str, float],
         precisions: Mapping[str, str] = MappingProxyType({}),
+        flat: tuple[str, ...] = (),
     ) -> Captured:
         """Return the model's code for slices of `rows` samples."""
-        key = (rows, division_of(requests), *(tuple(each.items()) for each in (ways, budgets, precisions)))
+        requests = merged(requests)
+        said = (tuple(each.items()) for each in (ways, budgets, precisions))
+        key = (rows, division_of(requests), *said, flat)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
-            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions)
+            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions, flat)
             self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
 

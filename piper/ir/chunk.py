@@ -105,6 +105,7 @@ class PhaseSpec:
     tangents: tuple[int, ...] = ()  # indices into Chunk.outputs: whose gradient is read
     grad_inputs: tuple[int, ...] = ()  # indices into Chunk.inputs: whose gradient is written
     grad_params: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()  # of grad_params: those that are written into memory the caller gives
     flops: int = 0
     bytes_moved: int = 0  # memory traffic, for the cost estimate
     workspace: int = 0  # bytes live only while the phase runs, less what it frees before its last results

@@ -53,6 +53,7 @@ class Emission:
     comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
     begun: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, total): it has something to reduce
     given: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, gradient): a backward wrote it
+    flat: set[tuple[int, SlotId]] = field(default_factory=set)  # and those it wrote as one flat tensor
 
     def within(self, devices: Devices) -> list[int]:
         """Return the numbers of the device classes that make up a set of devices."""
@@ -107,7 +108,7 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
         case Compute():
             draft.payload, draft.keeps = node.run, node.keeps
             draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
-            emission.given.update((number, slot) for slot in node.writes if slot.kind in ("gradient", "grad"))
+            note_gradients(emission, node, draft, number)
         case Load():
             draft.op = "load"
             draft.payload = Field(
@@ -120,6 +121,10 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             draft.nbytes = emission.size(node.writes[0])
         case Accumulate():
             draft.op, draft.payload = "accumulate", Adding(run=node.run)
+            if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
+                draft.workspace = -emission.size(
+                    node.reads[0]
+                )  # the sum begins in the memory of its first term
             emission.begun.add((number, node.writes[0]))
         case LocalNode():
             draft.op, draft.nbytes = cast(Op, node.op), node.nbytes
@@ -128,6 +133,23 @@ def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
         case _:
             draft_communication(emission, node, draft, number)
     return draft
+
+
+def note_gradients(emission: Emission, node: Compute, draft: PendingInstr, number: int) -> None:
+    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors.
+
+    A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
+    """
+    spec = emission.chunks[node.chunk].phases[node.phase]
+    for slot in node.writes:
+        if slot.kind in ("gradient", "grad"):
+            emission.given.add((number, slot))
+            pieces = emission.work.buckets[slot.owner].pieces
+            if any(piece.name in spec.in_place for piece in pieces):
+                emission.flat.add((number, slot))
+                apart = [p for p in pieces if p.name in spec.grad_params and p.name not in spec.in_place]
+                itemsize = emission.work.buckets[slot.owner].itemsize
+                draft.workspace += sum(piece.numel for piece in apart) * itemsize
 
 
 def draft_communication(emission: Emission, node: Communication, draft: PendingInstr, number: int) -> None:
@@ -232,19 +254,20 @@ def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: 
     here = (number, node.reads[0])
     summed, given = here in emission.begun, here in emission.given
     if node.scatter:
-        draft.workspace = scatter_workspace(bucket, node, summed=summed, given=given)
+        flat = summed or here in emission.flat
+        draft.workspace = scatter_workspace(bucket, node, flat=flat, given=given)
     if not (summed or (given and node.scatter)):
         draft.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
 
 
-def scatter_workspace(bucket: Bucket, node: Reduce, *, summed: bool, given: bool) -> int:
+def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
     """Return the bytes of workspace that a reduce-scatter needs in addition to its slots.
 
-    It flattens the gradients, unless an accumulation already has; a device without any gives zeros. It also
-    holds this device's reduced shard before that is added to the shard accumulated so far.
+    It flattens the gradients, unless compiled code or an accumulation already has; a device without any gives
+    zeros. It also holds this device's reduced shard before that is added to the shard accumulated so far.
     """
     again = len(node.reads) > 1
-    apart = not summed and (len(bucket.pieces) > 1 or not given)
+    apart = not flat and (len(bucket.pieces) > 1 or not given)
     return (bucket.numel * bucket.itemsize if apart else 0) + (bucket.shard_nbytes if again else 0)
 
 

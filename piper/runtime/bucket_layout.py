@@ -36,12 +36,13 @@ class Layout:
         self.sizes = [piece.numel for piece in bucket.pieces]
         self.shapes = [piece.shape for piece in bucket.pieces]
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
+        shown = [(piece.shape, torch.empty(piece.shape, device="meta").stride()) for piece in bucket.pieces]
+        self.views = [(*how, piece.offset) for how, piece in zip(shown, bucket.pieces, strict=True)]
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Return the pieces of a flat bucket, in their shapes."""
-        rest = len(flat) - self.bucket.numel
-        parts = flat.split([*self.sizes, rest] if rest else self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
+        start = flat.storage_offset()  # `as_strided` counts from there, and takes half the time of `split`
+        return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self.views]
 
     def over(self, flat: Tensor) -> Flat:
         """Return a flat tensor with its pieces."""

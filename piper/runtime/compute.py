@@ -11,9 +11,11 @@ from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.bucket_layout import own_slice
+from piper.runtime.bucket_layout import Layout, own_slice
 from piper.runtime.context import Bound, Env, draw_seed
 
+Boxed = Callable[[list[object]], Sequence[Tensor]]
+Members = Sequence[int | None]
 ITSELF = -1  # an argument that is a whole slot, not one of several values in it
 
 
@@ -25,7 +27,9 @@ def compute(env: Env, ins: Instr) -> Bound:
     slots = env.slots
     wanted = arguments(env, ins, chunk, spec)
     single, several = results(env, ins, chunk, phase, spec)
-    boxed = cast("Callable[[list[object]], Sequence[Tensor]] | None", getattr(code, "boxed", None))
+    boxed: Boxed | None = getattr(code, "boxed", None)
+    if boxed is not None and spec.in_place:
+        boxed, several = with_flat_gradients(env, chunk, spec, code, several)
     ending = ends_with(env, ins) if boxed is not None else []
 
     def run() -> None:
@@ -44,6 +48,47 @@ def compute(env: Env, ins: Instr) -> Bound:
     if phase == "F" and chunk.random:
         run = seeded(env, ins, chunk.name, run)
     return run
+
+
+def with_flat_gradients(
+    env: Env, chunk: Chunk, spec: PhaseSpec, code: object, several: Sequence[tuple[int, Members]]
+) -> tuple[Boxed, list[tuple[int, Members]]]:
+    """Return the call of a backward that writes gradients into a flat tensor for each bucket.
+
+    Return also those of the slots with several results that the call does not fill.
+    """
+    boxed_into = cast("Callable[[list[object], list[Tensor]], Sequence[Tensor]]", code.boxed_into)  # type: ignore[attr-defined]
+    layouts = given_buckets(env, chunk, spec.grad_params)
+    flat = [any(name in layout.index for name in spec.in_place) for layout in layouts]
+    buckets = [pair for pair, fills in zip(zip(several, layouts, strict=True), flat, strict=True) if fills]
+    left = [each for each, fills in zip(several, flat, strict=True) if not fills]
+    slots, device, first = env.slots, env.setup.device, len(spec.grad_inputs)
+    kinds = [(layout, layout.bucket.numel, getattr(torch, layout.bucket.dtype)) for _, layout in buckets]
+    where = {
+        piece.name: (number, index)
+        for number, (_, layout) in enumerate(buckets)
+        for index, piece in enumerate(layout.bucket.pieces)
+    }
+    targets = [where[name] for name in spec.in_place]
+    given_apart = [
+        (*where.pop(name), first + result)
+        for result, name in enumerate(spec.grad_params)
+        if name in where and name not in spec.in_place
+    ]
+    missing = [place for name, place in where.items() if name not in spec.in_place]
+
+    def boxed(given: list[object]) -> Sequence[Tensor]:
+        made = [layout.over(torch.empty(size, dtype=dtype, device=device)) for layout, size, dtype in kinds]
+        out = boxed_into(given, [made[number][index] for number, index in targets])
+        for number, index, result in given_apart:
+            made[number][index].copy_(out[result])
+        for number, index in missing:
+            made[number][index].zero_()
+        for ((slot, _), _), whole in zip(buckets, made, strict=True):
+            slots[slot] = whole
+        return out
+
+    return boxed, left
 
 
 def ends_with(env: Env, ins: Instr) -> list[int]:
@@ -107,9 +152,6 @@ def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple
     return wanted
 
 
-Members = Sequence[int | None]
-
-
 def results(
     env: Env, ins: Instr, chunk: Chunk, phase: Phase, spec: PhaseSpec
 ) -> tuple[list[tuple[int, int]], list[tuple[int, Members]]]:
@@ -129,11 +171,19 @@ def results(
         if phase == "BI" and chunk.carried:
             several.append((next(writes), [first + i for i in range(len(chunk.carried))]))
         place = {name: first + i for i, name in enumerate(spec.grad_params)}
-        for layout in env.layouts.values():
-            if chunk.name in layout.bucket.chunks and any(name in layout.index for name in place):
-                several.append((next(writes), [place.get(piece.name) for piece in layout.bucket.pieces]))
+        for layout in given_buckets(env, chunk, spec.grad_params):
+            several.append((next(writes), [place.get(piece.name) for piece in layout.bucket.pieces]))
     assert next(writes, None) is None, f"{ins.node} writes more than {chunk.name} gives"
     return single, several
+
+
+def given_buckets(env: Env, chunk: Chunk, names: Sequence[str]) -> list[Layout]:
+    """Return the buckets that a chunk gives gradients of some parameters to."""
+    return [
+        layout
+        for layout in env.layouts.values()
+        if chunk.name in layout.bucket.chunks and any(name in layout.index for name in names)
+    ]
 
 
 def load(env: Env, ins: Instr) -> Bound:

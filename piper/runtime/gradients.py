@@ -24,7 +24,9 @@ def accumulate(env: Env, ins: Instr) -> Bound:
     layout = env.layouts[ins.writes[0].owner]
 
     def begin() -> None:
-        slots[total] = layout.over(layout.flatten(slots[value]))  # type: ignore[arg-type]
+        given = slots[value]
+        # What compiled code wrote as one flat tensor has no other reader: the sum goes on in its memory.
+        slots[total] = given if isinstance(given, Flat) else layout.over(layout.flatten(given))  # type: ignore[arg-type]
 
     def add() -> None:
         pairs = [(t, g) for t, g in zip(slots[total], slots[value], strict=True) if g is not None]  # type: ignore[call-overload]

@@ -91,7 +91,6 @@ class ProgramLike(Protocol):
     @property
     def shapes(self) -> Mapping[Shapes, "ProgramLike"]: ...
     def code(self, chunk: Chunk, phase: Phase) -> Code: ...
-    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None: ...
     def origins(self, node: str) -> list[str]: ...
     def evaluation(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
     def shaped(self, batch: Mapping[str, Tensor]) -> "ProgramLike": ...
@@ -111,7 +110,7 @@ class Setup:
     clip_norm: float | None = None
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    build: BuildCode | None = None  # builds the code of phases, all together. None: all code is built
+    build: BuildCode | None = None  # builds the code of phases, all together. None: one by one
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,7 +145,7 @@ def setup_of(program: ProgramLike) -> Setup:
         clip_norm=job.clip_norm,
         seed=job.seed,
         device=device_of(program.device),
-        build=program.build,
+        build=getattr(program, "build", None),  # of one that was compiled in this process
     )
 
 

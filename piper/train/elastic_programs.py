@@ -7,7 +7,7 @@ them, and neither does a run that loses a device later.
 import os
 import signal
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,10 +74,6 @@ class SentProgram:
     def code(self, chunk: Chunk, phase: Phase) -> Code:
         """Return the code of one phase of a chunk."""
         return self.setup.code(chunk, phase)
-
-    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
-        """Do the other work only: the code came with the program."""
-        meanwhile()
 
     def origins(self, node: str) -> list[str]:
         """Return no directives: they stay where the program was compiled."""

@@ -208,7 +208,7 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int, rank: i
     for stage in stages:
         for place, layer in enumerate(stage.layers):
             sizes = [p.trained_bytes for name, p in layer.parameters.items() if choice.experts == 1]
-            nbytes = sum(sizes) * (replicas - 1) // replicas
+            nbytes = sum(sizes) // choice.context * (replicas - 1) // replicas
             if not nbytes:
                 continue
             times = choice.microbatches if several else 1
@@ -265,7 +265,7 @@ def resident(
     whole = sum(one.nbytes for one in parameters.values())
     trained = sum(one.trained for one in parameters.values())
     gradients = sum(one.trained_bytes for one in parameters.values())
-    replicas = choice.replicas
+    replicas = choice.replicas * choice.context  # ZeRO may shard over both
     return LeastMemory(
         parameters=whole // replicas if zero == 3 else whole,
         optimizer=trained * state.optimizer // (replicas if zero else 1),

@@ -17,7 +17,7 @@ from piper.tuning.model_layers import ModelLayers
 from piper.tuning.scaling import scaled
 
 BY = "tune"
-Key = tuple[int, Recompute, int, int]
+Key = tuple[int, Recompute, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,16 @@ class Model:
             for key in [key for key in self.tables if key[0] == rows]:
                 del self.tables[key]  # was estimated from other sizes
 
-    def layers(self, rows: int, recompute: Recompute, experts: int = 1, group: int = 1) -> ModelLayers:
+    def layers(
+        self, rows: int, recompute: Recompute, experts: int = 1, tensor: int = 1, context: int = 1
+    ) -> ModelLayers:
         """Return the costs of the layers for one microbatch size.
 
-        experts: devices that divide the experts. group: devices that divide every layer.
+        experts: devices that divide the experts. tensor, context: devices that divide every layer.
         """
-        key = (rows, recompute, experts, group)
-        if key not in self.tables and group > 1:
-            self.tables[key] = self.layers(rows, recompute, experts).divided(group)
+        key = (rows, recompute, experts, tensor, context)
+        if key not in self.tables and tensor * context > 1:
+            self.tables[key] = self.layers(rows, recompute, experts).divided(tensor, context)
         elif key not in self.tables:
             outline = self.outline(rows, recompute, experts)
             shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}

@@ -51,17 +51,18 @@ class Layer:
     sends: int  # bytes of the largest value that the next layer reads
     adds: float  # seconds to add its gradients to those of other microbatches
 
-    def divided(self, degree: int) -> "Layer":
-        """Return the layer with its costs and bytes divided."""
+    def divided(self, tensor: int, context: int) -> "Layer":
+        """Return the layer with its costs and bytes divided; only tensor parallelism divides parameters."""
+        degree = tensor * context
         return Layer(
             work={phase: spent / degree for phase, spent in self.work.items()},
             path={phase: spent / degree for phase, spent in self.path.items()},
-            parameters={name: held.divided(degree) for name, held in self.parameters.items()},
+            parameters={name: held.divided(tensor) for name, held in self.parameters.items()},
             held={storage: nbytes // degree for storage, nbytes in self.held.items()},
             late={storage: nbytes // degree for storage, nbytes in self.late.items()},
             extra={phase: nbytes // degree for phase, nbytes in self.extra.items()},
             sends=self.sends // degree,
-            adds=self.adds / degree,
+            adds=self.adds / tensor,
         )
 
 
@@ -92,12 +93,10 @@ class ModelLayers:
         self.layers = [self._layer(number) for number in range(len(self.chunks))]
         self._stages: dict[range, Stage] = {}
 
-    def divided(self, degree: int) -> "ModelLayers":
-        """Return the layers as one of `degree` devices that divide them has them: at least so much of all."""
-        if degree == 1:
-            return self
+    def divided(self, tensor: int, context: int) -> "ModelLayers":
+        """Return the layers as one of the devices that divide them has them: at least so much of all."""
         made = copy(self)
-        made.layers = [layer.divided(degree) for layer in self.layers]
+        made.layers = [layer.divided(tensor, context) for layer in self.layers]
         made._stages = {}
         return made
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from piper.ir.chunk import CapturedModel
 
 T = TypeVar("T")
+Known = dict[tuple[int, int], tuple[object, ...]]  # by the identities of two tuples, which live longer
 SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
 DROPPED = frozenset(("key",))  # of code, which differs from size to size
 
@@ -22,9 +23,10 @@ class UnlikeLayersError(Exception):
 def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel | None:
     """Return the outline for slices of `rows` samples. None: the two outlines differ in their structure."""
     share = (rows - one.rows) / (other.rows - one.rows)
+    known: Known = {}
     try:
         chunks = tuple(
-            replace(between(first, second, share), key="")
+            replace(between(first, second, share, known), key="")
             for first, second in zip(one.chunks, other.chunks, strict=True)
         )
     except (UnlikeLayersError, ValueError):
@@ -32,9 +34,19 @@ def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel
     return replace(one, chunks=chunks, rows=rows)
 
 
-def between(one: T, other: T, share: float) -> T:
-    """Return the value that lies at `share` of the way from one to the other; amounts are affine."""
-    if one is other or (one == other and not is_dataclass(one)):
+def between(one: T, other: T, share: float, known: Known) -> T:
+    """Return the value that lies at `share` of the way from one to the other; amounts are affine.
+
+    known: tuples that were done. Equal layers share theirs.
+    """
+    if one is other:
+        return one
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        key = (id(one), id(other))
+        if key not in known:
+            known[key] = tuple(between(a, b, share, known) for a, b in zip(one, other, strict=True))
+        return known[key]  # type: ignore[return-value]
+    if one == other and not is_dataclass(one):
         return one
     if type(one) is not type(other) or isinstance(one, bool):
         raise UnlikeLayersError
@@ -44,23 +56,21 @@ def between(one: T, other: T, share: float) -> T:
             made = round(one + (other - one) * share)
         case float(), float():
             made = one + (other - one) * share
-        case tuple(), tuple():
-            made = tuple(between(a, b, share) for a, b in zip(one, other, strict=True))
         case Mapping(), Mapping() if one.keys() == other.keys():
-            made = {key: between(one[key], other[key], share) for key in one}
+            made = {key: between(one[key], other[key], share, known) for key in one}
         case _ if is_dataclass(one):
-            made = between_records(one, other, share)
+            made = between_records(one, other, share, known)
         case _:
             raise UnlikeLayersError
     return made  # type: ignore[return-value]
 
 
-def between_records(one: object, other: object, share: float) -> object:
+def between_records(one: object, other: object, share: float, known: Known) -> object:
     """Return a dataclass whose amounts lie between those of two others."""
     changed = {}
     for field in fields(one):  # type: ignore[arg-type]
         first, second = getattr(one, field.name), getattr(other, field.name)
         if field.name in SAME and first != second:
             raise UnlikeLayersError
-        changed[field.name] = first if field.name in DROPPED else between(first, second, share)
+        changed[field.name] = first if field.name in DROPPED else between(first, second, share, known)
     return replace(one, **changed)  # type: ignore[type-var]

@@ -233,8 +233,8 @@ class StrategySearch:
 
     def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
-        group = choice.tensor * choice.context
-        return self.model.layers(choice.rows, choice.recompute, choice.experts, group)
+        degrees = choice.experts, choice.tensor, choice.context
+        return self.model.layers(choice.rows, choice.recompute, *degrees)
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
         """Return the sizes of stages to try: even, and balanced by cost."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from piper.capture.recordings import Capturing, Recordings
+from piper.capture.short import short_capturing
 from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
 from piper.directives import apply, place
 from piper.errors import ConfigError, PiperError
@@ -36,7 +37,7 @@ REFINING_TRIALS = 400
 FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
 FRONT_TRIALS = 4
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
-DIVIDED_TRIALS = 6
+DIVIDED_TRIALS = 3
 Progress = Callable[[StrategySearch, Evaluation], None]
 
 
@@ -52,6 +53,7 @@ def tune(
     gap: float = GAP,
     front: bool = True,
     captured: Program | Recordings | None = None,
+    compile: bool = False,
     progress: Progress | None = None,
 ) -> Tuned:
     """Search for the strategy of a job with the shortest simulated step whose peak memory fits.
@@ -62,6 +64,7 @@ def tune(
     costs: measured times of this model's chunks, from `piper profile --calibrate`, with the cluster's links.
     trials: how many candidates are compiled at most. gap: stop when no candidate can be shorter than the best
     by this fraction. space: what to choose from. front: also look for strategies that need less memory.
+    compile: the chunks will be compiled, so operations that Inductor fuses cost one kernel.
     """
     started = time.perf_counter()
     machine = load_cluster(cluster)
@@ -71,7 +74,7 @@ def tune(
     priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
     wanted = space or Space()
     with no_collection():
-        model = captured_model(job, priced, wanted, devices, captured, measured)
+        model = captured_model(job, priced, wanted, devices, captured, measured, compile=compile)
         if memory is None:
             reserve = machine.communicator * (1 - machine.fragmentation)
             model = replace(model, communicator=reserve)
@@ -126,7 +129,8 @@ def run_all(search: StrategySearch, limit: int, trials: int) -> None:
     if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
         return
     before, lowest = search.discarded, search.lowest
-    search.run(limit, trials if asked else min(trials, DIVIDED_TRIALS), divided=True, best=best)
+    few = best is not None and not asked
+    search.run(limit, min(trials, DIVIDED_TRIALS) if few else trials, divided=True, best=best)
     search.discarded = [*before, *search.discarded]
     search.lowest = min(lowest, search.lowest)
 
@@ -145,13 +149,15 @@ def captured_model(
     devices: int,
     captured: Program | Recordings | None = None,
     measured: Measured | None = None,
+    *,
+    compile: bool = False,
 ) -> Model:
     """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
     batch = first_batch(job)
-    recordings = known_recordings(job, device_kind(None), batch, captured, compiled=False)
-    capturing = Capturing(batch=batch, recordings=recordings)
+    recordings = known_recordings(job, device_kind(None), batch, captured, compiled=compile)
     samples = len(next(iter(batch.values())))
     sizes = possible_rows(space, samples, devices)
+    capturing = short_capturing(Capturing(batch=batch, recordings=recordings), sizes[0])
     outline = capturing.traced(sizes[0]).outline
     if measured is not None:
         check_model(measured, outline)

@@ -1,5 +1,6 @@
 """Compiled phases: the numbers of those that are not compiled, kept on disk, and sent to other processes."""
 
+import math
 import pickle
 import re
 import shutil
@@ -14,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from piper.capture.autodiff.code import GraphCode
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile import inductor
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.flat_gradients import FlatPhase
 from piper.capture.compile.inductor import Compiled
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
@@ -26,6 +29,7 @@ from piper.launchers.transport.serialize import pack, unpack
 from tests import zoo
 from tests.capture.capturing import difference
 from tests.capture.machine import Backward
+from tests.capture.test_remat import Feeds
 
 pytestmark = pytest.mark.timeout(180)  # a compiler for C++ is at work
 KINDS: tuple[Backward, ...] = ("whole", "split")
@@ -134,6 +138,31 @@ def test_weight_gradients_are_not_put_off_to_the_end(tmp_path: Path) -> None:
     made = re.findall(r"empty_strided_cpu\(\((\d+), 16\)", text)
     assert made.count("16") == 4
     assert made.index("16") < len(made) - 1 - made[::-1].index("512"), "a weight's gradient before an input's"
+
+
+@pytest.mark.slow
+def test_gradients_are_written_into_given_memory(tmp_path: Path) -> None:
+    """Products and a norm's weight, each where the caller wants it and nowhere else."""
+    found = trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
+    code = differentiate(found, None, {}, Cache(folder=tmp_path), flat=["PP=0", "PP=1"])
+    chunk = code.outline.chunks[1]
+    spec = chunk.phases["B"]
+    assert spec.in_place == spec.grad_params
+    assert sorted(spec.in_place) == ["down.weight", "gate.weight", "norm.weight", "q.weight", "up.weight"]
+    phase = code.phase(chunk.key, "B")
+    assert isinstance(phase, FlatPhase)
+    held = code.codes[chunk.key]
+    assert isinstance(held, GraphCode)
+    given = [torch.randn(fake.shape, dtype=fake.dtype) for fake in held.examples("B")]
+    targets = [torch.full(shape, math.nan, dtype=dtype) for shape, dtype in phase.like]
+    results = phase.boxed_into(list(given), targets)
+    assert len(results) == 1 + len(targets) and all(a is b for a, b in zip(results[1:], targets, strict=True))
+    for result, value in zip(results, held.build("B")(*given), strict=True):
+        torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-12 * value.abs().max().item())
+    (text,) = (
+        path.read_text() for path in tmp_path.rglob("*.py") if path.read_text().count("mm_into.default") > 3
+    )
+    assert "(48, 16), (16, 1), torch.float64)" not in text, "memory for a weight's gradient"
 
 
 def expert_forward(made: Made) -> Compiled:

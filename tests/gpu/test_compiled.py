@@ -18,6 +18,7 @@ TOLERANCE = 1e-6  # of float64: the models' rotations are float32, and a compile
 CELLS = [
     Cell(case="decoder", schedule="zero-bubble", parts=4),
     Cell(case="moe", schedule="1f1b", dp=2, ways=2),
+    Cell(case="decoder", schedule="1f1b", dp=2, zero=3),  # gradients are written flat
 ]
 
 

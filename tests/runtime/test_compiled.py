@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from piper.capture.compile.flat_gradients import FlatPhase
 from piper.capture.compile.inductor import Compiled
 from piper.compiler import compile
 from piper.launchers.launch import launcher
@@ -32,3 +33,4 @@ def test_compiled_runs_give_the_numbers_of_one_device(cell: Cell, on: str, cache
     assert report.ok, report
     used = [code for captured in program.codes.values() for code in captured.built.values()]
     assert any(isinstance(code, Compiled) for code in used)
+    assert any(isinstance(code, FlatPhase) for code in used) == (cell.zero >= 2)

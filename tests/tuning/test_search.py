@@ -1,6 +1,7 @@
 """The search finds what trying everything finds, and its bounds hold."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from piper.compiler import compile
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
+from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
 from piper.tuning.choice import Recompute, StrategyChoice
 from piper.tuning.space import even
@@ -157,6 +159,20 @@ def test_a_model_without_layers() -> None:
         "  regions: none\n"
         "  hint:    annotate them: model=lambda: piper.annotate_layers(Model()), or annotate_modules(...)"
     )
+
+
+def test_costs_of_another_model(search: StrategySearch, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    other = Measured(model="0123abcd", source="other.py:job", chunks={}, arithmetic=1e-9, traffic=1e-9)
+    write_costs(other, costs)
+    captured = search.model.capturing.recordings
+    with pytest.raises(piper.ConfigError) as error:
+        tune(JOB, "h100", 4, space=SMALL, costs=costs, captured=captured)
+    first, measured, recipe, hint = str(error.value).splitlines()
+    assert first == f"{costs}: these costs were measured on another model"
+    assert measured == "  costs:  model 0123abcd"
+    assert recipe.startswith("  recipe: model ")
+    assert hint.startswith("  hint:   profile this model: piper train RECIPE --profile 5")
 
 
 def test_an_unknown_cluster() -> None:

@@ -7,13 +7,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import draws_random, memory_of
-from piper.capture.autodiff.partition import KINDS, Kind, Partition
+from piper.capture.autodiff.aliases import draws_random, is_view, memory_of, takes_joined
+from piper.capture.autodiff.partition import KINDS, Kind, Partition, Section, Write
 from piper.capture.cost.estimate import Cost, cost_of
 from piper.capture.trace.blame import made_at
+from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Phase, TensorSpec
 from piper.usercode import LINES
 
+_aten = torch.ops.aten
 PhaseCode = Callable[..., tuple[Tensor, ...]]
 
 
@@ -24,6 +26,7 @@ class Signature:
     reads: Mapping[Kind, tuple[int, ...]]
     grad_inputs: tuple[int, ...] = ()
     grad_params: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = ()  # which of grad_params are written into given memory, by place among them
     cost: Cost = field(default_factory=lambda: Cost(flops=0, bytes_moved=0, workspace=0))
 
 
@@ -57,10 +60,14 @@ class Code(Protocol):
 class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
-    def __init__(self, partition: Partition, *, joined: bool = False) -> None:
-        """Build the code of a chunk. `joined`: it will be compiled, so it costs what compiled code does."""
+    def __init__(self, partition: Partition, *, joined: bool = False, flat: bool = False) -> None:
+        """Build the code of a chunk.
+
+        joined: it will be compiled, so it costs what compiled code does. flat: its backward writes parameter
+        gradients into memory that the caller gives, where it can.
+        """
         self.partition, self.joined = partition, joined
-        self._shape = _shape_of(partition, joined)
+        self._shape = _shape_of(partition, joined, flat)
 
     @property
     def shape(self) -> Shape:
@@ -98,12 +105,56 @@ class GraphCode:
         module.meta[LINES] = {copies[node].name: line for node in section.body if (line := made_at(node))}
         return module
 
+    def in_place(self, phase: Phase) -> tuple[int, ...]:
+        """Return the results of a phase that compiled code writes into given memory, by position."""
+        found = self.shape.phases[phase]
+        return tuple(len(found.grad_inputs) + place for place in found.in_place)
+
     def examples(self, phase: Phase) -> list[Tensor]:
         """Return the fake tensors that a phase was traced with."""
         return [node.meta["val"] for node in self.partition.sections[phase].read_nodes]
 
 
-def _shape_of(partition: Partition, joined: bool) -> Shape:
+def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]:
+    """Return which of a phase's parameter gradients can be written into given memory, by their positions.
+
+    These are products and what a compiler fuses with the copy. None, if they are the smaller part in bytes:
+    the others would be copied.
+    """
+    writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
+    taken = [write.node for write in section.writes]
+    found = [
+        place
+        for place, write in enumerate(writes)
+        if taken.count(write.node) == 1 and (_product(write, section) is not None or _fused(write))
+    ]
+    nbytes = [sizes.nbytes(write.node.meta["val"]) for write in writes]
+    return tuple(found) if 2 * sum(nbytes[place] for place in found) > sum(nbytes) else ()
+
+
+def _product(write: Write, section: Section) -> fx.Node | None:
+    """Return the product whose result a gradient is, if nothing else reads it. None: there is none."""
+    body, node = set(section.body), write.node
+    seen: fx.Node | None = None
+    while node in body and all(user is seen or user not in body for user in node.users):
+        if node.target is _aten.mm.default:
+            made, wanted = node.meta["val"], write.node.meta["val"]
+            return node if made.shape == wanted.shape and made.is_contiguous() and not write.copy else None
+        if not is_view(node):
+            return None
+        seen, node = node, node.all_input_nodes[0]
+    return None
+
+
+def _fused(write: Write) -> bool:
+    """Return whether a compiler can fuse the copy of a gradient with what computes it."""
+    node = write.node
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return takes_joined(node)
+
+
+def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:
     joint, sizes = partition.joint, partition.joint.sizes
     kept = [*partition.outputs, *partition.saved]
     index, storages = _storages(partition, kept)
@@ -119,7 +170,7 @@ def _shape_of(partition: Partition, joined: bool) -> Shape:
         storages=storages,
         mutated=tuple(sorted(joint.mutated)),
         random=any(draws_random(node) for node in forward.body),
-        phases={name: _signature(name, partition, joined) for name in partition.sections},
+        phases={name: _signature(name, partition, joined, flat) for name in partition.sections},
     )
 
 
@@ -140,12 +191,15 @@ def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, 
     return index, tuple(bytes_of)
 
 
-def _signature(phase: Phase, partition: Partition, joined: bool) -> Signature:
-    section = partition.sections[phase]
+def _signature(phase: Phase, partition: Partition, joined: bool, flat: bool) -> Signature:
+    section, sizes = partition.sections[phase], partition.joint.sizes
     lasting = partition.sections["BW"].read_nodes if phase == "BI" else []
+    in_place = _written_in_place(section, sizes) if joined and flat else ()
+    given = [section.writes[len(section.grad_inputs) + place].node for place in in_place]
     return Signature(
         reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
         grad_inputs=section.grad_inputs,
         grad_params=section.grad_params,
-        cost=cost_of(section, partition.joint.sizes, joined=joined, lasting=lasting),
+        in_place=in_place,
+        cost=cost_of(section, sizes, joined=joined, lasting=lasting, given=given),
     )

@@ -43,29 +43,33 @@ class CodeCache:
         ways: int,
         params: Sequence[TensorSpec],
         budget: float | None = None,
+        flat: bool = False,
     ) -> CompiledChunk:
         """Return the code of a piece. Trace it if no equal piece has been traced.
 
         trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
         ways: the number of devices that divide its experts. params: its parameters on one device.
-        budget: the fraction of the saved bytes that it may save. None: all of them.
+        budget: the fraction of the saved bytes that it may save. None: all of them. flat: its compiled
+        backward writes gradients into given memory.
         """
         assert piece.body is not None, "a marker has no code"
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
+        variant += " flat" if flat and self.compiled else ""
         key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
         if key not in self.volumes:
             try:
                 joint = self.joints.of_piece(piece, trained, tangents, ways)
-                self.volumes[key] = self._volume(key, joint, budget)
+                self.volumes[key] = self._volume(key, joint, budget, flat)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
                 self.volumes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
         return self.volumes[key]
 
-    def _volume(self, key: str, joint: Joint, budget: float | None) -> CompiledChunk:
+    def _volume(self, key: str, joint: Joint, budget: float | None, flat: bool) -> CompiledChunk:
         plain = partition(joint)
         if not self.compiled and budget is None:
             return CompiledChunk(key=key, code=GraphCode(plain))
         choice = choose(plain, budget, joined=self.compiled)
-        code = GraphCode(partition(joint, choice.keep, choice.writers), joined=self.compiled)
+        cut = partition(joint, choice.keep, choice.writers)
+        code = GraphCode(cut, joined=self.compiled, flat=flat)
         return CompiledChunk(key=key, code=code, choice=choice)

@@ -1,7 +1,7 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -87,7 +87,11 @@ class Captured:
             code = self.codes[key]
             if isinstance(code, GraphCode) and isinstance(built, fx.GraphModule) and _computes(built):
                 sources[key, phase] = Source(
-                    module=built, arguments=code.examples(phase), chunk=chunks[key], phase=phase
+                    module=built,
+                    arguments=code.examples(phase),
+                    chunk=chunks[key],
+                    phase=phase,
+                    in_place=code.in_place(phase),
                 )
         return {**made, **compile_phases(sources, cache, self.servers, meanwhile)}
 
@@ -103,6 +107,7 @@ def differentiate(
     budgets: Mapping[str, float] | None = None,
     cache: Cache | None = None,
     precisions: Mapping[str, str] | None = None,
+    flat: Collection[str] = (),
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
@@ -110,8 +115,9 @@ def differentiate(
     budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
     cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
     precisions: for chunks whose products run in a narrower type, by name, that type.
+    flat: chunks whose compiled backward writes gradients into given memory.
     """
-    made = _Differentiator(traced, dict(ways or {}), dict(budgets or {}), dict(precisions or {})).run()
+    made = _Differentiator(traced, dict(ways or {}), dict(budgets or {}), dict(precisions or {}), flat).run()
     return replace(made, cache=cache)
 
 
@@ -124,8 +130,9 @@ class _Differentiator:
         ways: Mapping[str, int],
         budgets: Mapping[str, float],
         precisions: Mapping[str, str],
+        flat: Collection[str],
     ) -> None:
-        self.traced, self.budgets, self.precisions = traced, budgets, precisions
+        self.traced, self.budgets, self.precisions, self.flat = traced, budgets, precisions, flat
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.ways = _ways_by_chunk(traced.outline, ways)
@@ -190,6 +197,7 @@ class _Differentiator:
             ways=ways,
             params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
             budget=self.budgets.get(chunk.name),
+            flat=chunk.name in self.flat,
         )
         self.codes[volume.key] = volume.code
         if volume.fallback is not None:
@@ -258,6 +266,7 @@ def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
             tangents=found.reads.get("tangents", ()),
             grad_inputs=found.grad_inputs,
             grad_params=tuple(chunk.params[i] for i in found.grad_params),
+            in_place=tuple(chunk.params[found.grad_params[i]] for i in found.in_place),
             flops=found.cost.flops,
             bytes_moved=found.cost.bytes_moved,
             workspace=found.cost.workspace,

@@ -31,6 +31,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from piper.capture.compile import operators
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
 from piper.capture.trace.blame import quiet, reason
@@ -99,6 +100,7 @@ class Source:
     arguments: Sequence[Tensor]  # fakes of any mode
     chunk: str
     phase: Phase
+    in_place: tuple[int, ...] = ()  # results that are to be written into further arguments
 
 
 def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
@@ -241,6 +243,8 @@ def modules_of(graph: fx.Graph) -> Iterator[str]:
             defined = OPDEFS.get(node.target.name().partition(".")[0])
             if defined is not None:
                 yield defined._init_fn.__module__
+            elif node.target is operators.mm_into:
+                yield operators.__name__
 
 
 def is_traced(value: Tensor) -> bool:

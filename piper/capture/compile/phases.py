@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.flat_gradients import FlatPhase, flat_phase, source_in_place
 from piper.capture.compile.inductor import Compiled, Source, compiled, is_traced, loaded, name_of
 from piper.capture.compile.repeats import PhasePiece, pieces_of
 from piper.capture.compile.servers import CompileServers
@@ -77,14 +78,15 @@ def compile_phases(
     cache: Cache,
     servers: CompileServers,
     meanwhile: Callable[[], None],
-) -> dict[PhaseKey, Compiled | CompiledPieces]:
+) -> dict[PhaseKey, Compiled | CompiledPieces | FlatPhase]:
     """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once.
 
     meanwhile: is called while servers compile, or before anything is compiled here.
     """
     graphs: dict[str, Source] = {}
     cuts: dict[PhaseKey, PhaseCut] = {}
-    for key, source in asked.items():
+    flat = {key: source_in_place(source) for key, source in asked.items() if source.in_place}
+    for key, source in {**asked, **flat}.items():
         pieces = pieces_of(source.module)
         for node in source.module.graph.nodes:
             node.meta.pop("val", None)  # fakes, which are large
@@ -99,7 +101,8 @@ def compile_phases(
             graphs.setdefault(names[0], source)
         cuts[key] = PhaseCut(source=source, pieces=pieces, names=names)
     made = _compile_all(graphs, cache, servers, meanwhile)
-    return {key: _joined(cut, made) for key, cut in cuts.items()}
+    joined = {key: _joined(cut, made) for key, cut in cuts.items()}
+    return {**joined, **{key: flat_phase(joined[key], asked[key], flat[key]) for key in flat}}
 
 
 def _compile_all(

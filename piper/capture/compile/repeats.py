@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.hashing import digest_of, node_lines
+from piper.capture.compile.operators import mm_into
 
 FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer
@@ -27,6 +28,7 @@ PRODUCTS = frozenset(
         "aten::baddbmm",
         "aten::_scaled_mm",
         "aten::convolution",
+        "piper::mm_into",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -60,9 +62,14 @@ def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:
 
 
 def plain(node: fx.Node) -> bool:
-    """Return whether an operation can move into a module of its own: a call that changes no argument."""
+    """Return whether an operation can move into a module of its own: a call that changes no value.
+
+    A result that is written into given memory is read by nothing else.
+    """
     if node.op != "call_function":
         return False
+    if node.target in (mm_into, torch.ops.aten.copy_.default):
+        return not node.users
     return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 

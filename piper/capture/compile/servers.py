@@ -69,14 +69,14 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class NodeResult:
     """The result of a node, as an argument of a later one."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CompileRequest:
     """A graph to compile. It can be read once the modules that define its operators are imported.
 
     A pickle of torch's runs operations that have no tensor among their arguments, and so changes the graph.
@@ -91,7 +91,7 @@ class Request:
     cache: Cache
 
 
-def request_of(name: str, source: "Source", cache: Cache) -> Request | None:
+def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | None:
     """Return a graph as a request. None: it cannot be sent, reads attributes, or has unknown sizes."""
     from piper.capture.compile.inductor import modules_of
 
@@ -104,7 +104,7 @@ def request_of(name: str, source: "Source", cache: Cache) -> Request | None:
     except _UNSENT:
         return None
     described = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in source.arguments]
-    return Request(
+    return CompileRequest(
         name=name,
         modules=tuple(modules_of(source.module.graph)),
         nodes=nodes,
@@ -123,7 +123,7 @@ def written(graph: fx.Graph) -> Iterator[tuple[object, ...]]:
         if isinstance(target, torch._ops.OpOverload):
             target = Operator(name=target._schema.name, overload=target._overloadname)
         sent = pytree.tree_map_only(
-            fx.Node, lambda used: Result(node=numbers[used]), (node.args, node.kwargs)
+            fx.Node, lambda used: NodeResult(node=numbers[used]), (node.args, node.kwargs)
         )
         yield (node.op, target, *sent)
 
@@ -132,7 +132,7 @@ def read(nodes: Sequence[tuple[str, object, tuple[object, ...], dict[str, object
     """Return the graph whose nodes were written."""
     graph, made = fx.Graph(), list[fx.Node]()
     for op, target, args, kwargs in nodes:
-        given = pytree.tree_map_only(Result, lambda used: made[used.node], (args, kwargs))
+        given = pytree.tree_map_only(NodeResult, lambda used: made[used.node], (args, kwargs))
         called = target.found() if isinstance(target, Operator) else target
         made.append(graph.create_node(op, called, *given))  # type: ignore[arg-type]
     return fx.GraphModule({}, graph)
@@ -188,7 +188,7 @@ class Compilation:
         self.report, self.taking = report, Lock()
         self.shared: Queue[str] = Queue()  # graphs that servers may take
         self.own: list[str] = []  # those that cannot be sent
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, CompileRequest] = {}
         for name, source in graphs.items():
             request = request_of(name, source, cache) if processes else None
             if request is None:
@@ -298,7 +298,7 @@ def warm_up(device: torch.device) -> str:
         return compile_request(request)
 
 
-def compile_request(request: Request) -> str:
+def compile_request(request: CompileRequest) -> str:
     """Compile a graph and store it. Return why that failed, or an empty text."""
     from piper.capture.compile.inductor import Source, compiled, name_of
 

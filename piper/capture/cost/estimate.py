@@ -28,12 +28,17 @@ class Cost:
 
 
 def cost_of(
-    section: Section, sizes: SymbolicSizes, *, joined: bool = False, lasting: Collection[fx.Node] = ()
+    section: Section,
+    sizes: SymbolicSizes,
+    *,
+    joined: bool = False,
+    lasting: Collection[fx.Node] = (),
+    given: Collection[fx.Node] = (),
 ) -> Cost:
     """Add up the operations of a phase.
 
     joined: a compiler fuses cheap operations with their readers, so the values between them need no memory.
-    lasting: values that a later phase reads again.
+    lasting: values that a later phase reads again. given: results whose memory is there from the start.
     """
     fleeting = _fleeting(section) if joined else None
     groups: list[Sequence[fx.Node]] = [[node] for node in operations(section.body)]
@@ -47,7 +52,7 @@ def cost_of(
     return Cost(
         flops=sum(kernel.flops for kernel in kernels),
         bytes_moved=sum(kernel.nbytes for kernel in kernels),
-        workspace=workspace_of(section, sizes, fleeting, lasting),
+        workspace=workspace_of(section, sizes, fleeting, lasting, given),
         kernels=kernels,
     )
 

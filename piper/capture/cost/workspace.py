@@ -33,7 +33,11 @@ _WRITES_INTO = (
 
 
 def workspace_of(
-    section: Section, sizes: SymbolicSizes, fleeting: Collection[int] | None, lasting: Collection[fx.Node]
+    section: Section,
+    sizes: SymbolicSizes,
+    fleeting: Collection[int] | None,
+    lasting: Collection[fx.Node],
+    given: Collection[fx.Node] = (),
 ) -> int:
     """Return the peak memory of a phase in bytes, beyond its arguments and its results.
 
@@ -41,12 +45,14 @@ def workspace_of(
     freed before the last results are allocated, so the two are never in memory together.
 
     fleeting: the storages that compiled code never allocates. None: the phase is not compiled.
+    given: results whose memory is there from the start.
     """
     results = {memory_of(write.node) for write in section.writes}
     kept = _kept(section, lasting) - results if fleeting is not None else set()
     outside = {memory_of(node) for node in section.read_nodes} - kept | set(fleeting or ())
     if fleeting is None:
         outside |= results
+    early = kept | {memory_of(node) for node in given}
     reused = {} if fleeting is None else _reused(section)
     bytes_of: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -58,7 +64,7 @@ def workspace_of(
             storage = reused.get(made, made)
             if storage not in outside:
                 bytes_of[storage] = max(sizes.storage_bytes(tensor), bytes_of.get(storage, 0))
-                first.setdefault(storage, 0 if storage in kept else position)
+                first.setdefault(storage, 0 if storage in early else position)
                 last[storage] = max(until[node], together.get(made, 0), last.get(storage, 0))
                 if storage in results:
                     last[storage] = len(section.body) - 1

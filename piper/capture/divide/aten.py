@@ -66,7 +66,10 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
         root=traced,
         origins={new: recording.origins[old] for old, new in zip(placeholders, made, strict=True)},
         results=tuple(node for node in results if isinstance(node, fx.Node)),
-        tags=number_regions({node: node.meta.get("custom") or {} for node in graph.nodes}),
+        tags=number_regions(
+            {node: node.meta.get("custom") or {} for node in graph.nodes}, recording.regions
+        ),  # regions without operations count, as they did before the division
+        regions=recording.regions,
         modes={
             node: node.meta.get(MODE, Mode())
             for node in graph.nodes

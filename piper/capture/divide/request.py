@@ -72,7 +72,7 @@ def divide_model(
     recording = as_aten(recording, exact=exact)
     fields: dict[str, tuple[ParameterSlice, ...]] = {}
     # The outermost axis first: what it leaves of a dimension is what an inner axis then divides.
-    for merged in reversed(_merged(requests)):
+    for merged in reversed(groups_of(requests)):
         recording, parameters = _divided(recording, merged, parameters, batch)
         first = merged[0]
         for name, dim in first.batch.items():
@@ -81,7 +81,7 @@ def divide_model(
     return DividedModel(recording=recording, parameters=tuple(parameters), batch=fields)
 
 
-def _merged(requests: Sequence[Request]) -> list[list[Request]]:
+def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
     """Put directives that divide alike together: one pass divides all their regions."""
     groups: list[list[Request]] = []
     for request in requests:

@@ -25,7 +25,6 @@ from piper.capture.trace.recording import (
     Origin,
     Recording,
     number_regions,
-    places_of,
 )
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant
@@ -168,7 +167,7 @@ class _GraphCopier:
             weighted=len(returned.values) > 1,
             metrics=tuple(returned.metrics),
             tags=number_regions(marks, self.regions),
-            places=places_of(self.regions),
+            regions=tuple(self.regions),
             modes=self.modes,
             bundles=self.bundles,
             constants=self.constants,

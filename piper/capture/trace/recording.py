@@ -48,10 +48,15 @@ class Recording:
     modes: Mapping[fx.Node, Mode]
     bundles: Mapping[fx.Node, int]  # nodes that must stay together, by the number of their bundle
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    places: Mapping[tuple[str, int], str] = field(default_factory=dict)  # the line of each region
+    regions: tuple[Region, ...] = ()  # all that were listed or entered, also those without operations
     weighted: bool = False  # the loss is a sum with a weight
     metrics: tuple[str, ...] = ()  # the names of the metrics
     checkpoints: tuple[str, ...] = ()  # the line of each call of `torch.utils.checkpoint`
+
+    @property
+    def places(self) -> Mapping[tuple[str, int], str]:
+        """Return the line or modules of each region, by its tag and index."""
+        return places_of(self.regions)
 
     def unheeded(self) -> tuple[str, ...]:
         """Return a warning if the model asks to recompute activations, which only a strategy can ask for."""

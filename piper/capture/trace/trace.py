@@ -74,15 +74,7 @@ def trace(
     check_hooks(model, loss_fn)
     if forward_only:
         model.eval().requires_grad_(False)
-    with mode:
-        fakes = {
-            name: torch.empty(
-                (rows, *field.shape[1:]),
-                dtype=dtype if field.is_floating_point() else field.dtype,
-                device=device,
-            )
-            for name, field in batch.items()
-        }
+    fakes = fake_batch(batch, rows, mode, dtype, device)
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
     mark_products(recording)
@@ -110,6 +102,21 @@ def trace(
         exact=precision == "fp64",
         means=means,
     )
+
+
+def fake_batch(
+    batch: Mapping[str, Tensor], rows: int, mode: FakeTensorMode, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return `rows` samples like those of a batch, as fakes."""
+    with mode:
+        return {
+            name: torch.empty(
+                (rows, *field.shape[1:]),
+                dtype=dtype if field.is_floating_point() else field.dtype,
+                device=device,
+            )
+            for name, field in batch.items()
+        }
 
 
 def divided(traced: Traced, requests: Sequence[Request]) -> Traced:

@@ -1,0 +1,216 @@
+"""Fills in the layers that a trace skipped: equal layers have equal chunks, with other names.
+
+[Note: skipped blocks] A trace takes as long as the model is deep. Where all blocks after the first do the
+same, which `equal_blocks` proves on fakes, the blocks between the first four and the last one only pass on
+their input. Their regions are then empty in the outline. Here each gets the chunks of the fourth block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Source, Tags
+
+FIRST = 4  # blocks at the begin that are traced; the last one is too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """An outline with all its layers."""
+
+    outline: CapturedModel
+    origins: Mapping[str, Chunk]  # by the name of a chunk: the chunk of the shorter outline that it copies
+
+
+def skipped_blocks(blocks: Sequence[str]) -> Sequence[str]:
+    """Return the blocks that a trace may skip."""
+    return blocks[FIRST:-1]
+
+
+def filled(outline: CapturedModel, blocks: Sequence[str]) -> Filled | None:
+    """Return the outline of the whole model, from one whose trace skipped blocks.
+
+    blocks: the paths of all blocks, in order. None: the outline does not show which regions are missing, or
+    the third and the fourth block differ.
+    """
+    for tag, _ in outline.chunks[0].tags:
+        numbers = [dict(chunk.tags).get(tag, -1) for chunk in outline.chunks]
+        missing = sorted({*range(max(numbers))} - {*numbers})
+        period, rest = divmod(len(missing), len(skipped_blocks(blocks)))
+        if min(numbers) >= 0 and period and not rest and missing[-1] - missing[0] + 1 == len(missing):
+            return _Filler(outline, blocks, tag, missing[0], period).filled()
+    return None
+
+
+class _Filler:
+    """Copies the chunks of one block."""
+
+    def __init__(
+        self, outline: CapturedModel, blocks: Sequence[str], tag: str, gap: int, period: int
+    ) -> None:
+        """Read an outline whose regions from `gap` on are missing; a block has `period` regions."""
+        self.outline, self.blocks, self.tag, self.period = outline, blocks, tag, period
+        self.skipped = len(skipped_blocks(blocks))
+        self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
+        self.by_name = {chunk.name: chunk for chunk in outline.chunks}
+        self.first, self.gap = gap - period, gap
+        self.begin = [chunk for chunk in outline.chunks if self.numbers[chunk.name] < self.first]
+        self.block = [c for c in outline.chunks if self.first <= self.numbers[c.name] < gap]
+        self.end = [chunk for chunk in outline.chunks if self.numbers[chunk.name] > gap]
+        self.before = [c for c in self.begin if self.numbers[c.name] >= self.first - period]
+
+    def filled(self) -> Filled | None:
+        """Return the whole outline. None: the blocks are not equal."""
+        steps, ends = self._steps()
+        if steps is None or ends is None or list(self.outline.chunks) != self.begin + self.block + self.end:
+            return None
+        own = _Copier(self, steps)
+        third, fourth, last_block = self.blocks[FIRST - 2], self.blocks[FIRST - 1], self.blocks[-1]
+        # A region may end with operations of the block that runs after its own.
+        if [own.chunk(chunk, 1, {third: fourth, fourth: last_block}) for chunk in self.before] != self.block:
+            return None
+        made = {chunk.name: (chunk, chunk) for chunk in self.begin}
+        for shift in range(self.skipped + 1):
+            here, after = self.blocks[FIRST - 1 + shift], self.blocks[FIRST + shift]
+            for chunk in self.block:
+                copy = own.chunk(chunk, shift, {fourth: here, last_block: after})
+                made[copy.name] = (copy, chunk)
+        last = _Copier(self, ends, source=own)
+        for chunk in self.end:
+            if any(isinstance(one, Output) and self._within(one, self.before) for one in chunk.inputs):
+                return None
+            copy = last.chunk(chunk, 1, {})
+            made[copy.name] = (copy, chunk)
+        return self._whole({name: pair[0] for name, pair in made.items()},
+                           {name: pair[1] for name, pair in made.items()}, last)  # fmt: skip
+
+    def _whole(
+        self, chunks: Mapping[str, Chunk], origins: Mapping[str, Chunk], last: "_Copier"
+    ) -> Filled | None:
+        outline = self.outline
+        known = {parameter.name: parameter for parameter in outline.parameters}
+        parameters = []
+        for parameter in outline.parameters:
+            likeness = known.get(self._likeness(parameter.name))
+            if likeness is None or (likeness.shape, likeness.dtype) != (parameter.shape, parameter.dtype):
+                return None
+            parameters.append(replace(likeness, name=parameter.name, aliases=parameter.aliases))
+        held = {pair for chunk in chunks.values() for pair in chunk.tags}
+        degrees = dict(outline.degrees)
+        for name, chunk in chunks.items():
+            if origins[name].tags in outline.degrees:
+                degrees[chunk.tags] = outline.degrees[origins[name].tags]
+        made = replace(
+            outline,
+            chunks=tuple(chunks.values()),
+            loss=last.output(outline.loss, 1, self.gap),
+            weight=outline.weight and last.output(outline.weight, 1, self.gap),
+            metrics=outline.metrics and last.output(outline.metrics, 1, self.gap),
+            parameters=tuple(parameters),
+            degrees=degrees,
+            empty={pair: place for pair, place in outline.empty.items() if pair not in held},
+        )
+        return Filled(outline=made, origins=origins)
+
+    def _likeness(self, name: str) -> str:
+        """Return the parameter of the copied block that a parameter of a skipped block is like."""
+        return _moved(name, dict.fromkeys(skipped_blocks(self.blocks), self.blocks[FIRST - 1]))
+
+    def _within(self, source: Output, chunks: Sequence[Chunk]) -> bool:
+        return any(chunk.name == source.chunk for chunk in chunks)
+
+    def _steps(self) -> tuple[dict[str, int] | None, dict[str, int] | None]:
+        """Return by how much each tag grows from block to block, and in the end behind the skipped blocks.
+
+        A region that is entered while the model runs is counted as it runs, so the end counts too low.
+        """
+        steps, ends = {self.tag: self.period}, {self.tag: 0}
+        for tag in {tag for chunk in self.outline.chunks for tag, _ in chunk.tags} - {self.tag}:
+            before, here, after = (_indices(each, tag) for each in (self.before, self.block, self.end))
+            if len(before) != len(here):
+                return None, None
+            steps[tag] = here[0] - before[0] if here else 0
+            skipped = self.skipped * steps[tag]
+            if not here or not after or not skipped or after[0] == here[-1] + 1 + skipped:
+                ends[tag] = 0
+            elif after[0] == here[-1] + 1:
+                ends[tag] = skipped
+            else:
+                return None, None
+        return steps, ends
+
+
+class _Copier:
+    """Copies chunks to later places, with other names."""
+
+    def __init__(self, filler: _Filler, steps: Mapping[str, int], source: "_Copier | None" = None) -> None:
+        """Note by how much each tag grows. source: copies the chunks that are read and are not in the end."""
+        self.filler, self.steps, self.behind = filler, steps, source
+
+    def tags(self, tags: Tags, shift: int) -> Tags:
+        return tuple((tag, number + shift * self.steps[tag]) for tag, number in tags)
+
+    def name(self, chunk: Chunk, shift: int) -> str:
+        """Return the name of a copy: its tags, and what follows them in the name."""
+        old, new = (_written(tags) for tags in (chunk.tags, self.tags(chunk.tags, shift)))
+        assert chunk.name.startswith(old), f"{chunk.name} does not begin with its tags"
+        return new + chunk.name.removeprefix(old)
+
+    def output(self, source: Output, shift: int, reader: int) -> Output:
+        """Return what a copy of region `reader` reads: of its own block, the one before, or an early one."""
+        filler = self.filler
+        chunk, number = filler.by_name[source.chunk], filler.numbers[source.chunk]
+        if self.behind is not None:  # the end of the model: what it reads of the block lies further on
+            if number > filler.gap:
+                return replace(source, chunk=self.name(chunk, shift))
+            return self.behind.output(source, filler.skipped, number) if number >= filler.first else source
+        begin = reader - (reader - filler.first) % filler.period  # of the reader's block
+        early = number < begin - filler.period
+        return source if early else replace(source, chunk=self.name(chunk, shift))
+
+    def source(self, source: Source, shift: int, reader: int) -> Source:
+        return self.output(source, shift, reader) if isinstance(source, Output) else source
+
+    def chunk(self, chunk: Chunk, shift: int, paths: Mapping[str, str]) -> Chunk:
+        """Return a copy of a chunk so many blocks later. paths: blocks, and those that take their place."""
+        reader = self.filler.numbers[chunk.name]
+
+        def named(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(_moved(name, paths) for name in names)
+
+        def phase(spec: PhaseSpec) -> PhaseSpec:
+            return replace(
+                spec,
+                params=named(spec.params),
+                buffers=named(spec.buffers),
+                grad_params=named(spec.grad_params),
+            )
+
+        return replace(
+            chunk,
+            name=self.name(chunk, shift),
+            tags=self.tags(chunk.tags, shift),
+            inputs=tuple(self.source(source, shift, reader) for source in chunk.inputs),
+            params=named(chunk.params),
+            buffers=named(chunk.buffers),
+            mutated=named(chunk.mutated),
+            products=named(chunk.products),
+            rowwise=named(chunk.rowwise),
+            phases={kind: phase(spec) for kind, spec in chunk.phases.items()},
+        )
+
+
+def _indices(chunks: Sequence[Chunk], tag: str) -> list[int]:
+    """Return the indices of a tag that chunks have, in order."""
+    return sorted({number for chunk in chunks for name, number in chunk.tags if name == tag})
+
+
+def _moved(name: str, paths: Mapping[str, str]) -> str:
+    """Return the name of a parameter or buffer in another block."""
+    for old, new in paths.items():
+        if name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _written(tags: Tags) -> str:
+    return " ".join(f"{tag}={number}" for tag, number in tags)

@@ -1,0 +1,154 @@
+"""Captures a deep model from few of its blocks, for compilations of which nothing runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piper.capture.autodiff.differentiate import Captured
+from piper.capture.divide.request import Request
+from piper.capture.recordings import Capturing, division_of, merged
+from piper.capture.repeat import Filled, filled, skipped_blocks
+from piper.capture.trace.equal_blocks import equal_blocks
+from piper.capture.trace.repeated_layers import find_layers
+from piper.capture.trace.trace import DTYPES, Traced, build_fake, fake_batch
+from piper.ir.chunk import CapturedModel
+
+FEWEST = 8  # blocks from which on it is worth it
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortCapturing(Capturing):
+    """Captures a model of equal blocks without most of them, and fills these in: outlines without their code.
+
+    `recordings` are those of the shorter model. See [Note: skipped blocks].
+    """
+
+    blocks: tuple[str, ...]
+    short: Capturing  # of the shorter model
+    whole: Capturing  # of all blocks, for what cannot be filled in
+    made: dict[tuple[object, ...], Filled | None] = field(default_factory=dict, repr=False)
+
+    def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
+        """Return the model for slices of `rows` samples, divided as `requests` ask."""
+        key = (rows, division_of(merged(requests)))
+        asked = self._shorter_requests(rows, requests)
+        if asked is not None:
+            short = self.short.traced(rows, asked)
+            found = self._filled(key, short.outline)
+            if found is not None:
+                return replace(short, outline=found.outline)
+        return self.whole.traced(rows, requests)
+
+    def differentiated(
+        self,
+        rows: int,
+        requests: Sequence[Request],
+        ways: Mapping[str, int],
+        budgets: Mapping[str, float],
+        precisions: Mapping[str, str] = MappingProxyType({}),
+        flat: tuple[str, ...] = (),
+    ) -> Captured:
+        """Return the outline of the model for slices of `rows` samples."""
+        self.traced(rows, requests)
+        division = (rows, division_of(merged(requests)))
+        asked, found = self._shorter_requests(rows, requests), self.made.get(division)
+        if asked is not None and found is not None:
+            origins = {name: chunk.name for name, chunk in found.origins.items()}
+            shares, kept = shorter(ways, origins), shorter(budgets, origins)
+            narrow, joined = shorter(precisions, origins), shorter(dict.fromkeys(flat, True), origins)
+            if shares is not None and kept is not None and narrow is not None and joined is not None:
+                short = self.short.differentiated(rows, asked, shares, kept, narrow, tuple(joined))
+                said = (tuple(each.items()) for each in (ways, budgets, precisions))
+                key = (*division, *said, flat)
+                done = self._filled(key, short.outline)
+                if done is not None:
+                    return replace(short, outline=done.outline)
+        return self.whole.differentiated(rows, requests, ways, budgets, precisions, flat)
+
+    def _filled(self, key: tuple[object, ...], outline: CapturedModel) -> Filled | None:
+        if key not in self.made:
+            self.made[key] = filled(outline, self.blocks)
+        return self.made[key]
+
+    def _shorter_requests(self, rows: int, requests: Sequence[Request]) -> list[Request] | None:
+        """Return what requests ask of the shorter model. None: equal blocks are not divided alike."""
+        if not requests:
+            return []
+        self.traced(rows)
+        found = self.made[rows, ()]
+        if found is None:
+            return None
+        origins = {chunk.tags: found.origins[chunk.name].tags for chunk in found.outline.chunks}
+        made = []
+        for request in merged(requests):
+            regions = shorter(request.regions, origins)
+            if regions is None:
+                return None
+            made.append(replace(request, regions=regions))
+        return made
+
+
+def shorter(values: Mapping[K, V], origins: Mapping[K, K]) -> dict[K, V] | None:
+    """Return values of the whole model for the shorter one. None: two copies of a chunk differ in theirs.
+
+    origins: for each key of the whole model that of the shorter one.
+    """
+    found = {origins[key]: value for key, value in values.items()}
+    same = all(values.get(key) == found.get(origin) for key, origin in origins.items())
+    return found if same else None
+
+
+def short_capturing(capturing: Capturing, rows: int) -> Capturing:
+    """Return a capturing of the same model that traces few of its blocks, if they are all equal.
+
+    rows: the samples with which the model is run once, on fakes.
+    """
+    known = capturing.recordings
+    if known.recorded:
+        return capturing
+    dtype, device = DTYPES[known.precision], torch.device(known.device)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    model = build_fake(known.model, mode, dtype, device)
+    fakes = fake_batch(capturing.batch, rows, mode, dtype, device)
+    blocks = find_layers(model)
+    if len(blocks) < FEWEST or not equal_blocks(model, blocks, known.loss, fakes, mode):
+        return capturing
+    recordings = replace(
+        known,
+        model=without(known.model, skipped_blocks(blocks)),
+        recorded={},
+        divided={},
+        differentiated={},
+    )
+    return ShortCapturing(
+        batch=capturing.batch,
+        recordings=recordings,
+        blocks=tuple(blocks),
+        short=replace(capturing, recordings=recordings),
+        whole=capturing,
+    )
+
+
+def without(build: Callable[[], nn.Module], skipped: Sequence[str]) -> Callable[[], nn.Module]:
+    """Return a function that builds a model some of whose blocks return their input."""
+
+    def shorter_model() -> nn.Module:
+        model = build()
+        for path in skipped:
+            model.get_submodule(path).forward = passed
+        return model
+
+    return shorter_model
+
+
+def passed(x: Tensor, *_: object, **__: object) -> Tensor:
+    """Return the first argument: the forward of a block that is skipped."""
+    return x
