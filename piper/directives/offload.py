@@ -28,6 +28,8 @@ KINDS = ("activations", "optimizer")
 class Offload(Directive):
     """Copy what the selected chunks save to the host, and bring it back before their backwards read it.
 
+    With what="optimizer", the state of the optimizer for their parameters goes through the device in updates.
+
     F[PP=0 MB=0] --480 MB----------------------------------------------> B[PP=0 MB=0]
     -->
     F[PP=0 MB=0] --480 MB--> offload      (on the host)      fetch --480 MB--> B[PP=0 MB=0]
@@ -90,8 +92,9 @@ def offload(
     least_mb: float = 1.0,
     ahead: int = 1,
 ) -> Offload:
-    """Keep what the selected regions save for their backward in memory of the host until it is read again.
+    """Keep activations, or the optimizer's state, of the selected regions in memory of the host.
 
+    what: "activations", until their backward reads them; "optimizer", until the next update of each bucket.
     stream: copies out run on `stream`.out, copies back on `stream`.in. least_mb: values of fewer MiB stay.
     ahead: how many compute nodes of a device each copy may take; a value that is read again before both
     copies could be over stays.

@@ -50,7 +50,7 @@ class HostMemory:
 
 
 def pin(buffer: HostBuffer) -> None:
-    """Pin a buffer until it is gone.
+    """Register a buffer as pinned memory until it is freed.
 
     PyTorch's own pinned memory comes in powers of two: large activations would take up to twice their bytes.
     """

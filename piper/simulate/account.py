@@ -31,7 +31,7 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
     """Add up one device's step.
 
     Time in which several communications are under way and nothing computes counts for the one that began
-    first.
+    first. Copies of offloaded values count as communications.
     """
     spans = timeline.spans
     busy = merged(
@@ -42,7 +42,7 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
     talking = sorted(
         (span.start, span.end, ins.op)
         for ins, span in zip(plan.instrs, spans, strict=True)
-        if OPS[ins.op].communicates and span.end > span.start
+        if (OPS[ins.op].communicates or offloads(ins.op)) and span.end > span.start
     )
     exposed: dict[Op, float] = {}
     total: dict[Op, float] = {}
@@ -61,6 +61,11 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
         communication=total,
         contention=contention,
     )
+
+
+def offloads(op: Op) -> bool:
+    """Return whether an operation moves values between device and host that the step itself needs."""
+    return OPS[op].host and OPS[op].hands_on
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -1,6 +1,7 @@
 """Activations on the host between forward and backward: the bits of a run that keeps them, in less memory."""
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from piper.compiler import Program, compile
-from piper.directives import Directive, offload, remat, shard, split
+from piper.directives import Directive, offload, protect, remat, shard, split
 from piper.errors import ScheduleError
 from piper.ids import SlotId
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.transport.versions import Versions
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.runtime.debug.check import check
 from piper.runtime.host_copies import HostCopy
@@ -212,3 +214,32 @@ def test_a_divided_region() -> None:
     away = compile(replace(run.job(), strategy=[*kept, AWAY]), device="cpu")
     same_bits(away, compile(replace(run.job(), strategy=kept), device="cpu"), run.batches())
     assert check(away, launch_inline, run.batches()).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_the_plan", [True, False], ids=["protect", "between steps"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_versions_hold_state_that_is_on_the_host(precision: str, by_the_plan: bool) -> None:
+    cell = Cell(case="mlp", schedule="gpipe", dp=2, zero=1, parts=4, rows=1, clip=0.3)
+    asked = [*strategy(cell), STATE, AWAY, *([protect(at())] if by_the_plan else [])]
+    program, given = compile(job(cell, strategy=asked, precision=precision), device="cpu"), batches(cell, 5)
+    versions = Versions(program.plans)
+    with closing(versions):
+        run = InlineRun(program, Options(), versions.files)
+        with closing(run):
+            run.protect()
+            for batch in given[:4]:
+                run.step(batch)
+            newest = versions.newest()
+            assert newest is not None
+            wanted = [run.step(batch) for batch in given[4:]]
+            state, unread = run.state_dict(), dict(run.unread)
+        newest = versions.newest()
+        assert newest is not None
+        again = InlineRun(program, Options(), versions.files)
+        with closing(again):
+            again.protect()
+            again.restore(newest, unread)
+            got = [again.step(batch) for batch in given[newest:]]
+            assert got[-1:] == wanted[-1:] or newest == 5
+            assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
