@@ -1,6 +1,5 @@
 """Compiles a job into a proven program: capture, directives, lowering, proof."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from piper.capture.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
-from piper.directives import Directive, Place, Remat, Replicate, Shard, ShardAxis, Split, apply
+from piper.directives import Directive, Remat, ShardAxis, apply
 from piper.directives.json import load_strategy
 from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
@@ -27,12 +26,12 @@ from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import Completed, LoweringState, Settings
-from piper.lower.validate import parts_of
 from piper.optimizer_probe import Probe, check_streamed, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Shapes, device_kind, setup_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
+from piper.slices import capture_slices, likely_rows, outline_by_slice, rows_of
 from piper.usercode import defined_at, named
 
 if TYPE_CHECKING:
@@ -304,51 +303,6 @@ def first_batch(job: Job) -> Batch:
             "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
         )
     return padded(batch, job.buckets)
-
-
-def likely_rows(strategy: list[Directive], samples: int) -> int:
-    """Estimate the samples of one slice, as if all device sets had one size. A wrong guess costs a trace."""
-    sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard | ShardAxis)}
-    shared = math.prod(
-        d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values()
-    )
-    sizes = {max(1, size // shared) for size in sizes}
-    parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
-    return max(1, samples // max(1, max(sizes, default=1) * parts))
-
-
-def rows_of(graph: Graph, samples: int) -> dict[str, int]:
-    """Return how many samples each chunk gets at a time."""
-    homes = {
-        node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
-    }
-    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
-
-
-def capture_slices(
-    graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
-) -> dict[int, Captured]:
-    """Differentiate the model for every slice size that its chunks get, and return the code by size."""
-    ways = {
-        chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
-    }
-    needed = sorted(set(rows_of(graph, samples).values()))
-    compiled = capturing.cache is not None
-    # Gradients that are reduced after each run of backwards are written where they are reduced from.
-    flat = [c.name for c in graph.outline.chunks if compiled and graph.policy(c.name).zero >= 2]
-    asked = (requests, ways, graph.budgets, graph.precisions, tuple(flat))
-    return {rows: capturing.differentiated(rows, *asked) for rows in needed}
-
-
-def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
-    """Return one outline, with each chunk as captured for its own slice size."""
-    rows = rows_of(graph, samples)
-    by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
-    first = next(iter(codes.values())).outline
-    names = [chunk.name for chunk in graph.outline.chunks]
-    for size, chunks in by_rows.items():
-        assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
-    return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,7 @@ from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler import (
     MASTER_BYTES,
     Program,
-    capture_slices,
     directed,
-    outline_by_slice,
     placing,
     strategy_of,
 )
@@ -23,6 +21,7 @@ from piper.ir.graph import Graph
 from piper.job import Batch
 from piper.lower.lower import lower
 from piper.lower.state import Completed, Settings
+from piper.slices import capture_slices, outline_by_slice
 
 if TYPE_CHECKING:
     from piper.capture.trace.record import LossFn

@@ -139,8 +139,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"usercode", "files", "errors", "torch"},
     "optimizer_probe": {"devices", "errors", "ir", "plan", "runtime", "usercode", "torch"},
     "recipe": {"usercode", "errors", "job"},
-    "compiler": PACKAGES | {"torch", "evaluation", "notebook", "shapes"},  # a program shows itself
-    "evaluation": PACKAGES | {"compiler", "torch"},
+    "slices": PACKAGES,
+    "compiler": PACKAGES | {"torch", "evaluation", "notebook", "shapes", "slices"},  # a program shows itself
+    "evaluation": PACKAGES | {"compiler", "slices", "torch"},
     "shapes": PACKAGES | {"compiler", "torch"},
     "notebook": PACKAGES | {"compiler", "train"},
     "train": PACKAGES | {"compiler", "checkpoint", "torch"},  # the loop around everything else

@@ -54,6 +54,7 @@ class ShortCapturing(Capturing):
         ways: Mapping[str, int],
         budgets: Mapping[str, float],
         precisions: Mapping[str, str] = MappingProxyType({}),
+        flat: tuple[str, ...] = (),
     ) -> Captured:
         """Return the outline of the model for slices of `rows` samples."""
         self.traced(rows, requests)
@@ -62,14 +63,15 @@ class ShortCapturing(Capturing):
         if asked is not None and found is not None:
             origins = {name: chunk.name for name, chunk in found.origins.items()}
             shares, kept = shorter(ways, origins), shorter(budgets, origins)
-            narrow = shorter(precisions, origins)
-            if shares is not None and kept is not None and narrow is not None:
-                short = self.short.differentiated(rows, asked, shares, kept, narrow)
-                key = (*division, *(tuple(each.items()) for each in (ways, budgets, precisions)))
+            narrow, joined = shorter(precisions, origins), shorter(dict.fromkeys(flat, True), origins)
+            if shares is not None and kept is not None and narrow is not None and joined is not None:
+                short = self.short.differentiated(rows, asked, shares, kept, narrow, tuple(joined))
+                said = (tuple(each.items()) for each in (ways, budgets, precisions))
+                key = (*division, *said, flat)
                 done = self._filled(key, short.outline)
                 if done is not None:
                     return replace(short, outline=done.outline)
-        return self.whole.differentiated(rows, requests, ways, budgets, precisions)
+        return self.whole.differentiated(rows, requests, ways, budgets, precisions, flat)
 
     def _filled(self, key: tuple[object, ...], outline: CapturedModel) -> Filled | None:
         if key not in self.made:

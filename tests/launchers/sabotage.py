@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +62,6 @@ class Sabotaged:
     def code(self, chunk: Chunk, phase: Phase) -> Code:
         code = self.program.code(chunk, phase)
         return Trap(code=code, act=self.act, calls=[]) if f"{phase} {chunk.name}" == self.arg else code
-
-    def build(self, called: Iterable[tuple[Chunk, Phase]], meanwhile: Callable[[], None]) -> None:
-        self.program.build(called, meanwhile)
 
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)

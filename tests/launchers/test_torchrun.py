@@ -18,7 +18,7 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.messages import RankZeroResult
 from piper.launchers.processes import RankEnvironment, rank_environment
-from piper.launchers.rendezvous import apart
+from piper.launchers.rendezvous import apart, prefix
 from piper.launchers.torchrun import TorchrunWorkerGroup
 from piper.launchers.torchrun_worker import TorchrunWorkerRun
 from piper.runtime.worker import Options
@@ -94,6 +94,14 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ended = [(process.communicate(timeout=BOUND)[1], process.returncode) for process in processes]
     assert [code for _, code in ended] == [0, -9], ended
     return folder
+
+
+def test_ranks_that_are_started_again_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torchrun stays, with the addresses of the ranks before."""
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert prefix() == "piper/0"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert prefix() == "piper/2"
 
 
 def text(error: object) -> str:

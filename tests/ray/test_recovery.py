@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from piper.compiler import Program, compile
 from piper.directives import protect
-from piper.errors import LaunchError, WorkerError
+from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.launchers import ray as launcher
 from piper.launchers.base import StepResult
@@ -163,4 +163,11 @@ def test_machines_that_are_not_there_are_missed_before_training(
         ):
             pass
         assert str(caught.value) == cleandoc(text)
+    monkeypatch.setattr("piper.launchers.ray_versions.version_bytes", lambda plans, device: 2**60)
+    with (
+        pytest.raises(ConfigError, match="there is too little shared memory to keep versions") as refused,
+        recovering(copied, "ray", Options(), retries=3),
+    ):
+        pass
+    assert refused.value.by.startswith("--retries, on /dev/shm of ")
     assert not list(Path("/dev/shm").glob("piper*"))

@@ -1,0 +1,58 @@
+"""The samples that a chunk gets at a time, and the code for each such slice."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from piper.capture.autodiff.differentiate import Captured
+from piper.capture.divide.request import Request
+from piper.capture.recordings import Capturing
+from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
+from piper.ir.chunk import CapturedModel
+from piper.ir.graph import Graph
+from piper.lower.validate import parts_of
+
+
+def likely_rows(strategy: list[Directive], samples: int) -> int:
+    """Estimate the samples of one slice, as if all device sets had one size. A wrong guess costs a trace."""
+    sizes = {len(d.devices) for d in strategy if isinstance(d, Place | Replicate | Shard | ShardAxis)}
+    shared = math.prod(
+        d.ways or len(d.devices) for d in {d.axis: d for d in strategy if isinstance(d, ShardAxis)}.values()
+    )
+    sizes = {max(1, size // shared) for size in sizes}
+    parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
+    return max(1, samples // max(1, max(sizes, default=1) * parts))
+
+
+def rows_of(graph: Graph, samples: int) -> dict[str, int]:
+    """Return how many samples each chunk gets at a time."""
+    homes = {
+        node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
+    }
+    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
+
+
+def capture_slices(
+    graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
+) -> dict[int, Captured]:
+    """Differentiate the model for every slice size that its chunks get, and return the code by size."""
+    ways = {
+        chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
+    }
+    needed = sorted(set(rows_of(graph, samples).values()))
+    compiled = capturing.cache is not None
+    # Gradients that are reduced after each run of backwards are written where they are reduced from.
+    flat = [c.name for c in graph.outline.chunks if compiled and graph.policy(c.name).zero >= 2]
+    asked = (requests, ways, graph.budgets, graph.precisions, tuple(flat))
+    return {rows: capturing.differentiated(rows, *asked) for rows in needed}
+
+
+def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
+    """Return one outline, with each chunk as captured for its own slice size."""
+    rows = rows_of(graph, samples)
+    by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
+    first = next(iter(codes.values())).outline
+    names = [chunk.name for chunk in graph.outline.chunks]
+    for size, chunks in by_rows.items():
+        assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
+    return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
