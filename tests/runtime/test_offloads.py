@@ -192,7 +192,9 @@ def test_every_schedule_and_level_has_the_numbers_of_one_device(cell: Cell, agai
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MANY[::3], ids=str)
 def test_state_and_activations_together_have_the_numbers_of_one_device(cell: Cell) -> None:
-    program = compile(job(cell, strategy=[*strategy(cell), STATE, AWAY]), device="cpu")
+    near = cell.schedule == "1f1b"  # of two stages: there is nothing to offload but state
+    asked = [*strategy(cell), STATE, *([] if near else [AWAY])]
+    program = compile(job(cell, strategy=asked), device="cpu")
     report = check(program, launch_inline, batches(cell, 2))
     assert report.ok, report
 
