@@ -1,8 +1,8 @@
 """The results of the published system in its own form: schedules, streams, memory, scale and buckets.
 
-python benchmarks/paper.py [--parts schedules,streams,batch,scale,buckets] [--out FILE]
+python benchmarks/paper.py [--parts schedules,streams,batch,peer,scale,buckets] [--out FILE]
 python benchmarks/paper.py --measure FILE             # on one GPU: the costs of the 1B model's chunks
-python benchmarks/paper.py --parts schedules --costs FILE
+python benchmarks/paper.py --parts measured --costs FILE [--out FILE]
 
 Every row is a job that is captured, compiled and proven as any other; its step is then simulated. Computing
 costs what a roofline says, or what one GPU took for each chunk (`--costs`). Communication costs what the
@@ -42,13 +42,6 @@ from piper.strategies import boundaries
 GIB = 2**30
 SCHEDULES = ("1f1b", "interleaved-1f1b", "dualpipe-v")
 CLUSTERS = ("h200", "a100")
-HEADS = (
-    0,
-    1,
-    2,
-    4,
-    6,
-)  # what the head may count as, in layers: each schedule gets the one it is fastest with
 RECORDED = 4  # steps
 Table = list[dict[str, str]]
 
@@ -97,7 +90,7 @@ class Layout:
     schedule: str = "1f1b"
     microbatches: int = 1
     zero: int = 1
-    head: int = 1  # the layers that the head counts as when layers are divided over stages
+    ends: tuple[int, int] = (0, 1)  # the layers that the embedding and the head count as, to divide stages
     bucket_mb: float | None = None
     shared: frozenset[str] = frozenset()  # the kinds of communication that share one stream
 
@@ -110,7 +103,7 @@ def strategy_of(layers: int, layout: Layout) -> list[Directive]:
     """Return the directives of a layout."""
     grid = grid_for(layout.schedule, layout.pp, layout.microbatches) if layout.pp > 1 else None
     count = grid.stages if grid else 1
-    stages = boundaries(layers, count, embedding=0, head=layout.head)
+    stages = boundaries(layers, count, embedding=layout.ends[0], head=layout.ends[1])
     ranks = ranks_of(grid) if grid else {0: 0}
 
     def stream(kind: str) -> str | None:
@@ -191,19 +184,19 @@ class Case:
     pp: int
     ep: int
     microbatches: int
-    heads: tuple[int, ...]  # layers that the head may count as: each schedule gets what it is fastest with
+    ends: tuple[tuple[int, int], ...]  # ways to divide stages: each schedule gets what it is fastest with
 
     def study(self) -> Study:
         return Study(name=self.name, config=self.config, samples=self.samples, length=self.length)
 
-    def layout(self, schedule: str, head: int) -> Layout:
+    def layout(self, schedule: str, ends: tuple[int, int]) -> Layout:
         return Layout(
             pp=self.pp,
             dp=self.ep,
             ep=self.ep,
             schedule=schedule,
             microbatches=self.microbatches,
-            head=head,
+            ends=ends,
         )
 
 
@@ -212,8 +205,26 @@ FINE = moe.Config(layers=24, kv_heads=8, experts=48, top_k=8, hidden=256)  # 1.0
 COARSE = moe.Config(vocab=151_936, kv_heads=8, experts=4, top_k=2, hidden=3584)
 NINE = moe.Config(vocab=151_936, dim=2048, layers=24, heads=32, kv_heads=8, experts=8, top_k=2, hidden=7168)
 CASES = (
-    Case(name="1B", config=FINE, samples=2, length=2048, pp=4, ep=8, microbatches=8, heads=(0, 1, 2)),
-    Case(name="1B", config=FINE, samples=2, length=2048, pp=4, ep=8, microbatches=16, heads=(0, 1, 2)),
+    Case(
+        name="1B",
+        config=FINE,
+        samples=2,
+        length=2048,
+        pp=4,
+        ep=8,
+        microbatches=8,
+        ends=((0, 1), (0, 2), (1, 2)),
+    ),
+    Case(
+        name="1B",
+        config=FINE,
+        samples=2,
+        length=2048,
+        pp=4,
+        ep=8,
+        microbatches=16,
+        ends=((0, 1), (0, 2), (1, 2)),
+    ),
     Case(
         name="1B published",
         config=COARSE,
@@ -222,10 +233,17 @@ CASES = (
         pp=4,
         ep=4,
         microbatches=8,
-        heads=(2, 4, 6),
+        ends=((0, 4), (0, 6), (6, 6)),
     ),
     Case(
-        name="9B published", config=NINE, samples=4, length=2048, pp=4, ep=8, microbatches=8, heads=(1, 2, 4)
+        name="9B published",
+        config=NINE,
+        samples=4,
+        length=2048,
+        pp=4,
+        ep=8,
+        microbatches=8,
+        ends=((0, 2), (0, 4), (2, 4)),
     ),
 )
 
@@ -243,17 +261,17 @@ def schedules(
         measured = (costs or {}).get(case.name)
         base: dict[str, float] = {}
         for schedule in SCHEDULES:
-            best: dict[str, tuple[Simulation, Program, int]] = {}
-            for head in case.heads:
-                program = compiled(study, case.layout(schedule, head))
+            best: dict[str, tuple[Simulation, Program]] = {}
+            for ends in case.ends:
+                program = compiled(study, case.layout(schedule, ends))
                 for name in clusters:
                     cluster = load_cluster(name)
                     found = simulate(
                         program.plans, program.outline, costs_for(cluster, measured, program.outline)
                     )
                     if name not in best or found.step < best[name][0].step:
-                        best[name] = found, program, head
-            for name, (found, program, head) in best.items():
+                        best[name] = found, program
+            for name, (found, program) in best.items():
                 base.setdefault(name, found.step)
                 rows.append(
                     {
@@ -268,7 +286,6 @@ def schedules(
                         "bubble %": f"{100 * found.bubble:.0f}",
                         "all-to-all exposed ms": f"{1e3 * exposed(program, found, 'exchange'):.1f}",
                         "peak GiB": f"{peak(found):.1f}",
-                        "head": f"{head}",
                     }
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
@@ -423,7 +440,7 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
     torch.manual_seed(0)
     study = replace(case.study(), device=device, compile=compile)
     begin = time.perf_counter()
-    program = compiled(study, case.layout("dualpipe-v", 2))
+    program = compiled(study, case.layout("dualpipe-v", (0, 2)))
     (batch,) = program.job.data()
     with tempfile.TemporaryDirectory() as folder:
         options = Options(streams=False, profile=RECORDED)
@@ -446,11 +463,13 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
 # the page's figures
 
 PARTS: Mapping[str, str] = {
-    "schedules": "(a) Schedules of a mixture of experts",
-    "streams": "(b) A stream for each kind of communication",
-    "batch": "(c) The largest microbatch",
-    "scale": "(d) From 2 to 1,024 devices",
-    "buckets": "(e) Bucket sizes",
+    "schedules": "(a) schedules of mixtures of experts",
+    "measured": "(a) the same, with what a GPU took for each chunk: needs --costs",
+    "streams": "(b) a stream for each kind of communication",
+    "batch": "(c) the largest microbatch",
+    "peer": "(c) the peer's memory, counted and measured",
+    "scale": "(d) from 2 to 1,024 devices",
+    "buckets": "(e) bucket sizes",
 }
 
 
@@ -515,7 +534,7 @@ def provenance(arguments: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", help="; ".join(f"{name}: {what}" for name, what in PARTS.items()))
     parser.add_argument("--costs", type=Path, action="append", default=[], help="measured costs; may repeat")
     parser.add_argument("--measure", type=Path, help="measure chunks on a GPU and write their costs here")
     parser.add_argument("--model", default="1B", help="of --measure")
@@ -525,30 +544,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure(next(case for case in CASES if case.name == options.model), options.measure)
         return
     costs = {found.model: found for found in map(read_costs, options.costs)}
+    parts = (
+        options.parts.split(",") if options.parts else [part for part in PARTS if part != "measured" or costs]
+    )
     made: dict[str, str] = {}
-    for part in options.parts.split(","):
-        if part == "batch":
-            from paper_peer import batch
+    for part in parts:
+        if part == "measured":
+            rows = schedules([case for case in CASES if case.name in costs], ("h200",), costs)
+        elif part in ("batch", "peer"):
+            import paper_peer
 
-            rows = batch()
-        elif part == "schedules":
-            rows = (
-                schedules()
-                if not costs
-                else [*schedules(), *schedules(measured_cases(costs), ("h200",), costs)]
-            )
+            rows = paper_peer.batch() if part == "batch" else paper_peer.peer()
         else:
-            rows = {"streams": streams, "scale": scale, "buckets": buckets}[part]()
+            rows = {"schedules": schedules, "streams": streams, "scale": scale, "buckets": buckets}[part]()
         made[part] = table(rows)
         print(f"## {part}\n\n{made[part]}", flush=True)
     if options.out is not None:
         before = options.out.read_text(encoding="utf-8") if options.out.exists() else ""
         options.out.write_text(with_tables(before, made, provenance(arguments)), encoding="utf-8")
-
-
-def measured_cases(costs: Mapping[str, Measured]) -> list[Case]:
-    """Return the cases whose model was measured."""
-    return [case for case in CASES if case.name in costs]
 
 
 if __name__ == "__main__":

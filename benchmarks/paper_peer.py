@@ -2,8 +2,8 @@
 
 The peer's code is torch's own and runs here, one rank at a time, on fake tensors: no data, no GPU, and every
 storage that is alive is counted. Its group is torch's `fake` one. Both sides recompute: the peer each layer,
-ours all layers of a stage from the stage's input. Memory grows evenly with the samples of a
-microbatch, so two sizes say which one fills a device.
+ours all layers of a stage from the stage's input. Where activations are most of it, memory grows
+evenly with the samples of a microbatch, so two sizes say which one fills a device.
 """
 
 import sys
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -27,7 +28,7 @@ from piper.models.layers import rope
 from piper.runtime.cuda.memory_release import predicted_peak
 
 GIB = 2**30
-SIZES = (2, 4)  # samples of a microbatch, from which the largest that fits is worked out
+SIZES = (24, 64)  # samples of a microbatch, from which the largest that fits is worked out
 LIMITS = (40, 80)  # GiB of a device
 MICROBATCHES = 16
 # The dense 8B decoder of benchmarks/gpu.py, whose peer was run on an H200 too.
@@ -127,26 +128,27 @@ def alone(rank: int, world: int) -> Iterator[None]:
 
 def peer_bytes(grid: Grid, stage: int, size: int, zero: int) -> int:
     """Return the peak of one rank of the peer in its second step, in which its optimizer has its state."""
-    with alone(grid.dp * stage, grid.dp * grid.pp), FakeTensorMode(allow_non_fake_inputs=True):
-        live = LiveBytes()
-        with live:
-            step = peer_step(grid, stage, size, zero)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    live = LiveBytes()
+    with alone(grid.dp * stage, grid.dp * grid.pp):
+        mesh = init_device_mesh("cpu", (grid.pp, grid.dp), mesh_dim_names=("pp", "dp"))
+        with FakeTensorMode(allow_non_fake_inputs=True), live:
+            step = peer_step(grid, mesh, stage, size, zero)
             step()
             live.peak = live.live
             step()
-        return live.peak
+    return live.peak
 
 
-def peer_step(grid: Grid, stage: int, size: int, zero: int) -> Callable[[], None]:
+def peer_step(grid: Grid, mesh: DeviceMesh, stage: int, size: int, zero: int) -> Callable[[], None]:
     """Build one rank of the peer. FSDP2 has two modes: parameters stay gathered (1 and 2), or do not (3)."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.distributed.pipelining import stage as pipelining
 
     config, first, last = grid.config, stage == 0, stage == grid.pp - 1
-    mesh = init_device_mesh("cpu", (grid.pp, grid.dp), mesh_dim_names=("pp", "dp"))
     module = Stage(config, stage)
     module.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in module.blocks)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -222,6 +224,20 @@ def largest(peaks: Sequence[int], sizes: Sequence[int], limit: float) -> int:
     """Return the largest microbatch that fits, from the peaks of two sizes."""
     slope = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
     return int(sizes[0] + (limit - peaks[0]) / slope) if slope > 0 else 0
+
+
+def peer(grid: Grid | None = None, size: int = 40, measured: str = "39.3") -> list[dict[str, str]]:
+    """Compare what is counted for the peer with what an H200 measured (benchmarks/gpu.py at f05c260)."""
+    found = peer_bytes(Grid() if grid is None else grid, 0, size, 3) / GIB
+    return [
+        {
+            "stage": "first",
+            "zero": "3",
+            "samples": f"{size}",
+            "counted GiB": f"{found:.1f}",
+            "measured on an H200 GiB": measured,
+        }
+    ]
 
 
 def batch(grid: Grid | None = None, sizes: Sequence[int] = SIZES) -> list[dict[str, str]]:

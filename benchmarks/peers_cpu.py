@@ -1,15 +1,21 @@
 """Piper beside its peers on two CPU processes: the same model, batch, threads and optimizer, in one run.
 
 Each side's processes stay alive and sleep while the other works; rounds alternate, so what else the machine
-does hits both. A row gives the medians and their ratio: above 1 Piper is faster.
+does hits both. Both sides are compiled with Inductor: the peer's blocks before they are wrapped or sharded,
+as TorchTitan does, and our chunks. `--eager` compiles neither. Tokens are random, and what travels between
+processes is what was computed. A row gives the median and the fastest step of each side, and the ratio of the
+medians: above 1 Piper is faster. Leave the machine alone meanwhile.
 """
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import os
+import platform
 import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +38,7 @@ from piper.models.layers import rope
 
 CONFIG = decoder.Config(vocab=1024, dim=256, layers=8, heads=8, kv_heads=8, head_dim=32, hidden=640)
 BATCH, LENGTH, MICROBATCHES, WORLD = 16, 128, 8, 2
+PATIENCE = 600  # seconds: a first step compiles
 
 
 def batch() -> dict[str, Tensor]:
@@ -44,9 +51,14 @@ def adamw(params: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)  # type: ignore[arg-type]
 
 
-def build(stages: int) -> decoder.Decoder:
+def build(*, compiled: bool) -> decoder.Decoder:
+    """Return the peer's model, its blocks compiled as its users compile them."""
     torch.manual_seed(0)
-    return decoder.Decoder(replace(CONFIG, stages=stages))
+    model = decoder.Decoder(CONFIG)
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    return model
 
 
 class Stage(nn.Module):
@@ -83,27 +95,27 @@ def whole_step(model: nn.Module, mine: dict[str, Tensor]) -> Step:
     return step
 
 
-def peer_single(_: int) -> Step:
-    return whole_step(build(1), batch())
+def peer_single(_: int, compiled: bool) -> Step:
+    return whole_step(build(compiled=compiled), batch())
 
 
 def my_rows(rank: int) -> dict[str, Tensor]:
     return {name: value.chunk(WORLD)[rank] for name, value in batch().items()}
 
 
-def peer_ddp(rank: int) -> Step:
-    return whole_step(DistributedDataParallel(build(1)), my_rows(rank))
+def peer_ddp(rank: int, compiled: bool) -> Step:
+    return whole_step(DistributedDataParallel(build(compiled=compiled)), my_rows(rank))
 
 
-def peer_fsdp(rank: int) -> Step:
-    model = build(1)
+def peer_fsdp(rank: int, compiled: bool) -> Step:
+    model = build(compiled=compiled)
     for layer in model.layers:
         fully_shard(layer)
     return whole_step(fully_shard(model), my_rows(rank))
 
 
-def peer_pipeline(rank: int, zero_bubble: bool) -> Step:
-    module = Stage(build(1), rank, WORLD)
+def peer_pipeline(rank: int, compiled: bool, *, zero_bubble: bool) -> Step:
+    module = Stage(build(compiled=compiled), rank, WORLD)
     rows = BATCH // MICROBATCHES
     example = torch.zeros(rows, LENGTH, dtype=torch.long)
     hidden = torch.zeros(rows, LENGTH, CONFIG.dim, requires_grad=True)
@@ -137,12 +149,12 @@ def decoder_loss(out: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
 
 
-PEERS: dict[str, tuple[int, Callable[[int], Step]]] = {
+PEERS: dict[str, tuple[int, Callable[[int, bool], Step]]] = {
     "single": (1, peer_single),
     "ddp": (WORLD, peer_ddp),
     "fsdp2": (WORLD, peer_fsdp),
-    "1f1b": (WORLD, lambda rank: peer_pipeline(rank, zero_bubble=False)),
-    "zero-bubble": (WORLD, lambda rank: peer_pipeline(rank, zero_bubble=True)),
+    "1f1b": (WORLD, functools.partial(peer_pipeline, zero_bubble=False)),
+    "zero-bubble": (WORLD, functools.partial(peer_pipeline, zero_bubble=True)),
 }
 
 
@@ -182,7 +194,7 @@ class Side(Protocol):
 class PeerSide:
     """The peer's processes, asleep until asked for a step."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, compiled: bool) -> None:
         world, _ = PEERS[name]
         context = multiprocessing.get_context("spawn")
         with socket.socket() as free:
@@ -192,19 +204,20 @@ class PeerSide:
         self.processes = []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=peer_main, args=(name, rank, world, port, there), daemon=True)
+            about = (name, rank, world, port, compiled, there)
+            process = context.Process(target=peer_main, args=about, daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
         for pipe in self.pipes:
-            assert pipe.poll(120), "a peer did not start"
+            assert pipe.poll(PATIENCE), "a peer did not start"
             pipe.recv()
 
     def step(self) -> None:
         for pipe in self.pipes:
             pipe.send("step")
         for pipe in self.pipes:
-            assert pipe.poll(120), "a peer did not answer"
+            assert pipe.poll(PATIENCE), "a peer did not answer"
             pipe.recv()
 
     def close(self) -> None:
@@ -215,13 +228,13 @@ class PeerSide:
             process.kill()
 
 
-def peer_main(name: str, rank: int, world: int, port: int, pipe: Connection) -> None:
+def peer_main(name: str, rank: int, world: int, port: int, compiled: bool, pipe: Connection) -> None:
     """One process of a peer."""
     torch.set_num_threads(1)
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    step = PEERS[name][1](rank)
+    step = PEERS[name][1](rank, compiled)
     pipe.send("ready")
     while pipe.recv() == "step":
         step()
@@ -241,19 +254,19 @@ class OurSide:
 
 
 @contextlib.contextmanager
-def sides(name: str) -> Iterator[tuple[Side, Side]]:
-    peer = PeerSide(name)
+def sides(name: str, *, compiled: bool) -> Iterator[tuple[Side, Side]]:
+    peer = PeerSide(name, compiled=compiled)
     try:
-        with piper.launch(piper.compile(ours(name)), on="local") as run:
+        with piper.launch(piper.compile(ours(name), compile=compiled), on="local") as run:
             yield OurSide(run), peer
     finally:
         peer.close()
 
 
-def compare(name: str, rounds: int) -> tuple[float, float]:
-    """The median seconds of a step, ours and the peer's, from alternating rounds."""
+def compare(name: str, rounds: int, *, compiled: bool) -> tuple[list[float], list[float]]:
+    """Return the seconds of steps, ours and the peer's, from alternating rounds."""
     times: tuple[list[float], list[float]] = ([], [])
-    with sides(name) as both:
+    with sides(name, compiled=compiled) as both:
         for side in both:
             for _ in range(2):
                 side.step()
@@ -262,19 +275,38 @@ def compare(name: str, rounds: int) -> tuple[float, float]:
                 begin = time.perf_counter()
                 both[index].step()
                 times[index].append(time.perf_counter() - begin)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return times
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(PEERS)}; all by default")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--eager", action="store_true", help="compile neither side")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    print(f"{'against':12} {'piper':>10} {'peer':>10} {'peer / piper':>13}")
+    print(heading(options.eager))
+    print(f"{'against':12} {'piper':>10} {'fastest':>10} {'peer':>10} {'fastest':>10} {'peer / piper':>13}")
     for name in options.names or PEERS:
-        mine, theirs = compare(name, options.rounds)
-        print(f"{name:12} {mine * 1e3:7.0f} ms {theirs * 1e3:7.0f} ms {theirs / mine:12.2f}x", flush=True)
+        mine, theirs = compare(name, options.rounds, compiled=not options.eager)
+        medians = statistics.median(mine), statistics.median(theirs)
+        cells = (medians[0], min(mine), medians[1], min(theirs))
+        figures = " ".join(f"{seconds * 1e3:7.0f} ms" for seconds in cells)
+        print(f"{name:12} {figures} {medians[1] / medians[0]:12.2f}x", flush=True)
+
+
+def heading(eager: bool) -> str:
+    """Return the command, the commit and the machine."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} before"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return (
+        f"command: python benchmarks/peers_cpu.py{' --eager' if eager else ''}\n"
+        f"commit:  {commit}\n"
+        f"machine: {machine}; {versions}; OMP_NUM_THREADS=1\n"
+    )
 
 
 if __name__ == "__main__":

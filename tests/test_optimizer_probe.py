@@ -388,3 +388,20 @@ def test_the_message_of_one_that_looks_at_whole_tensors() -> None:
           but:   some of the experts of w is updated in another way than the whole parameter
           hint:  use an elementwise optimizer such as AdamW or SGD for these parameters, or do not divide them
     """)
+
+
+def test_an_optimizer_is_tried_on_one_thread() -> None:
+    seen: set[int] = set()
+
+    class Watching(Plain):
+        def direction(self, p: Tensor) -> Tensor:
+            seen.add(torch.get_num_threads())
+            return super().direction(p)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        probe_optimizer(Watching, SIZES, [bucket("all", SIZES, (0,))])
+        assert seen == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

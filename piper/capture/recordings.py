@@ -38,6 +38,7 @@ from piper.ir.chunk import Tags
 log = logging.getLogger("piper")
 Division = tuple[object, ...]  # what requests ask, as a key
 Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
+LARGE = 64  # parameters of a model whose graphs take long to compile
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
 
 
@@ -192,8 +193,6 @@ class Capturing:
         known = self.recordings
         if rows not in known.recorded:
             log.debug("Tracing the model")
-            if self.cache is not None and known.device != "cpu":
-                self._start_compilers(self.cache)
             known.recorded[rows] = trace(
                 known.model,
                 known.loss,
@@ -203,6 +202,7 @@ class Capturing:
                 torch.device(known.device),
                 compiled=known.compiled,
                 forward_only=known.forward_only,
+                built=self._start_compilers,
             )
         if not requests:
             return known.recorded[rows]
@@ -231,13 +231,15 @@ class Capturing:
             self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
 
-    def _start_compilers(self, cache: Cache) -> None:
-        """Start the processes that compile kernels and, if the cache is empty, graphs.
+    def _start_compilers(self, model: nn.Module) -> None:
+        """Start the processes that compile kernels and, for a large model and an empty cache, graphs.
 
         They are then ready when the trace is. What an earlier run has compiled needs none of them.
         """
+        if self.cache is None or self.recordings.device == "cpu":
+            return
         from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
 
         AsyncCompile.use_process_pool()
-        if cache.empty():
+        if self.cache.empty() and len(list(model.parameters())) >= LARGE:
             self.servers.start(self.recordings.device)

@@ -21,7 +21,7 @@ def tune(
         typer.Option(help="What a device may hold, such as 74GiB; else all it has.", metavar="BYTES"),
     ] = None,
     costs: CostsFile = None,
-    trials: Annotated[int, typer.Option(help="How many candidates to compile at most.", metavar="N")] = 100,
+    trials: Annotated[int, typer.Option(help="How many candidates to compile at most.", metavar="N")] = 80,
     out: Annotated[Path | None, typer.Option(help="Write the best strategy as JSON.", metavar="FILE")] = None,
     python: Annotated[
         Path | None, typer.Option(help="Write the best strategy as Python.", metavar="FILE")

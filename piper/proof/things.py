@@ -112,7 +112,7 @@ class Things:
             "spent": "a gradient that an update has used up",
             "resident": f"the resident {thing.name}",
             "copy": f"a copy of {thing.name}",
-            "host": f"{about} {thing.name}, on the host".lstrip(),
+            "host": f"{f'{about} ' if about else ''}{thing.name}, on the host",
             "state": f"the {about} state of the optimizer for {thing.name}",
         }
         return words[thing.kind] + microbatch

@@ -59,7 +59,8 @@ class Model:
         if key not in self.tables and tensor * context > 1:
             self.tables[key] = self.layers(rows, recompute, experts).divided(tensor, context)
         elif key not in self.tables:
-            outline = self.outline(rows, recompute, experts)
+            # Fewer experts on a device have less weights to read, and the same rows: the fewest give a bound.
+            outline = self.outline(rows, recompute, self.experts if experts > 1 else 1)
             shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
             self.tables[key] = ModelLayers(
                 outline, self.costs, self.tag, across=recompute.across, shares=shares

@@ -135,9 +135,14 @@ def balanced(
 ) -> tuple[int, ...]:
     """Move layers between stages until no single move makes the busiest ranks less busy.
 
-    loads: the load of each rank and of each stage, the heaviest first.
+    Where loads are equal, stages are as even as possible, and then the later ones have more layers: they hold
+    what a forward saves for a shorter time. loads: of each rank and of each stage, the heaviest first.
     """
-    best = loads(sizes)
+
+    def key(sizes: tuple[int, ...]) -> tuple[tuple[float, ...], int, tuple[int, ...]]:
+        return loads(sizes), sum(size * size for size in sizes), sizes
+
+    best = key(sizes)
     moved = True
     while moved:
         moved = False
@@ -148,7 +153,7 @@ def balanced(
                 changed = list(sizes)
                 changed[source] -= 1
                 changed[target] += 1
-                found = loads(tuple(changed))
+                found = key(tuple(changed))
                 if found < best:
                     sizes, best, moved = tuple(changed), found, True
     return sizes

@@ -112,6 +112,7 @@ class StrategySearch:
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     grids: dict[tuple[str, int, int, int], Grid | None] = field(default_factory=dict)
+    holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
     best: Evaluation | None = None  # of the last or present run
@@ -189,7 +190,9 @@ class StrategySearch:
 
     def evaluate(self, leaf: Leaf) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
-        self.model.record(leaf.choice.rows)
+        if leaf.choice.rows not in self.model.recorded:
+            self.model.record(leaf.choice.rows)
+            self.holds.clear()  # some were estimated from other sizes
         try:
             made = evaluate(self.model, leaf.choice, leaf.grid, leaf.bound)
         except PiperError as error:
@@ -253,18 +256,25 @@ class StrategySearch:
         """Yield the candidates of a group that may fit, each with its bounds; note the others."""
         for choice in self.choices(group.choice, limit):
             layers, grid = self.layers(choice), self.grid(choice)
-            held = memory_bound(choice, layers, self.model.state, grid)
+            held = self.held(choice)
+            if held.total > limit:
+                self.discarded.append(Discard(choice=choice, bound=group.bound, held=held))
+                continue
             time = max(group.bound, link_bound(choice, layers, self.model.costs))
             if choice.tensor * choice.context == 1:
                 time = max(time, work_bound(choice, layers, self.model.costs, sums=True))
-            if held.total > limit:
-                self.discarded.append(Discard(choice=choice, bound=time, held=held))
-                continue
             if grid is not None:
                 time = max(time, order_bound(choice, layers, self.model.costs, grid))
             elif choice.ranks > 1:
                 time = max(time, any_order_bound(choice, layers, self.model.costs))
             yield Leaf(choice=choice, bound=time, held=held, grid=grid)
+
+    def held(self, choice: StrategyChoice) -> LeastMemory:
+        """Return the least that a candidate holds, which does not depend on how its devices are numbered."""
+        key = replace(choice, neighbours="replicas", between=False, bucket_mb=None)
+        if key not in self.holds:
+            self.holds[key] = memory_bound(choice, self.layers(choice), self.model.state, self.grid(choice))
+        return self.holds[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
         """Yield every candidate of a group."""
@@ -279,9 +289,10 @@ class StrategySearch:
         neighbours = space.neighbours if plain.ranks > 1 and several else space.neighbours[:1]
         between = space.between if plain.tensor > 1 else (False,)
         for name in names:
+            levels = self.levels(replace(plain, schedule=name), limit)
             for near, wide, bucket in product(neighbours, between, space.buckets if several else (None,)):
                 made = replace(plain, schedule=name, neighbours=near, between=wide, bucket_mb=bucket)
-                for zeros in self.levels(made, limit):
+                for zeros in levels:
                     yield replace(made, zeros=zeros)
 
     def levels(self, choice: StrategyChoice, limit: int) -> list[tuple[int, ...]]:

@@ -30,7 +30,7 @@ from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Shapes, Space, rows_of
 from piper.tuning.strategy_search import StrategySearch
 
-TRIALS = 100
+TRIALS = 80
 GAP = 0.005
 SYNTHESIS_TRIALS = 60
 REFINING_TRIALS = 400

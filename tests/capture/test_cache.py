@@ -28,9 +28,9 @@ def mode(path: Path) -> int:
 
 
 def test_an_entry_comes_back(cache: Cache) -> None:
-    assert cache.find(NAME) is None
+    assert cache.find(NAME) is None and cache.empty()
     cache.keep(NAME, ENTRY)
-    assert cache.find(NAME) == ENTRY
+    assert cache.find(NAME) == ENTRY and not cache.empty()
     cache.keep(NAME, CacheEntry(artifact=b"newer", files={}))
     assert cache.find(NAME) == CacheEntry(artifact=b"newer", files={})
     assert mode(cache.folder) == 0o700

@@ -11,16 +11,18 @@ from typing import cast
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.compile import phases
-from piper.capture.compile.cache import Cache
+from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.inductor import Compiled, Source, name_of
 from piper.capture.compile.phases import compile_phases
 from piper.capture.compile.servers import CompileServers, read, request_of
+from piper.capture.recordings import Capturing, Recordings
 from piper.errors import CaptureError
 from piper.ir.chunk import Phase
+from tests import zoo
 
 
 def source(phase: Phase, number: float, operations: int = 1) -> Source:
@@ -139,3 +141,23 @@ def test_servers_store_what_this_process_loads(tmp_path: Path) -> None:
     x = torch.arange(12.0).view(3, 4)
     assert [float(found[key](x)[0].sum()) for key in ASKED] == [78.0, 138.0, 78.0]
     assert running.wait(20) == 0
+
+
+@pytest.mark.parametrize(("layers", "filled", "started"), [(3, False, 0), (40, False, 1), (40, True, 0)])
+def test_servers_are_started_for_large_models_and_an_empty_cache(
+    layers: int, filled: bool, started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    asked: list[str] = []
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: True)
+    monkeypatch.setattr(CompileServers, "start", lambda self, device: asked.append(device))
+    cache = Cache(folder=tmp_path / "cache", key=tmp_path / "key")
+    if filled:
+        cache.keep("a1" * 32, CacheEntry(artifact=b"", files={}))
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+    known = Recordings(
+        model=lambda: model, loss=zoo.regression, precision="fp32", device="cuda", compiled=True, fields={}
+    )
+    Capturing(batch={}, recordings=known, cache=cache)._start_compilers(model)
+    assert asked == ["cuda"] * started

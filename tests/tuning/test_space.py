@@ -68,6 +68,18 @@ def test_stages_are_balanced_by_what_layers_cost() -> None:
     assert balanced((4, 4), loads) == (6, 2)
 
 
+def test_of_equally_busy_ranks_the_later_stage_has_more_layers() -> None:
+    ranks = (0, 1, 1, 0)  # a V: each rank has two stages
+
+    def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
+        found = [0.0, 0.0]
+        for size, rank in zip(sizes, ranks, strict=True):
+            found[rank] += size
+        return tuple(sorted(found, reverse=True))
+
+    assert balanced((3, 2, 2, 3), loads) == (2, 2, 3, 3)
+
+
 def test_the_directives_of_a_candidate() -> None:
     choice = StrategyChoice(
         ranks=2,

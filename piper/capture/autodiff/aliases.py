@@ -1,5 +1,6 @@
 """Finds which values of a traced graph share memory, and which are free to recompute."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
@@ -88,7 +89,7 @@ def cheap(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or draws_random(node):
         return False
-    return torch.Tag.pointwise in target.tags or target in _JOINED
+    return _is_tagged(target, torch.Tag.pointwise) or target in _JOINED
 
 
 def takes_joined(node: fx.Node) -> bool:
@@ -118,7 +119,9 @@ def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
 def draws_random(node: fx.Node) -> bool:
     """Return whether an operation draws random numbers. Attention only does with dropout."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if not _is_tagged(target, torch.Tag.nondeterministic_seeded):
         return False
     names = [argument.name for argument in target._schema.arguments]
     if "dropout_p" not in names:
@@ -126,3 +129,8 @@ def draws_random(node: fx.Node) -> bool:
     position = names.index("dropout_p")
     chance = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(chance != 0.0)
+
+
+@functools.cache  # a graph of many layers asks for few operators many times
+def _is_tagged(target: torch._ops.OpOverload, tag: torch.Tag) -> bool:
+    return tag in target.tags

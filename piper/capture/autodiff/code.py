@@ -163,6 +163,12 @@ def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:
         for node in kept
     )
     forward = partition.sections["F"]
+    phases: dict[Phase, Signature] = {
+        name: _signature(name, partition, joined, flat) for name in partition.sections if name != "BW"
+    }
+    if "BW" in partition.sections:
+        alone = partition.sections["BW"] == partition.sections["B"]  # as no input has a gradient
+        phases["BW"] = phases["B"] if alone else _signature("BW", partition, joined, flat)
     return Shape(
         outputs=specs[: len(partition.outputs)],
         saved=specs[len(partition.outputs) :],
@@ -170,7 +176,7 @@ def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:
         storages=storages,
         mutated=tuple(sorted(joint.mutated)),
         random=any(draws_random(node) for node in forward.body),
-        phases={name: _signature(name, partition, joined, flat) for name in partition.sections},
+        phases=phases,
     )
 
 

@@ -60,17 +60,20 @@ def trace(
     *,
     compiled: bool = False,
     forward_only: bool = False,
+    built: Callable[[nn.Module], None] = lambda model: None,
 ) -> Traced:
     """Capture `loss_fn(model_fn(), batch)` for a slice of `rows` samples.
 
     Nothing is allocated: the model is built of fakes on the device it will run on. `batch` only gives names,
     shapes and types. compiled: the code will be compiled, and is traced into operations for the compiler.
     forward_only: capture the model as `model.eval()` makes it, with nothing to train.
+    built: is called with the model when it is built, before it is traced.
     """
     check_batch(batch, rows)
     dtype, device = DTYPES[precision], torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(model_fn, mode, dtype, device)
+    built(model)
     check_hooks(model, loss_fn)
     if forward_only:
         model.eval().requires_grad_(False)
