@@ -183,6 +183,7 @@ class _Copier:
                 params=named(spec.params),
                 buffers=named(spec.buffers),
                 grad_params=named(spec.grad_params),
+                in_place=named(spec.in_place),
             )
 
         return replace(
