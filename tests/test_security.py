@@ -26,6 +26,10 @@ ALLOWED = {
         "_load",
         "CompiledArtifact.load",
     ),  # what the cache has verified, or this process made
+    # Through pipes between a process and the processes that it starts to compile, which nothing else can open.
+    ("capture/compile/servers.py", "_drive", "pickle.load"),
+    ("capture/compile/servers.py", "serve", "pickle.load"),
+    ("capture/compile/servers.py", "compile_request", "pickle.loads"),
 }
 RUN = {
     ("launchers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read

@@ -78,10 +78,11 @@ class Shared:
             budgets: Mapping[str, float],
             cache: Cache | None,
             precisions: Mapping[str, str],
+            flat: Sequence[str],
         ) -> Captured:
-            key = (id(found), *ways.items(), *budgets.items(), *precisions.items())
+            key = (id(found), *ways.items(), *budgets.items(), *precisions.items(), *flat)
             if key not in self.codes:
-                self.codes[key] = differentiate(found, ways, budgets, cache, precisions)
+                self.codes[key] = differentiate(found, ways, budgets, cache, precisions, flat)
             return self.codes[key]
 
         with (
