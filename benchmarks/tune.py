@@ -21,14 +21,12 @@ from torch import nn
 import piper
 from piper.format import seconds, size
 from piper.models import moe
-from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
 from piper.tuning.space import NAMED, Space
 from piper.tuning.strategy_search import StrategySearch
-from piper.tuning.tune import captured_model, tune
+from piper.tuning.tune import tune
 
 GIB = 2**30
 LIMITS = {"seconds": 60.0, "each": 0.3, "shorter": 0.15}
@@ -141,7 +139,7 @@ class Watch:
         self.last, self.sizes = now, len(search.model.recorded)
 
 
-def searched(case: Case, space: Space | None = None, captured: object = None) -> tuple[Tuned, Watch]:
+def searched(case: Case, space: Space | None = None) -> tuple[Tuned, Watch]:
     """Search, and note how long it takes."""
     watch = Watch([], time.process_time())
     found = tune(
@@ -150,7 +148,6 @@ def searched(case: Case, space: Space | None = None, captured: object = None) ->
         case.devices,
         memory=case.memory,
         space=space,
-        captured=captured,  # type: ignore[arg-type]
         progress=watch,
     )
     return found, watch
@@ -189,14 +186,12 @@ def fixed() -> None:
     for kind, annotate in (("layers", by_layer), ("half layers", by_half_layer)):
         job = partial(llama, 32, 4096, 14336, 32, 128, 4096, annotate)
         here, whole = replace(case, job=job), Space(**common)  # type: ignore[arg-type]
-        costs = Roofline(load_cluster("h100"))
-        captured = captured_model(job(), costs, whole, case.devices).capturing.recordings
         started = time.process_time()
         even = replace(whole, schedules=NAMED, boundaries=("even",))
-        named, watch = searched(here, even, captured)
+        named, watch = searched(here, even)
         show(f"{kind}, named and even", named, watch, time.process_time() - started)
         started = time.process_time()
-        tuned, watch = searched(here, whole, captured)
+        tuned, watch = searched(here, whole)
         show(f"{kind}, tuned", tuned, watch, time.process_time() - started)
         best = min(best, named.best.step)
         print(f"  bound of its schedule and boundaries: {seconds(tuned.best.bound)}")
