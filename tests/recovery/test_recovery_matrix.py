@@ -37,7 +37,8 @@ CELLS = [
     Cell(case="sum_weight", schedule="interleaved-1f1b", dp=2, zero=1),
     Cell(case="frozen", schedule="none", dp=2, zero=2),
 ]
-MATRIX = (pytest.mark.matrix, pytest.mark.timeout(300))
+MATRIX = (pytest.mark.matrix, pytest.mark.timeout(600))
+SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 SHORT = [Cell(case="convnet", schedule="none", dp=2, zero=1)]
 COPY = "half a copy"
 
@@ -102,15 +103,15 @@ DEFAULT = [("between steps", "fp64"), ("by the plan", "bf16")]
 
 
 def trials() -> Iterator[object]:
-    """Yield every cell with every way of copying; precisions alternate in the matrix, the others are slow."""
+    """Yield every cell with every way of copying: a third of them in the matrix, the others slow."""
     for number, cell in enumerate(dict.fromkeys([*SHORT, *CELLS])):
         for place, way in enumerate(WAYS):
             for turn, precision in enumerate(("fp64", "bf16")):
                 marks: Sequence[pytest.MarkDecorator] = MATRIX
                 if cell in SHORT and (way, precision) in DEFAULT:
                     marks = ()
-                elif (number + place + turn) % 2:
-                    marks = (pytest.mark.slow, pytest.mark.timeout(300))
+                elif (2 * place + turn - number) % 3:
+                    marks = SLOW
                 yield pytest.param(cell, way, precision, marks=marks, id=f"{cell}-{way}-{precision}")
 
 
@@ -125,10 +126,14 @@ def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, in
 DIVIDED = ["tp2", "sp2", "tp2dp2z1", "tp2dp2z3", "tp2pp2", "cp2", "tp2cp2dp2"]
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", DIVIDED)
+def divided_trials() -> Iterator[object]:
+    """Yield every divided model with every way of copying: in the matrix one of each, in turn."""
+    for number, name in enumerate(DIVIDED):
+        for place, way in enumerate(WAYS):
+            yield pytest.param(name, way, marks=SLOW if (number + place) % 3 else MATRIX, id=f"{name}-{way}")
+
+
+@pytest.mark.parametrize(("name", "way"), [*divided_trials()])
 def test_a_failure_at_every_instruction_of_divided_chunks(name: str, way: str, injector: Injector) -> None:
     made = divided.job("decoder", name)
     program = compile(replace(made, strategy=[*strategy_of(made), *WAYS[way]]))
