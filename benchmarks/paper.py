@@ -204,27 +204,19 @@ FINE = moe.Config(layers=24, kv_heads=8, experts=48, top_k=8, hidden=256)  # 1.0
 # The shapes of the published system's own scripts (uw-syfi/piper, artifact/run_megatron.py).
 COARSE = moe.Config(vocab=151_936, kv_heads=8, experts=4, top_k=2, hidden=3584)
 NINE = moe.Config(vocab=151_936, dim=2048, layers=24, heads=32, kv_heads=8, experts=8, top_k=2, hidden=7168)
+SMALL = Case(
+    name="1B",
+    config=FINE,
+    samples=2,
+    length=2048,
+    pp=4,
+    ep=8,
+    microbatches=8,
+    ends=((0, 1), (0, 2), (1, 2)),
+)
 CASES = (
-    Case(
-        name="1B",
-        config=FINE,
-        samples=2,
-        length=2048,
-        pp=4,
-        ep=8,
-        microbatches=8,
-        ends=((0, 1), (0, 2), (1, 2)),
-    ),
-    Case(
-        name="1B",
-        config=FINE,
-        samples=2,
-        length=2048,
-        pp=4,
-        ep=8,
-        microbatches=16,
-        ends=((0, 1), (0, 2), (1, 2)),
-    ),
+    SMALL,
+    replace(SMALL, microbatches=16),
     Case(
         name="1B published",
         config=COARSE,

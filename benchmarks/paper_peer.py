@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu import Stage
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +24,6 @@ from torch.utils._pytree import tree_iter
 
 import piper
 from piper.models import decoder
-from piper.models.causal import stage_ranges
-from piper.models.layers import rope
 from piper.runtime.cuda.memory_release import predicted_peak
 
 GIB = 2**30
@@ -86,28 +85,6 @@ class LiveBytes(TorchDispatchMode):
 
     def gone(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
-
-
-class Stage(nn.Module):
-    """One pipeline stage of the peer, of the same blocks."""
-
-    def __init__(self, config: decoder.Config, index: int) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab, config.dim) if index == 0 else None
-        layers = stage_ranges(config.layers, config.stages)[index]
-        self.blocks = nn.ModuleList(decoder.block(config) for _ in layers)
-        last = index == config.stages - 1
-        self.norm = nn.RMSNorm(config.dim, eps=config.eps) if last else None
-        self.head = nn.Linear(config.dim, config.vocab, bias=False) if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        rotation = rope(x.shape[1], self.config.rotary, self.config.rope_base, like=x)
-        for block in self.blocks:
-            x = block(x, rotation)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from piper.directives.base import (
     spelt,
     touched,
 )
-from piper.directives.remat import has_code
+from piper.directives.remat import saving_chunks
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph, OffloadedChunk
 from piper.ir.select import At
@@ -49,15 +49,7 @@ class Offload(Directive):
         self._check(by)
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
-        chunks = graph.chunks
-        names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
-        if not names:
-            raise ScheduleError(
-                "nothing here saves activations",
-                by=by,
-                facts={"asked": str(self.at), "but": f"{nodes[0].chunk} only sends rows"},
-                hint="select the regions around it, or its experts",
-            )
+        names = saving_chunks(graph, nodes, self.at, by)
         asked = OffloadedChunk(
             stream=self.stream or STREAM, least=int(self.least_mb * 2**20), ahead=self.ahead, by=number
         )

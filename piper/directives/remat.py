@@ -1,5 +1,6 @@
 """`remat`: save fewer activations and recompute the others."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from piper.directives.base import (
 from piper.errors import ScheduleError
 from piper.ids import show_part
 from piper.ir.graph import Graph
+from piper.ir.node import Compute
 from piper.ir.select import At
 
 
@@ -43,15 +45,7 @@ class Remat(Directive):
         self._check_budget(by)
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
-        chunks = graph.chunks
-        names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
-        if not names:
-            raise ScheduleError(
-                "nothing here saves activations",
-                by=by,
-                facts={"asked": str(self.at), "but": f"{nodes[0].chunk} only sends rows"},
-                hint="select the regions around it, or its experts",
-            )
+        names = saving_chunks(graph, nodes, self.at, by)
         kept = {name: region for name, region in graph.reruns.items() if name not in names}
         graph = replace(
             graph,
@@ -89,6 +83,20 @@ class Remat(Directive):
                 by=by,
                 hint="1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again",
             )
+
+
+def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At, by: str) -> list[str]:
+    """Return the chunks of the selected nodes that save activations; refuse a selection without any."""
+    chunks = graph.chunks
+    names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
+    if not names:
+        raise ScheduleError(
+            "nothing here saves activations",
+            by=by,
+            facts={"asked": str(at), "but": f"{nodes[0].chunk} only sends rows"},
+            hint="select the regions around it, or its experts",
+        )
+    return names
 
 
 def has_code(kind: str) -> bool:

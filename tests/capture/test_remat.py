@@ -157,6 +157,17 @@ class Feeds(nn.Module):
         return result
 
 
+def assert_numbers_of_plain(code: Captured) -> None:
+    """Check that the code of `Feeds` has the gradients of the plain model."""
+    for backward in KINDS:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Feeds().double())
+        rows = {name: value.double() for name, value in zoo.vectors(8, 1).items()}
+        assert difference(code, zoo.regression, models[0], models[1], rows, backward) < 1e-12
+
+
 def test_compiled_code_writes_factors_again_where_it_reads_their_sources_anyway() -> None:
     code = differentiate(trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True))
     chunk = code.outline.chunks[1]
@@ -167,13 +178,7 @@ def test_compiled_code_writes_factors_again_where_it_reads_their_sources_anyway(
     # The second half gets both written by the first, and so needs neither gate nor what it lets through.
     assert [spec.shape for spec in chunk.carried].count((8, 48)) == 3
     assert {5, 6}.isdisjoint(chunk.phases["BW"].saved)
-    for backward in KINDS:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(Feeds().double())
-        rows = {name: value.double() for name, value in zoo.vectors(8, 1).items()}
-        assert difference(code, zoo.regression, models[0], models[1], rows, backward) < 1e-12
+    assert_numbers_of_plain(code)
 
 
 def test_a_factor_costs_one_more_write_and_no_kernel_of_its_own() -> None:
@@ -209,10 +214,4 @@ def test_a_factor_that_frees_nothing_is_not_written_again() -> None:
 def test_a_factor_of_a_product_that_is_recomputed_too_is_written_before_it() -> None:
     found = trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
     code = differentiate(found, None, {chunk.name: 0.0 for chunk in found.outline.chunks})
-    for backward in KINDS:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(Feeds().double())
-        rows = {name: value.double() for name, value in zoo.vectors(8, 1).items()}
-        assert difference(code, zoo.regression, models[0], models[1], rows, backward) < 1e-12
+    assert_numbers_of_plain(code)
