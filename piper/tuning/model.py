@@ -34,6 +34,7 @@ class Model:
     state: State
     samples: int  # in a global batch
     communicator: float = 0.0  # bytes that each communicator of a device takes
+    extrapolate: bool = False  # steps of many microbatches from two shorter ones
     tables: dict[Key, ModelLayers] = field(default_factory=dict, repr=False)
 
     @property
@@ -84,6 +85,11 @@ class Model:
         if recompute != Recompute():
             budgets = {c.name: recompute.budget for c in chunks if c.kind in ("compute", "expert")}
         return self.capturing.differentiated(rows, (), ways, budgets).outline
+
+    def shortened(self, samples: int) -> "Model":
+        """Return the model with the first samples of its batch."""
+        batch = {name: values[:samples] for name, values in self.capturing.batch.items()}
+        return replace(self, capturing=replace(self.capturing, batch=batch), samples=samples)
 
     def compile(self, strategy: list[Directive], *, tried: bool = True) -> Program:
         """Compile the job with a strategy. tried: the optimizer need not be tried again."""
