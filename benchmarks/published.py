@@ -11,9 +11,10 @@ Microbatch sizes and interleaving are those of the scripts that the authors publ
 A pipeline repeats itself once it is full, so a step with many microbatches is extrapolated from two shorter
 ones. `--full` simulates every microbatch.
 
-`--tune` also searches for a strategy of each run, from the published one: so what is found is never slower. The
-space is small: up to twice the ranks, the published microbatch or smaller ones, the published degrees of
-tensor and context parallelism, half of the tensor parallelism, or none. Long steps are extrapolated here too.
+`--tune` also searches for a strategy of each run, from the published one, so that what is found is never
+slower. The space is small: up to twice the ranks, the published microbatch or smaller ones, the published
+degrees of tensor and context parallelism, half of the tensor parallelism, or none. Long steps are
+extrapolated here too.
 """
 
 import argparse
@@ -424,7 +425,8 @@ def main() -> None:
     lines = summary(found)
     print(*lines, sep="\n")
     if options.tune:
-        print(f"\n{'run':32} {'published':>11} {'tuned':>11} {'faster':>9} {'tried':>6} {'memory':>17} {'CPU':>9}")
+        heading = f"{'run':32} {'published':>11} {'tuned':>11} {'faster':>9} {'tried':>6}"
+        print(f"\n{heading} {'memory':>17} {'CPU':>9}  strategy")
         for one in found:
             print(chosen(one), flush=True)
     if options.out is not None:

@@ -44,6 +44,4 @@ def divided_as(strategy: Sequence[Directive], known: Divide) -> Divide:
     sliced = next((axis for axis in axes if axis.batch), None)
     if sliced is None:
         return Divide(weights=weights, fields=known.fields)
-    return Divide(
-        weights=weights, fields=sliced.batch, attention=sliced.attention, balance=sliced.balance
-    )
+    return Divide(weights=weights, fields=sliced.batch, attention=sliced.attention, balance=sliced.balance)

@@ -59,7 +59,7 @@ def shorter_lengths(strategy: Sequence[Directive]) -> Lengths | None:
 
 
 def split_of(strategy: Sequence[Directive]) -> Split | None:
-    """Return the one directive that cuts the whole batch into microbatches. None: there is none or several."""
+    """Return the directive that cuts the whole batch into microbatches. None: there is none, or several."""
     splits = [directive for directive in strategy if isinstance(directive, Split)]
     return splits[0] if len(splits) == 1 and splits[0].at == At() else None
 
@@ -73,7 +73,9 @@ def shortened(strategy: Sequence[Directive], parts: int) -> list[Directive]:
         if isinstance(directive, Split):
             made.append(replace(directive, parts=parts))
         elif isinstance(directive, Order):
-            kept = (tuple(filter(None, (first(one, split.axis, parts) for one in g))) for g in directive.groups)
+            kept = (
+                tuple(filter(None, (first(one, split.axis, parts) for one in g))) for g in directive.groups
+            )
             groups = tuple(filter(None, kept))
             if groups:
                 made.append(replace(directive, groups=groups))
