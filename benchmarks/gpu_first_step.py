@@ -11,14 +11,12 @@ shorter by what the first one has imported. `profile` lists the functions that t
 """
 
 import argparse
-import cProfile
 import functools
 import importlib
 import itertools
 import json
 import logging
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -128,34 +127,38 @@ class Stages(logging.Handler):
 
 
 class Sampler(threading.Thread):
-    """Looks at the main thread's stack every few milliseconds, to say which functions its time goes to."""
+    """Looks at the stacks of the main thread and of devices' threads, to say where their time goes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.inside: Counter[str] = Counter()
         self.itself: Counter[str] = Counter()
         self.going, self.looks = True, 0
-        self.main = threading.main_thread().ident
 
     def run(self) -> None:
         while self.going:
-            time.sleep(0.01)
-            frame, names = sys._current_frames().get(self.main or 0), list[str]()
-            while frame is not None:
-                code = frame.f_code
-                names.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{code.co_name}")
-                frame = frame.f_back
+            time.sleep(0.005)
+            frames = sys._current_frames()
             self.looks += 1
-            self.inside.update(set(names))
-            self.itself.update(names[:1])
+            for thread in threading.enumerate():
+                if thread is threading.main_thread() or thread.name.startswith("device"):
+                    self.look(frames.get(thread.ident or 0))
+
+    def look(self, frame: FrameType | None) -> None:
+        """Count the functions of one stack."""
+        names = list[str]()
+        while frame is not None:
+            code = frame.f_code
+            names.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{code.co_name}")
+            frame = frame.f_back
+        self.inside.update(set(names))
+        self.itself.update(names[:1])
 
     def shares(self, seconds: float, most: int) -> dict[str, list[float]]:
         """Return the functions that hold most of the time: seconds inside them, and in themselves."""
         unit = seconds / max(1, self.looks)
-        return {
-            name: [looks * unit, round(self.itself[name] * unit, 2)]
-            for name, looks in self.inside.most_common(most)
-        }
+        most_inside = dict(self.inside.most_common(most)) | dict(self.itself.most_common(most // 4))
+        return {name: [self.inside[name] * unit, round(self.itself[name] * unit, 2)] for name in most_inside}
 
 
 def main_config(asked: argparse.Namespace) -> "Config":
@@ -184,18 +187,15 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
         torch.zeros(1, device="cuda")
     config, split = main_config(asked), Split()
     imports = time.perf_counter() - BEGUN
-    if not asked.profile:
-        split.install()
+    split.install()
     batch = batch_of(config, 4, asked.length)
     job = replace(job_of(config, batch, []), initial="host" if asked.child == "host" else "device")
     stages = Stages()
     logging.getLogger("piper").addHandler(stages)
     logging.getLogger("piper").setLevel(logging.DEBUG)
-    sampler, profiler = Sampler(), cProfile.Profile()
+    sampler = Sampler()
     if asked.sample:
         sampler.start()
-    if asked.profile:
-        profiler.enable()
     marks = [time.perf_counter()]
     program = piper.compile(job, device=asked.device, compile=True, cache=asked.cache)
     marks.append(time.perf_counter())
@@ -203,7 +203,6 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
         marks.append(time.perf_counter())
         run.step(batch)
         sampler.going = False
-        profiler.disable()
         marks.append(time.perf_counter())
         run.step(batch)
         marks.append(time.perf_counter())
@@ -212,10 +211,6 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
     from torch._dynamo.utils import compilation_time_metrics
 
     inner = {name: sum(spans) for name, spans in compilation_time_metrics.items()}
-    if asked.profile:
-        with Path(asked.profile).open("w", encoding="utf-8") as file:
-            for order in ("cumulative", "tottime"):
-                pstats.Stats(profiler, stream=file).sort_stats(order).print_stats(250)
     return {
         "total": marks[3] - marks[0],
         "imports": imports,
@@ -364,10 +359,10 @@ CACHES = {"profile": "ours", "host": "ours", "steps": "peer"}  # sides that use 
 def child(side: str, asked: argparse.Namespace, cache: str, limit: float) -> dict[str, Any]:
     """Measure a side in a process of its own."""
     command = [sys.executable, __file__, "--child", side, "--cache", cache]
-    for name in ("device", "dim", "layers", "length", "turns", "sample"):
+    for name in ("device", "dim", "layers", "length", "turns"):
         command += [f"--{name}", str(getattr(asked, name))]
     if side == "profile":
-        command += ["--profile", asked.profile or "profile.txt"]
+        command += ["--sample", "250"]
     inductor = os.path.join(os.path.dirname(cache), "torch", CACHES.get(side, side))
     own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": inductor}
     begin = time.perf_counter()
@@ -408,8 +403,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--sample", type=int, default=0, help="functions to list by the time in them")
-    parser.add_argument("--profile", default="", help="the file that the side `profile` writes")
+    parser.add_argument("--sample", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--turns", default="torch.compile,ours")
     parser.add_argument("--sides", default="ours peer steps", help="which, in order; ours:cold for one alone")
     parser.add_argument("--budget", type=float, default=235, help="seconds in all")
