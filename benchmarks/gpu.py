@@ -542,16 +542,10 @@ def warm_cache(cache: str) -> Iterator[Line]:
     yield Line(what="the same before", got=", ".join(f"{key} {value:.1f}" for key, value in cold.items()))
 
 
-def built_there() -> nn.Module:
-    """The model with its first values drawn on the GPU, as the peer draws them: on a host it takes longer."""
-    with torch.device("cuda"):
-        return decoder.Decoder(DENSE)
-
-
 def first_step(cache: str) -> None:
     """Print how long a process takes to its first step."""
     batch = batch_of(DENSE, 4, 2048)
-    job = replace(job_of(DENSE, batch, []), model=built_there)
+    job = job_of(DENSE, batch, [])
     marks = [time.perf_counter()]
     program = piper.compile(job, device="cuda", compile=True, cache=cache)
     marks.append(time.perf_counter())
