@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 from gpu_overlap import measure as measure_overlap
 from gpu_peer import LARGE, fused_adamw, master_step, peer_rank
-from torch import Tensor, nn
+from torch import Tensor
 
 import piper
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
