@@ -53,7 +53,7 @@ def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: flo
 def evaluate_strategy(
     model: Model, choice: StrategyChoice, strategy: Sequence[Directive], bound: float = 0.0
 ) -> Evaluation:
-    """Compile, prove and simulate a strategy, or two shorter steps of it if the model asks for that."""
+    """Compile, prove and simulate a strategy. If the model asks for that, only simulate two shorter steps."""
     lengths = lengths_of(model, strategy)
     if lengths is None:
         return evaluate_whole(model, strategy, choice, bound)
@@ -99,7 +99,7 @@ def evaluate_whole(
     times: how often the step that is meant has as many microbatches. Their samples are all in memory.
     """
     with no_collection():
-        program = model.compile(list(strategy))
+        program = model.compile(list(strategy), prove=not model.extrapolate)
         found = simulate(program.plans, program.outline, model.costs)
     busy, exposed = averages(found)
     peaks = [

@@ -91,11 +91,14 @@ class Model:
         batch = {name: values[:samples] for name, values in self.capturing.batch.items()}
         return replace(self, capturing=replace(self.capturing, batch=batch), samples=samples)
 
-    def compile(self, strategy: list[Directive], *, tried: bool = True) -> Program:
+    def compile(self, strategy: list[Directive], *, tried: bool = True, prove: bool = True) -> Program:
         """Compile the job with a strategy. tried: the optimizer need not be tried again."""
         state = self.state.optimizer - MASTER_BYTES[self.job.precision]
         return build(
-            replace(self.job, strategy=strategy), self.capturing, state_bytes=state if tried else None
+            replace(self.job, strategy=strategy),
+            self.capturing,
+            state_bytes=state if tried else None,
+            prove=prove,
         )
 
 

@@ -69,7 +69,7 @@ def tune(
     by this fraction. space: what to choose from. front: also look for strategies that need less memory.
     start: a strategy that you have. It is evaluated first, and if it fits, none is chosen that takes longer.
     Tensor and context parallelism divide the weights and fields that it divides.
-    extrapolate: predict a step of many microbatches from two shorter ones, which takes less time.
+    extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
     compile: the chunks will be compiled, so operations that Inductor fuses cost one kernel.
     """
     started = time.perf_counter()
