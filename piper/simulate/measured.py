@@ -79,7 +79,11 @@ class Measured:
         twin = {"send": "recv", "recv": "send"}.get(op, op)
         line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
         rounds = max(1, len(devices) - 1)
-        return Talk(latency=self.gap + line.base * rounds, seconds=line.slope * nbytes)
+        return Talk(
+            latency=self.gap + line.base * rounds,
+            seconds=line.slope * nbytes,
+            cores=1.0 if self.cores else 0.0,
+        )
 
 
 class MeasuredOn:
