@@ -2,15 +2,15 @@
 
     python benchmarks/tune_cpu.py [--rounds 15] [--cpu-time]
 
-Measures the links of the machine, and the costs of the model in two profiled runs with microbatches of 8 and 2
-samples, tunes with them, and then runs the tuned strategy and others that were written by hand in turns, one
-step each in every round. It refuses to judge where a loop of fixed work takes more than 1.1 times its best:
-other work on the machine would decide. Prints the median step of each, how the tuned one compares with the
-best of the others (at most 1.02), and on how many of the pairs more than 5 % apart the predicted order agrees
-(at least 90 %).
+Measures the links of the machine, and the costs of the model in two profiled runs with microbatches of 8 and
+2 samples, tunes with them, and then runs the tuned strategy and others that were written by hand in turns,
+one step each in every round. It refuses to judge where a loop of fixed work takes more than 1.1 times its
+best: other work on the machine would decide. Prints the median step of each, how the tuned one compares with
+the best of the others (at most 1.02), and on how many of the pairs more than 5 % apart the predicted order
+agrees (at least 90 %).
 
-`--cpu-time` is for a machine with other work on it. It compares the CPU time of the workers in a step with the
-time for which they occupy a core by the same costs. That says nothing about bubbles.
+`--cpu-time` is for a machine with other work on it. It compares the CPU time of the workers in a step with
+the time for which they occupy a core by the same costs. That says nothing about bubbles.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def core_seconds(program: Program, costs: Costs) -> float:
     web = weave(program.plans)
     prices = InstructionCosts(web, {chunk.name: chunk for chunk in program.outline.chunks}, costs)
     spent = 0.0
-    for number, ins in enumerate(web.instrs):
+    for number in range(len(web.instrs)):
         devices = len(program.plans.plans[web.program[number]].devices)
         if web.meeting[number] < 0:
             spent += devices * prices.seconds(number)
