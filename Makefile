@@ -8,11 +8,12 @@ SUITE ?= tests
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test mutate matrix ray demo lint format bench gallery pictures
+.PHONY: help setup test mutate matrix matrix-full ray demo lint format bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
-	@echo "make test     the tests (no GPU, network or Ray); make matrix: every composition of strategies"
+	@echo "make test     the tests (no GPU, network or Ray)"
+	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make mutate   do the tests notice? They run against small edits of piper/; MUTATE=--help says how to choose"
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
@@ -42,6 +43,9 @@ mutate: setup
 
 matrix: setup
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(SUITE)
+
+matrix-full: setup
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "matrix or exhaustive" $(SUITE)
 
 ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(SUITE)
