@@ -33,14 +33,22 @@ def covering(
     Each time the cell is taken that adds the most, the first of several: always the same selection. given: cells
     that another test runs.
     """
-    meets = {cell: meetings(choices(cell), together) for cell in cells}
-    left = set[Meeting]().union(*meets.values())
-    left.difference_update(*(meetings(choices(cell), together) for cell in given))
+    places: dict[
+        Meeting, int
+    ] = {}  # sets of meetings are bits of one number: there are many of them to compare
+
+    def bits(cell: CellT) -> int:
+        return sum(1 << places.setdefault(one, len(places)) for one in meetings(choices(cell), together))
+
+    meets = {cell: bits(cell) for cell in cells}
+    left = (1 << len(places)) - 1
+    for cell in given:
+        left &= ~bits(cell)
     chosen: list[CellT] = []
     while left:
-        best = max(meets, key=lambda cell: len(left & meets[cell]))
+        best = max(meets, key=lambda cell: (left & meets[cell]).bit_count())
         chosen.append(best)
-        left -= meets[best]
+        left &= ~meets[best]
     return chosen
 
 

@@ -88,8 +88,9 @@ def choices(cell: Cell) -> Choices:
 
 @cache
 def chosen() -> list[Cell]:
-    """Return cells in which every two values of two axes meet."""
-    return covering([*cells(), *both_ways()], choices)
+    """Return cells in which every two values of two axes meet. Where several do, two replicas are preferred."""
+    every = [*cells(), *both_ways()]
+    return covering(sorted(every, key=lambda cell: abs(cell.dp - 2)), choices)
 
 
 @pytest.fixture(scope="session")
