@@ -61,18 +61,25 @@ def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
     assert [(e.event, e.source) for e in events] == [("failure", None), ("recovery", "memory")]
 
 
-@pytest.fixture
-def nodes() -> Iterator[Cluster]:
-    """Four raylets on this machine. The head has no room for workers, the others for one each."""
+@pytest.fixture(scope="module")
+def head() -> Iterator[Cluster]:
+    """Start a cluster whose head has no room for workers."""
     with launcher.loopback():
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(3):
-            made.add_node(num_cpus=1)
         ray.init(address=made.address, logging_level=logging.ERROR, log_to_driver=False)
-        made.wait_for_nodes(timeout=120)
     yield made
     ray.shutdown()
     made.shutdown()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def nodes(head: Cluster) -> Cluster:
+    """Give the cluster three raylets with room for one worker each: those that a test has lost are started again."""
+    with launcher.loopback():
+        for _ in range(3 - len(head.worker_nodes)):
+            head.add_node(num_cpus=1)
+        head.wait_for_nodes(timeout=120)
+    return head
 
 
 @pytest.fixture(scope="module")
