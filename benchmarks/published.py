@@ -1,6 +1,6 @@
 """Published training runs, simulated as ordinary strategies: predicted next to published TFLOP/s per device.
 
-python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--tune] [--out FILE]
+python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--tune] [--jobs N] [--out FILE]
 
 A row names a model, its shape, its devices and how it was divided. Its model is captured with two layers,
 which are then repeated: equal layers share code and cost the same. The strategy is a list of directives, the
@@ -22,9 +22,13 @@ import csv
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from published_models import Decoder, Sizes, divided_weights, loss
@@ -44,11 +48,13 @@ from piper.schedules.names import grid_for
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
-from piper.tuning.choice import GIVEN, SYNTHESISED
+from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
 from piper.tuning.space import Space
+from piper.tuning.strategy_search import StrategySearch
 
+T = TypeVar("T")
 TABLE = Path(__file__).parent / "published.csv"
 CLUSTERS = {"H100": "h100", "A100": "a100"}
 LAYERS = 2  # that are captured
@@ -314,36 +320,51 @@ class Chosen:
     """What `tune` would have chosen for a row."""
 
     found: Found  # the published strategy, as the search evaluated it first
-    tuned: Tuned
+    label: str
+    step: float
+    tried: int  # candidates, with the published one
+    held: tuple[float, float]  # GiB of a device: published, tuned
     took: float  # seconds of this machine
 
-    @property
-    def start(self) -> Evaluation:
-        """Return the published strategy as the search evaluated it."""
-        return self.tuned.evaluated[0]
-
-    @property
-    def label(self) -> str:
-        """Return the strategy in a few words, without the sizes of many stages."""
-        choice = self.tuned.best.choice
-        if choice.schedule == GIVEN:
-            return "as published"
-        sizes = " ".join(map(str, choice.sizes))
-        return choice.label.replace(f", stages {sizes}", f", {len(choice.sizes)} stages")
-
     def __str__(self) -> str:
-        step = self.tuned.best.step
         return (
-            f"{self.found.row.name:32} {self.start.step:9.2f} s {step:9.2f} s "
-            f"{100 * (self.start.step / step - 1):+7.1f} % {len(self.tuned.evaluated):6} "
-            f"{self.start.needs / 2**30:6.0f} {self.tuned.best.needs / 2**30:6.0f} GiB "
-            f"{self.took:7.1f} s  {self.label}"
+            f"{self.found.row.name:32} {self.found.step:9.2f} s {self.step:9.2f} s "
+            f"{100 * (self.found.step / self.step - 1):+7.1f} % {self.tried:6} "
+            f"{self.held[0]:6.0f} {self.held[1]:6.0f} GiB {self.took:7.1f} s  {self.label}"
         )
 
 
+class DoesNotFitError(Exception):
+    """The published strategy holds more than the cluster's devices have left for a plan."""
+
+    def __init__(self, peak: int) -> None:
+        self.peak = peak
+
+
 def chosen(row: Row) -> Chosen:
-    """Search for the strategy of a row, from the published one."""
+    """Search for the strategy of a row, from the published one.
+
+    Where that one holds more than a device has by our count, the search may use as much.
+    """
     begin = time.process_time()
+    try:
+        tuned, first_took = searched(row, None)
+    except DoesNotFitError as held:
+        tuned, first_took = searched(row, held.peak)
+    first, best = tuned.evaluated[0], tuned.best
+    return Chosen(
+        found=Found(row=row, step=first.step, took=first_took),
+        label=label_of(best.choice),
+        step=best.step,
+        tried=len(tuned.evaluated),
+        held=(first.needs / 2**30, best.needs / 2**30),
+        took=time.process_time() - begin,
+    )
+
+
+def searched(row: Row, memory: int | None) -> tuple[Tuned, float]:
+    """Search in a row's space. Return also the CPU time until the published strategy was evaluated."""
+    begin, usable = time.process_time(), load_cluster(CLUSTERS[row.gpu]).usable(0)
     evaluated: list[float] = []
     tokens = torch.zeros((row.global_batch, row.sizes.seq), dtype=torch.long)
     job = piper.Job(
@@ -353,20 +374,34 @@ def chosen(row: Row) -> Chosen:
         optimizer=lambda params: torch.optim.AdamW(params, fused=True),
         precision="bf16",
     )
+
+    def noted(search: StrategySearch, found: Evaluation) -> None:
+        evaluated.append(time.process_time() - begin)
+        if memory is None and found.choice.schedule == GIVEN and found.needs > usable:
+            raise DoesNotFitError(found.peak)
+
     tuned = piper.tune(
         job,
         CLUSTERS[row.gpu],
         row.devices,
+        memory=memory,
         space=space_of(row),
         start=strategy_of(row, row.microbatches),
         extrapolate=True,
         trials=TRIALS,
         front=False,
         compile=True,
-        progress=lambda search, found: evaluated.append(time.process_time()),
+        progress=noted,
     )
-    step, took = tuned.evaluated[0].step, evaluated[0] - begin
-    return Chosen(found=Found(row=row, step=step, took=took), tuned=tuned, took=time.process_time() - begin)
+    return tuned, evaluated[0]
+
+
+def label_of(choice: StrategyChoice) -> str:
+    """Return a strategy in a few words, without the sizes of many stages."""
+    if choice.schedule == GIVEN:
+        return "as published"
+    sizes = " ".join(map(str, choice.sizes))
+    return choice.label.replace(f", stages {sizes}", f", {len(choice.sizes)} stages")
 
 
 def space_of(row: Row) -> Space:
@@ -409,29 +444,38 @@ def summary(found: Sequence[Found]) -> list[str]:
     return lines
 
 
+def each(work: Callable[[Row], T], rows: Sequence[Row], jobs: int) -> Iterator[T]:
+    """Yield what comes of each row, in their order."""
+    if jobs == 1:
+        yield from map(work, rows)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--rows", default="", help="models, such as 1.7B,405B; default: all")
     parser.add_argument("--full", action="store_true", help="simulate every microbatch")
     parser.add_argument("--tune", action="store_true", help="also search for a strategy of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each in a process of its own")
     parser.add_argument("--out", type=Path, help="write the figures as JSON lines")
     options = parser.parse_args()
     wanted = set(filter(None, options.rows.split(",")))
     rows = [row for row in rows_of(options.table) if not wanted or row.model in wanted]
-    tuned: dict[Row, Chosen] = {}
+    found: list[Found] = []
     if options.tune:
         heading = f"{'run':32} {'published':>11} {'tuned':>11} {'faster':>9} {'tried':>6}"
         print(f"{heading} {'memory':>17} {'CPU':>9}  strategy")
-        for row in rows:
-            tuned[row] = chosen(row)
-            print(tuned[row], flush=True)
+        for made in each(chosen, rows, options.jobs):
+            print(made, flush=True)
+            found.append(made.found)
         print()
-    found = []
     print(f"{'run':32} {'published':>9} {'predicted':>9} {'error':>9} {'step':>11} {'CPU':>9}")
-    for row in rows:
-        found.append(tuned[row].found if row in tuned else predicted(row, full=options.full))
-        print(found[-1], flush=True)
+    for one in found or each(partial(predicted, full=options.full), rows, options.jobs):
+        print(one, flush=True)
+        found += [one] if not options.tune else []
     print(*summary(found), sep="\n")
     if options.out is not None:
         figures = [
