@@ -132,18 +132,16 @@ class DeviceState:
         makes the host wait.
         weighted: the gradients are divided by the weight.
         """
-        weight, scale = self._factors(sums, weighted=weighted)
-        for name, parts in gradients.items():
-            if weight is not None:
-                torch._foreach_div_(parts, weight)
-            if self.keep_gradients:
-                self.gradients[name] = torch.cat([part.reshape(-1) for part in parts])
-            if scale is not None:
-                torch._foreach_mul_(parts, scale)
+        weight = sums[2] if sums is not None and weighted else None
+        if self.keep_gradients:
+            for name, parts in gradients.items():
+                flat = torch.cat([part.reshape(-1) for part in parts])
+                self.gradients[name] = flat if weight is None else flat / weight
         if self.optimizer is None:
             return  # the device's shards are padding only
+        divisor = self._divisor(sums, weight)
         for portion in self._portions(self.optimizer, gradients):
-            give_gradients(portion)
+            give_gradients(portion, divisor)
             self.optimizer.step()
             for tensor, _ in portion:
                 tensor.grad = None
@@ -196,17 +194,13 @@ class DeviceState:
                 some = True
         return found if some else None
 
-    def _factors(self, sums: Tensor | None, *, weighted: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return the divisor of the gradients and the factor that clips their norm. None: not needed."""
-        if sums is None:
-            return None, None
-        weight = sums[2] if weighted else None
-        if self.setup.clip_norm is None:
-            return weight, None
-        norm = sums[0].sqrt()
-        if weight is not None:
-            norm = norm / weight
-        return weight, (self.setup.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    def _divisor(self, sums: Tensor | None, weight: Tensor | None) -> Tensor | None:
+        """Return the divisor of the gradients: their weight, and more where that clips their norm."""
+        if sums is None or self.setup.clip_norm is None:
+            return weight
+        divisor = torch.ones_like(sums[0]) if weight is None else weight
+        excess = (sums[0].sqrt() / divisor + 1e-6) / self.setup.clip_norm
+        return divisor * excess.clamp(min=1.0)
 
     def _portions(
         self, optimizer: Optimizer, gradients: Mapping[str, list[Tensor]]
@@ -235,9 +229,9 @@ def plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Give gradients to the trained tensors, cast to their type where it differs."""
-    casts, sources = list[Tensor](), list[Tensor]()
+def give_gradients(portion: Sequence[tuple[Tensor, Tensor]], divisor: Tensor | None = None) -> None:
+    """Give gradients to the trained tensors, cast to their type where it differs, and divide them."""
+    casts, sources, given = list[Tensor](), list[Tensor](), dict[torch.dtype, list[Tensor]]()
     for tensor, gradient in portion:
         cast = gradient
         if gradient.dtype != tensor.dtype:
@@ -245,8 +239,12 @@ def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
             casts.append(cast)
             sources.append(gradient)
         tensor.grad = cast
+        given.setdefault(cast.dtype, []).append(cast)
     if casts:  # together: on CUDA casts one by one move half as many bytes a second
         torch._foreach_copy_(casts, sources)
+    if divisor is not None:
+        for dtype, values in given.items():  # CUDA divides all in one kernel if the divisor has their type
+            torch._foreach_div_(values, divisor.to(dtype))
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:
