@@ -20,7 +20,8 @@ class Block(nn.Module):
         y = self.linear(x)
         for _ in range(13):
             y = self.act(y) * 2
-        return x + y
+        result: Tensor = x + y
+        return result
 
 
 class Stacks(nn.Module):
