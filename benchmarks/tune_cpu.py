@@ -31,7 +31,6 @@ import piper
 from piper import strategies
 from piper.compiler import Program, compile
 from piper.directives import Directive
-from piper.job import Batch
 from piper.models import decoder
 from piper.schedules.grid import orders
 from piper.schedules.names import grid_for
@@ -44,7 +43,6 @@ from piper.tuning.space import Space
 
 LAYERS, SAMPLES, LENGTH = 8, 16, 64
 LOADED = 1.1
-WARM = 3  # steps before any is measured
 CONFIG = decoder.Config(
     vocab=512, dim=128, layers=LAYERS, heads=4, kv_heads=4, head_dim=32, hidden=384, stages=LAYERS
 )
@@ -141,8 +139,13 @@ def core_seconds(program: Program, costs: Costs) -> float:
     return spent
 
 
-def children_seconds() -> dict[int, float]:
-    """Return the CPU time of each process that this one started, and of theirs, as Linux counts it."""
+def step_seconds(program: Program, costs: Costs) -> float:
+    """Return how long a step takes."""
+    return simulate(program.plans, program.outline, costs).step
+
+
+def workers_clock() -> float:
+    """Return the CPU time of all processes that this one started, and of theirs, as Linux counts it."""
     tick, parents, spent = os.sysconf("SC_CLK_TCK"), {}, {}
     for entry in Path("/proc").iterdir():
         try:
@@ -155,7 +158,7 @@ def children_seconds() -> dict[int, float]:
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    return {pid: spent[pid] for pid in found - {os.getpid()}}
+    return sum(spent[pid] for pid in found - {os.getpid()})
 
 
 def main() -> None:
@@ -179,14 +182,9 @@ def main() -> None:
         first = next(iter(programs.values()), None)
         programs[label] = compile(replace(base, strategy=strategy), captured=first)
     batch = next(iter(job().data()))
-    if asked.cpu_time:
-        predicted = {label: core_seconds(program, priced) for label, program in programs.items()}
-        judge(
-            {label: cpu_time(program, batch, asked.rounds) for label, program in programs.items()}, predicted
-        )
-    predicted = {
-        label: simulate(program.plans, program.outline, priced).step for label, program in programs.items()
-    }
+    clock = workers_clock if asked.cpu_time else time.perf_counter
+    priced_by = core_seconds if asked.cpu_time else step_seconds
+    predicted = {label: priced_by(program, priced) for label, program in programs.items()}
     spent: dict[str, list[float]] = {label: [] for label in programs}
     with ExitStack() as held:
         runs = {label: held.enter_context(piper.launch(p, on="local")) for label, p in programs.items()}
@@ -194,27 +192,15 @@ def main() -> None:
             run.step(batch)
         for _ in range(asked.rounds):
             for label, run in runs.items():
-                begin = time.perf_counter()
+                begin = clock()
                 run.step(batch)
-                spent[label].append(time.perf_counter() - begin)
+                spent[label].append(clock() - begin)
     calm, stretch = quiet()
-    if not calm:
+    if not calm and not asked.cpu_time:
         sys.exit(
             f"the machine became loaded: fixed work takes {stretch:.2f} times its best; nothing is judged"
         )
     judge({label: statistics.median(times) for label, times in spent.items()}, predicted)
-
-
-def cpu_time(program: Program, batch: Batch, rounds: int) -> float:
-    """Return the CPU time of all workers in a step, on average."""
-    with piper.launch(program, on="local") as run:
-        for _ in range(WARM):
-            run.step(batch)
-        before = children_seconds()
-        for _ in range(rounds):
-            run.step(batch)
-        after = children_seconds()
-    return sum(spent - before[pid] for pid, spent in after.items() if pid in before) / rounds
 
 
 def judge(medians: dict[str, float], predicted: dict[str, float]) -> None:
