@@ -1,6 +1,7 @@
 """The state of a device between steps: its part of the parameters, their optimizer, and buffers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from piper.runtime.host_state import HostState
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# ^ whose fused kernels divide gradients by `grad_scale`
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
 
@@ -141,8 +144,9 @@ class DeviceState:
             return  # the device's shards are padding only
         divisor = self._divisor(sums, weight)
         for portion in self._portions(self.optimizer, gradients):
-            give_gradients(portion, divisor)
-            self.optimizer.step()
+            give_gradients(portion)
+            with divided(self.optimizer, [tensor for tensor, _ in portion], divisor):
+                self.optimizer.step()
             for tensor, _ in portion:
                 tensor.grad = None
             updated = [tensor for tensor, _ in portion if tensor in self.copies]
@@ -229,9 +233,9 @@ def plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def give_gradients(portion: Sequence[tuple[Tensor, Tensor]], divisor: Tensor | None = None) -> None:
-    """Give gradients to the trained tensors, cast to their type where it differs, and divide them."""
-    casts, sources, given = list[Tensor](), list[Tensor](), dict[torch.dtype, list[Tensor]]()
+def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give gradients to the trained tensors, cast to their type where it differs."""
+    casts, sources = list[Tensor](), list[Tensor]()
     for tensor, gradient in portion:
         cast = gradient
         if gradient.dtype != tensor.dtype:
@@ -239,12 +243,25 @@ def give_gradients(portion: Sequence[tuple[Tensor, Tensor]], divisor: Tensor | N
             casts.append(cast)
             sources.append(gradient)
         tensor.grad = cast
-        given.setdefault(cast.dtype, []).append(cast)
     if casts:  # together: on CUDA casts one by one move half as many bytes a second
         torch._foreach_copy_(casts, sources)
-    if divisor is not None:
-        for dtype, values in given.items():  # CUDA divides all in one kernel if the divisor has their type
-            torch._foreach_div_(values, divisor.to(dtype))
+
+
+@contextmanager
+def divided(optimizer: Optimizer, tensors: Sequence[Tensor], divisor: Tensor | None) -> Iterator[None]:
+    """Let an optimizer see the gradients of tensors divided. torch's fused kernels divide as they read."""
+    types = {tensor.dtype for tensor in tensors} if divisor is not None else set[torch.dtype]()
+    fused = type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    if divisor is not None and fused and types == {torch.float32} and not optimizer._optimizer_step_pre_hooks:
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` does
+        yield
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+        return
+    for dtype in types:  # CUDA divides all in one kernel if the divisor has their type
+        assert divisor is not None
+        values = [tensor.grad for tensor in tensors if tensor.grad is not None and tensor.dtype is dtype]
+        torch._foreach_div_(values, divisor.to(dtype))
+    yield
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:
