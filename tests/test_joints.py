@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import tests.joints
 from piper.capture.autodiff import compose
 from piper.capture.autodiff.differentiate import differentiate
+from piper.capture.autodiff.joint import trace_joint
 from piper.capture.trace.trace import trace
 from tests import zoo
 from tests.joints import SharedJoints
@@ -37,7 +38,7 @@ def traces(*models: Callable[[], nn.Module], rows: int = 4) -> int:
     """Return how many chunks are traced to differentiate some models of one chunk each."""
     with (
         patch.object(compose, "trace_joint", SharedJoints().trace),
-        patch.object(tests.joints, "trace_joint", wraps=tests.joints.trace_joint) as traced,
+        patch.object(tests.joints, "trace_joint", wraps=trace_joint) as traced,
     ):
         for model in models:
             differentiate(trace(model, zoo.regression, zoo.vectors(8, 0), rows))
@@ -53,4 +54,4 @@ def test_other_operations_and_the_same_operations_on_other_lines_are_traced() ->
 
 
 def test_this_run_shares_traces() -> None:
-    assert isinstance(getattr(compose.trace_joint, "__self__", None), SharedJoints)
+    assert isinstance(vars(compose)["trace_joint"].__self__, SharedJoints)
