@@ -29,6 +29,9 @@ def tune(
     page: Annotated[
         Path | None, typer.Option(help="Write a page with the time-memory front.", metavar="FILE")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that evaluate candidates; else one a core.", metavar="N")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search for the strategy of a recipe with the shortest simulated step that fits in memory.
@@ -48,7 +51,16 @@ def tune(
     limit = None if memory is None else read_size(memory)
     job = load_recipe(recipe)
     with progress_on(wide_console(stderr=True), trials) as progress:
-        found = search(job, cluster, devices, memory=limit, costs=costs, trials=trials, progress=progress)
+        found = search(
+            job,
+            cluster,
+            devices,
+            memory=limit,
+            costs=costs,
+            trials=trials,
+            progress=progress,
+            workers=workers,
+        )
     if out is not None:
         refuse_existing(out)
         out.write_text(found.json, encoding="utf-8")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from piper.directives import Directive
+from piper.errors import PiperError
 from piper.gc_pause import no_collection
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.schedules.grid import Grid
@@ -41,7 +42,7 @@ class Evaluation:
         return max(0.0, self.step - self.busy - self.exposed)
 
 
-def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float) -> Evaluation:
+def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float = 0.0) -> Evaluation:
     """Compile, prove and simulate a candidate."""
     strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
     with no_collection():
@@ -67,6 +68,14 @@ def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: flo
         exposed=exposed,
         bound=bound,
     )
+
+
+def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation | str:
+    """Evaluate a candidate. Return why the compiler refuses it, if it does."""
+    try:
+        return evaluate(model, choice, grid)
+    except PiperError as error:
+        return str(error).splitlines()[0]
 
 
 def averages(found: Simulation) -> tuple[float, float]:

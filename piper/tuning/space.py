@@ -3,11 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, Fixed, grid_for
 from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, StrategyChoice
 
+Sizes = npt.NDArray[np.int64]  # a row for each division into stages
 MOST_ROWS = 16  # samples of a microbatch
 LEAST_ROWS = 1
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
@@ -130,33 +134,39 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (number < layers % stages) for number in range(stages))
 
 
-def balanced(
-    sizes: tuple[int, ...], loads: Callable[[tuple[int, ...]], tuple[float, ...]]
-) -> tuple[int, ...]:
+def balanced(sizes: tuple[int, ...], loads: Callable[[Sizes], Sizes]) -> tuple[int, ...]:
     """Move layers between stages until no single move makes the busiest ranks less busy.
 
     Where loads are equal, stages are as even as possible, and then the later ones have more layers: they hold
-    what a forward saves for a shorter time. loads: of each rank and of each stage, the heaviest first.
+    what a forward saves for a shorter time. loads: of each rank and of each stage, the heaviest first, for
+    each row of sizes.
     """
 
-    def key(sizes: tuple[int, ...]) -> tuple[tuple[float, ...], int, tuple[int, ...]]:
-        return loads(sizes), sum(size * size for size in sizes), sizes
+    def shape(sizes: Sequence[int]) -> tuple[int, Sequence[int]]:
+        return sum(size * size for size in sizes), sizes
 
-    best = key(sizes)
-    moved = True
-    while moved:
-        moved = False
-        for source in range(len(sizes)):
-            for target in range(len(sizes)):
-                if source == target or sizes[source] < 2:
-                    continue
-                changed = list(sizes)
-                changed[source] -= 1
-                changed[target] += 1
-                found = key(tuple(changed))
-                if found < best:
-                    sizes, best, moved = tuple(changed), found, True
-    return sizes
+    def first_better(now: list[int], source: int, target: int) -> int:
+        """Move a layer from a stage to the first from `target` on that is better. Return the next one."""
+        nonlocal best
+        moves = np.array(now) + np.eye(len(now), dtype=np.int64)[target:]
+        moves[:, source] -= 1
+        found = loads(moves)
+        for row in np.flatnonzero(found[:, 0] <= best[0]):
+            made, new = moves[row].tolist(), found[row].tolist()
+            if new < best or (new == best and shape(made) < shape(now)):
+                now[:], best = made, new
+                return target + int(row) + 1
+        return len(now)
+
+    best: list[int] = loads(np.array([sizes]))[0].tolist()
+    now, before = list(sizes), []
+    while now != before:
+        before = list(now)
+        for source in range(len(now)):
+            target = 0
+            while target < len(now) and now[source] > 1:
+                target = first_better(now, source, target)
+    return tuple(now)
 
 
 def grid_of(choice: StrategyChoice) -> Grid | None:
