@@ -172,6 +172,7 @@ def test_verbs_and_flags() -> None:
             "--page",
             "--python",
             "--trials",
+            "--workers",
             "recipe",
         ],
         "view": [

@@ -34,9 +34,9 @@ class ForkedCall(Generic[T]):
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status < 0:
             raise WorkerError(
-                f"a process that evaluated a candidate died of {signal.Signals(-status).name}",
+                f"a process that evaluated a candidate was killed by {signal.Signals(-status).name}",
                 by="tune",
-                hint="the machine may lack memory: --workers 1, or tune(..., workers=1), needs the least",
+                hint="often for want of memory: try --workers 1, or tune(..., workers=1)",
             )
         made: T | None = pickle.loads(written) if not status else None
         return made

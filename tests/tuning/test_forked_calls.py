@@ -66,7 +66,7 @@ def test_a_process_that_is_killed() -> None:
     with pytest.raises(WorkerError) as error:
         made_together([lambda: 1, killed, lambda: time.sleep(600)])
     assert str(error.value) == (
-        "tune: a process that evaluated a candidate died of SIGKILL\n"
-        "  hint: the machine may lack memory: --workers 1, or tune(..., workers=1), needs the least"
+        "tune: a process that evaluated a candidate was killed by SIGKILL\n"
+        "  hint: often for want of memory: try --workers 1, or tune(..., workers=1)"
     )
     assert none_is_left()
