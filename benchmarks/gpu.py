@@ -18,38 +18,24 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from gpu_overlap import measure as measure_overlap
-from torch import Tensor, nn
+from gpu_peer import LARGE, fused_adamw, master_step, peer_rank
+from torch import Tensor
 
 import piper
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.models import decoder
-from piper.models.causal import stage_ranges
-from piper.models.layers import rope
+from piper.runtime.worker import Options
 
 DENSE = decoder.Config(
     vocab=32_768, dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=6144, qk_norm=True
-)
-LARGE = decoder.Config(
-    vocab=151_936,
-    dim=4096,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    hidden=12_288,
-    qk_norm=True,
-    rope_base=1_000_000.0,
-    stages=8,
 )
 GIB = 2**30
 TIMES = {1: 0.65, 4: 0.97, 8: 0.97}  # of the peer's step at most, by samples of a microbatch, at zero=3
@@ -131,10 +117,6 @@ def batch_of(config: decoder.Config, samples: int, length: int) -> Batch:
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
-def fused_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, fused=True)
-
-
 def job_of(config: decoder.Config, batch: Batch, strategy: Sequence[piper.Directive]) -> piper.Job:
     return piper.Job(
         model=lambda: decoder.Decoder(config),
@@ -171,32 +153,6 @@ def torch_step(config: decoder.Config, batch: Batch, parts: int) -> Step:
         for piece in pieces:
             (loss(**piece) / parts).backward()
         apply_step()
-
-    return step
-
-
-def master_step(params: list[Tensor], masters: list[Tensor]) -> Step:
-    """Update float32 masters by bf16 gradients, and the parameters by the masters."""
-    optimizer = fused_adamw(masters)
-
-    def step() -> None:
-        for master, parameter in zip(masters, params, strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
-
-    return step
-
-
-def plain_step(params: Iterable[Tensor]) -> Step:
-    """Update parameters that are float32 themselves, and cast where they compute."""
-    optimizer = fused_adamw(params)
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     return step
 
@@ -300,107 +256,6 @@ def pipeline_strategy(zero: int, parts: int, choices: Choices) -> list[piper.Dir
     ]
 
 
-class Stage(nn.Module):
-    """One pipeline stage of the peer, of the same blocks."""
-
-    def __init__(self, config: decoder.Config, index: int) -> None:
-        super().__init__()
-        layers = stage_ranges(config.layers, config.stages)[index]
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab, config.dim) if index == 0 else None
-        self.blocks = nn.ModuleList(decoder.block(config) for _ in layers)
-        last = index == config.stages - 1
-        self.norm = nn.RMSNorm(config.dim, eps=config.eps) if last else None
-        self.head = nn.Linear(config.dim, config.vocab, bias=False) if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        rotation = rope(x.shape[1], self.config.rotary, self.config.rope_base, like=x)
-        for block in self.blocks:
-            x = block(x, rotation)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
-
-
-@contextmanager
-def peer_rank(
-    stage: int, size: int, zero: int, parts: int, *, recompute: bool = False
-) -> Iterator[Callable[[], Step]]:
-    """Yield what builds one rank of torch's PipelineStage + FSDP2, on a group that moves no data.
-
-    Its blocks are compiled, and what arrives from its neighbours is random: products of the zeros that such a
-    group leaves in receive buffers run a fifth faster than those of any training.
-    """
-    from torch.distributed.pipelining import stage as pipelining
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    name = "_make_tensor_from_meta"
-    empty = getattr(pipelining, name)
-
-    def arrives(*args: object) -> Tensor:
-        made: Tensor = empty(*args)
-        return made.normal_() if made.is_floating_point() else made
-
-    dist.init_process_group("fake", rank=4 * stage, world_size=32, store=FakeStore())
-    setattr(pipelining, name, arrives)
-    try:
-        yield functools.partial(peer_step, stage, size, zero, parts, recompute=recompute)
-    finally:
-        setattr(pipelining, name, empty)
-        dist.destroy_process_group()
-
-
-def peer_step(stage: int, size: int, zero: int, parts: int, *, recompute: bool) -> Step:
-    """Build the peer's rank, inside the group that it runs on."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("pp", "dp"))
-    with torch.device("cuda"):
-        module: nn.Module = Stage(LARGE, stage)
-    if recompute:
-        module.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in module.blocks)  # type: ignore[union-attr]
-    for block in module.blocks:  # type: ignore[union-attr]
-        block.compile()  # before `fully_shard`, as TorchTitan does
-    if zero >= 2:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for block in module.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=zero == 3)
-        fully_shard(module, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=zero == 3)
-        apply_step = plain_step(module.parameters())
-    else:
-        masters = [parameter.detach().clone() for parameter in module.parameters()]
-        module = module.bfloat16()
-        apply_step = master_step(list(module.parameters()), masters)
-    shape = (size, 1024) if stage == 0 else (size, 1024, LARGE.dim)
-    kind = torch.long if stage == 0 else torch.bfloat16
-    example = torch.empty(shape, dtype=kind, device="cuda", requires_grad=stage > 0)
-    out = torch.empty((size, 1024, LARGE.dim), dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    pipe = PipelineStage(
-        module,
-        stage,
-        8,
-        torch.device("cuda"),
-        group=mesh.get_group("pp"),
-        input_args=(example,),
-        output_args=(out,),
-    )
-    schedule = Schedule1F1B(pipe, parts, loss_fn=cross_entropy)
-    tokens = torch.randint(LARGE.vocab, (parts * size, 1024), device="cuda")
-
-    def step() -> None:
-        schedule.step(tokens) if stage == 0 else schedule.step()
-        apply_step()
-
-    return step
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
 def steady(times: Sequence[float]) -> float:
     """The median of steps, but for those that warm up."""
     return statistics.median(times[min(2, len(times) - 1) :])
@@ -433,7 +288,7 @@ def piper_rank(
     program = piper.compile(
         job_of(replace(LARGE, by_layer=True), batch, strategy), device="cuda", compile=True, cache=cache
     )
-    run = stack.enter_context(launch_single_rank(program, f"rank:{rank}"))
+    run = stack.enter_context(launch_single_rank(program, f"rank:{rank}", Options(graphs=choices.graphs)))
     return run, lambda: run.step(batch)
 
 
@@ -449,6 +304,7 @@ class Found:
     seconds: float
     peak: int
     predicted: int = 0
+    without_network: float = 0.0  # seconds of a step if the network took no time
 
     def __str__(self) -> str:
         return f"{self.seconds * 1e3:.0f} ms {self.peak / GIB:.1f} GiB"
@@ -460,7 +316,7 @@ def both_ranks(
     """Measure a rank of both sides in turns; `tuned`: further sides, of other choices."""
     clean()
     with ExitStack() as stack:
-        make_peer = stack.enter_context(peer_rank(stage, size, zero, 16))
+        make_peer, network = stack.enter_context(peer_rank(stage, size, zero, 16))
         sides, runs = [built("peer", make_peer)], dict[str, SingleRankRun]()
         for choices in (Choices(), *tuned):
 
@@ -470,11 +326,20 @@ def both_ranks(
 
             sides.append(built(str(choices), make))
         peaks = take_turns(sides, rounds, 2)
+        seconds = {side.name: side.median for side in sides}
+        engines = {"peer": network.engine} | {name: run.engine for name, run in runs.items()}
+        for engine in engines.values():
+            assert engine is not None
+            engine.rates = dict.fromkeys(engine.rates, 0.0)
+        free = [side for side in sides if side.name != str(Choices(graphs=True))]  # a graph has its copies
+        take_turns(free, rounds, 2)
         return {
             side.name: Found(
-                seconds=side.median,
+                seconds=seconds[side.name],
+                # The peer's engine was there before it; ours comes with the run, and no rank of a job has it.
                 peak=peaks[side.name] - (network_bytes(runs[side.name]) if side.name in runs else 0),
                 predicted=runs[side.name].peak().predicted if side.name in runs else 0,
+                without_network=side.median if side in free else 0.0,
             )
             for side in sides
         }
@@ -500,7 +365,8 @@ def ranks(
             what = f"{where}, {choices}" if choices else where
             seconds, memory = ours.seconds / peer.seconds, ours.peak / peer.peak
             if choices == str(Choices(graphs=True)):  # its memory is the graph's: no allocator counts it
-                yield Line(what=what, got=f"{ours.seconds * 1e3:.0f} ms: {seconds:.2f}x time")
+                got = f"{ours.seconds * 1e3:.0f} ms, peer {peer.seconds * 1e3:.0f} ms: {seconds:.2f}x time"
+                yield Line(what=what, got=got)
                 continue
             bar = TIMES.get(size) if zero == 3 and not choices else None
             yield Line(
@@ -508,6 +374,11 @@ def ranks(
                 got=f"{ours}, peer {peer}: {seconds:.2f}x time, {memory:.2f}x memory",
                 bar=f"{bar}x time, {MEMORY}x memory" if bar else "",
                 holds=seconds <= bar and memory <= MEMORY if bar else None,
+            )
+            alone = (ours.without_network * 1e3, peer.without_network * 1e3)
+            yield Line(
+                what=f"{what}: if networks took no time",
+                got=f"{alone[0]:.0f} ms, peer {alone[1]:.0f} ms: {alone[0] / alone[1]:.2f}x time",
             )
             off = ours.predicted / ours.peak - 1
             yield Line(
@@ -529,7 +400,8 @@ def peer_once(size: int) -> Found:
     """Run one step of the peer's first stage, its blocks recomputed."""
     clean()
     others = torch.cuda.memory_allocated()
-    with peer_rank(0, size, 3, 16, recompute=True) as make:
+    with peer_rank(0, size, 3, 16, recompute=True) as (make, network):
+        others += network.engine.nbytes
         seconds, grown = timed(make(), 1)
         return Found(seconds=seconds, peak=torch.cuda.max_memory_allocated() + grown - others)
 
@@ -670,16 +542,10 @@ def warm_cache(cache: str) -> Iterator[Line]:
     yield Line(what="the same before", got=", ".join(f"{key} {value:.1f}" for key, value in cold.items()))
 
 
-def built_there() -> nn.Module:
-    """The model with its first values drawn on the GPU, as the peer draws them: on a host it takes longer."""
-    with torch.device("cuda"):
-        return decoder.Decoder(DENSE)
-
-
 def first_step(cache: str) -> None:
     """Print how long a process takes to its first step."""
     batch = batch_of(DENSE, 4, 2048)
-    job = replace(job_of(DENSE, batch, []), model=built_there)
+    job = job_of(DENSE, batch, [])
     marks = [time.perf_counter()]
     program = piper.compile(job, device="cuda", compile=True, cache=cache)
     marks.append(time.perf_counter())
@@ -700,7 +566,8 @@ ROWS: dict[str, Callable[[str], Iterator[Line]]] = {
         stages=(0, 4),
         sizes=(1,),
         zeros=(3,),
-        tuned=(Choices(graphs=True), Choices(budget=0.25, table=2)),
+        tuned=(Choices(budget=0.25, table=2),),
+        rounds=3,
     ),
     "zeros": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(0, 1, 2)),
     "rank4": functools.partial(ranks, stages=(0, 4), sizes=(4, 8), zeros=(3,), rounds=2),

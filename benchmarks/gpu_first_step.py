@@ -1,8 +1,10 @@
 """The time from a job to the end of its first step, split into parts, from an empty and from a filled cache.
 
 Every measurement is a process of its own; each side has caches of its own. `imports` is not part of a total:
-both sides pay it. `there` is our side with initial values drawn on the device, as the peer draws them.
-`steps` trains both sides in turns in one process.
+both sides pay it. All sides draw initial values on the device; `host` is ours with values drawn on the host.
+`steps` trains both sides in turns in one process, from the caches that the sides before it have filled; its
+`first` is the time to the end of a side's first step there, which for the side that comes second is
+shorter by what the first one has imported. `profile` lists the functions that take a warm start's time.
 
     python benchmarks/gpu_first_step.py --out benchmarks/results/gpu_first_step.txt
     python benchmarks/gpu_first_step.py --device cpu --dim 64 --length 32 --sides ours
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -124,34 +127,38 @@ class Stages(logging.Handler):
 
 
 class Sampler(threading.Thread):
-    """Looks at the main thread's stack every few milliseconds, to say which functions its time goes to."""
+    """Looks at the stacks of the main thread and of devices' threads, to say where their time goes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.inside: Counter[str] = Counter()
         self.itself: Counter[str] = Counter()
         self.going, self.looks = True, 0
-        self.main = threading.main_thread().ident
 
     def run(self) -> None:
         while self.going:
-            time.sleep(0.01)
-            frame, names = sys._current_frames().get(self.main or 0), list[str]()
-            while frame is not None:
-                code = frame.f_code
-                names.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{code.co_name}")
-                frame = frame.f_back
+            time.sleep(0.005)
+            frames = sys._current_frames()
             self.looks += 1
-            self.inside.update(set(names))
-            self.itself.update(names[:1])
+            for thread in threading.enumerate():
+                if thread is threading.main_thread() or thread.name.startswith("device"):
+                    self.look(frames.get(thread.ident or 0))
+
+    def look(self, frame: FrameType | None) -> None:
+        """Count the functions of one stack."""
+        names = list[str]()
+        while frame is not None:
+            code = frame.f_code
+            names.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{code.co_name}")
+            frame = frame.f_back
+        self.inside.update(set(names))
+        self.itself.update(names[:1])
 
     def shares(self, seconds: float, most: int) -> dict[str, list[float]]:
         """Return the functions that hold most of the time: seconds inside them, and in themselves."""
         unit = seconds / max(1, self.looks)
-        return {
-            name: [looks * unit, round(self.itself[name] * unit, 2)]
-            for name, looks in self.inside.most_common(most)
-        }
+        most_inside = dict(self.inside.most_common(most)) | dict(self.itself.most_common(most // 4))
+        return {name: [self.inside[name] * unit, round(self.itself[name] * unit, 2)] for name in most_inside}
 
 
 def main_config(asked: argparse.Namespace) -> "Config":
@@ -174,7 +181,6 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
     import piper
     from piper.capture.compile import inductor, phases  # noqa: F401  imports count as imports
     from piper.launchers import inline  # noqa: F401
-    from piper.models import decoder
 
     cuda = asked.device == "cuda"
     if cuda:
@@ -183,14 +189,7 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
     imports = time.perf_counter() - BEGUN
     split.install()
     batch = batch_of(config, 4, asked.length)
-    job = job_of(config, batch, [])
-    if asked.child == "there":
-
-        def built_there() -> torch.nn.Module:
-            with torch.device(asked.device):
-                return decoder.Decoder(config)
-
-        job = replace(job, model=built_there)
+    job = replace(job_of(config, batch, []), initial="host" if asked.child == "host" else "device")
     stages = Stages()
     logging.getLogger("piper").addHandler(stages)
     logging.getLogger("piper").setLevel(logging.DEBUG)
@@ -279,22 +278,93 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
             repeats.WORTH = worth
         peaks = take_turns(sides, 4, 4)
         return {
-            side.name: {"ms": side.median * 1e3, "GiB": peaks[side.name] / GIB, "build": side.build_s}
+            side.name: {"ms": side.median * 1e3, "GiB": peaks[side.name] / GIB, "first": side.build_s}
             for side in sides
         }
 
 
-SIDES = {"ours": ours, "there": ours, "peer": peer, "steps": steps}
+def draws(asked: argparse.Namespace) -> dict[str, Any]:
+    """Draw initial values on the device, as our side and as plain torch does; both give the same numbers."""
+    import torch
+    from gpu import batch_of, job_of
+
+    from piper.models import decoder
+    from piper.runtime.setup import build_model
+
+    config, there = main_config(asked), torch.device("cuda", 0)
+    job = job_of(config, batch_of(config, 4, asked.length), [])
+    torch.zeros(1, device=there)
+    marks = [time.perf_counter()]
+
+    def mark() -> None:
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+
+    ours = build_model(job, there)
+    mark()
+    torch.manual_seed(job.seed)
+    with there:
+        theirs = decoder.Decoder(config)
+    mark()
+    back = [parameter.data.to(there) for parameter in ours.parameters()]
+    mark()
+    same = all(torch.equal(a, b) for a, b in zip(back, theirs.parameters(), strict=True))
+    large = torch.cat([p.detach().flatten() for p in theirs.parameters()])
+    mark()
+    torch.empty(large.shape).copy_(large)
+    mark()
+    own, plain, returned, _, copied = (b - a for a, b in itertools.pairwise(marks))
+    found = {
+        "drawn, copied to the host": own,
+        "plain torch on the device": plain,
+        "copied to the device": returned,
+        "copied to the host at once": copied,
+        "the same numbers": str(same),
+    }
+    for threads in (1, 4, 8, 16):
+        begin = time.perf_counter()
+        staged(large, threads)
+        found[f"copied in pieces, {threads} threads"] = time.perf_counter() - begin
+    return found
+
+
+def staged(large: Any, threads: int) -> None:  # noqa: ANN401
+    import torch
+
+    torch.set_num_threads(threads)
+    out, piece = torch.empty(large.shape), 2**24
+    buffers = [torch.empty(piece, pin_memory=True) for _ in range(2)]
+    events = [torch.cuda.Event() for _ in range(2)]
+    parts = list(zip(large.split(piece), out.split(piece), strict=True))
+
+    def issue(index: int) -> None:
+        part = parts[index][0]
+        buffers[index % 2][: len(part)].copy_(part, non_blocking=True)
+        events[index % 2].record()
+
+    issue(0)
+    for index, (_, target) in enumerate(parts):
+        if index + 1 < len(parts):
+            issue(index + 1)
+        events[index % 2].synchronize()
+        target.copy_(buffers[index % 2][: len(target)])
+    torch.set_num_threads(1)
+    assert torch.equal(out[-100:], large[-100:].cpu())
+
+
+SIDES = {"ours": ours, "host": ours, "profile": ours, "peer": peer, "steps": steps, "draws": draws}
+CACHES = {"profile": "ours", "host": "ours", "steps": "peer"}  # sides that use torch's cache of another
 
 
 def child(side: str, asked: argparse.Namespace, cache: str, limit: float) -> dict[str, Any]:
     """Measure a side in a process of its own."""
     command = [sys.executable, __file__, "--child", side, "--cache", cache]
-    for name in ("device", "dim", "layers", "length", "turns", "sample"):
+    for name in ("device", "dim", "layers", "length", "turns"):
         command += [f"--{name}", str(getattr(asked, name))]
-    own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": os.path.join(os.path.dirname(cache), "torch", side)}
-    if side == "steps":
-        own["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.path.dirname(cache), "torch", "peer")
+    if side == "profile":
+        command += ["--sample", "250"]
+    inductor = os.path.join(os.path.dirname(cache), "torch", CACHES.get(side, side))
+    own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": inductor}
     begin = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=own, check=False)
@@ -333,11 +403,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--sample", type=int, default=0, help="functions to list by the time in them")
-    parser.add_argument("--turns", default="ours,torch.compile")
-    parser.add_argument(
-        "--sides", default="ours there peer steps", help="which, in order; ours:cold for one alone"
-    )
+    parser.add_argument("--sample", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", default="torch.compile,ours")
+    parser.add_argument("--sides", default="ours peer steps", help="which, in order; ours:cold for one alone")
     parser.add_argument("--budget", type=float, default=235, help="seconds in all")
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
@@ -348,8 +416,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="piper-first-step-") as folder:
         for side in asked.sides.split():
             side, _, heats = side.partition(":")
-            for heat in (heats or "cold,warm").split(",") if side != "steps" else ("in turns",):
-                cache = os.path.join(folder, "there" if side == "there" else "ours")
+            heats = heats or {"steps": "in turns", "profile": "warm", "draws": "alone"}.get(side, "cold,warm")
+            for heat in heats.split(","):
+                cache = os.path.join(folder, "ours")
                 os.makedirs(cache, exist_ok=True)
                 left = until - time.perf_counter()
                 found = child(side, asked, cache, left) if left > 10 else {"failed": "no time left"}

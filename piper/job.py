@@ -24,6 +24,7 @@ Mean = Union["Tensor", "tuple[Tensor, Tensor]"]  # a mean, or a sum and its weig
 Metrics = Mapping[str, "tuple[Tensor, Tensor | float]"]  # the sum and the weight of each
 Loss = Callable[["nn.Module", Batch], Mean | tuple[Mean, Metrics]]
 Strategy = Sequence[Directive]
+InitialDraws = Literal["device", "host"]
 SEEDS = 2**63  # what every generator takes
 
 
@@ -127,6 +128,7 @@ class Job:
     callbacks: Sequence[Callback] = ()
     buckets: Buckets | None = None
     elastic: tuple[int, int] | None = None  # the fewest and the most devices of a strategy that is a function
+    initial: InitialDraws = "device"  # where the random numbers of initial values are drawn
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "data", "optimizer"):
@@ -151,6 +153,13 @@ class Job:
         need(whole(self.steps, 1), "Job", f"steps={self.steps!r}", "train at least 1 step, a whole number")
         seed = f"seed={self.seed!r}"
         need(whole(self.seed, 0) and self.seed < SEEDS, "Job", seed, "choose a whole number from 0")
+        need(
+            self.initial in get_args(InitialDraws),
+            "Job",
+            f"initial={self.initial!r}",
+            "draw initial values on the device that the job runs on, or on the host: initial is one of "
+            + ", ".join(get_args(InitialDraws)),
+        )
         need(
             self.checkpoint is None or isinstance(self.checkpoint, Checkpoint),
             "Job",

@@ -84,6 +84,7 @@ def test_job_fields() -> None:
         "callbacks",
         "buckets",
         "elastic",
+        "initial",
     ]
     assert [field.name for field in fields(piper.Evaluate)] == ["data", "every", "metrics"]
     assert [field.name for field in fields(piper.Checkpoint)] == ["folder", "every", "keep"]

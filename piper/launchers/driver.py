@@ -116,7 +116,7 @@ class SocketWorkerGroup(WorkerGroup):
         program = self.program
         needed = setup_of(program)
         weights = needed.build_code(
-            program.plans, lambda: {} if self.options.blank else initial_tensors(program.job)
+            program.plans, lambda: {} if self.options.blank else initial_tensors(program)
         )
         self.packed = setup = self.packed or pack_setup(needed)
         index = layout(weights)

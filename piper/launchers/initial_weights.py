@@ -31,7 +31,7 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
     unsaved = {b.name for b in program.outline.buffers if not b.persistent and b.name not in names} & set(
         wanted
     )
-    made = initial_tensors(program.job) if unsaved else {}
+    made = initial_tensors(program) if unsaved else {}
     given = {name: wanted.get(name, Spec(shape=())) for name in (*names, *unsaved)}
     check_model(target, Record(step=0, model=given), wanted)
 

@@ -51,7 +51,7 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
             options = replace(options, streams=False)
         initial = setup.build_code(
             setup.plans,
-            lambda: blank_values(setup.outline) if options.blank else initial_values(program.job),
+            lambda: blank_values(setup.outline) if options.blank else initial_values(program),
         )
         self.failures: list[Failure] = []
         self.watchers = {

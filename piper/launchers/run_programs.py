@@ -156,9 +156,7 @@ class RunsPrograms(ABC):
         """Return the values of the buffers that a program reads and no worker holds."""
         used, held = buffers_of(program), buffers_of(self.program)
         if missing := [name for name in used if name not in held and name not in self.unread]:
-            made = initial_tensors(
-                self.program.job
-            )  # the run began from a checkpoint, which has none of them
+            made = initial_tensors(self.program)  # the run began from a checkpoint, which has none of them
             self.unread |= {name: made[name] for name in missing}
         return {name: self.unread[name] for name in used if name not in held}
 

@@ -204,7 +204,7 @@ def buffers_alone(job: JobLike) -> dict[str, Tensor]:
 
     hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # it may return one
     try:
-        model = build_model(job)
+        model = build_model(job, torch.device("cpu"))
     finally:
         hook.remove()
     return {name: value.detach() for name, value in model.named_buffers()}

@@ -14,6 +14,7 @@ from piper.callbacks import Callback
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plan, Plans
+from piper.runtime.initial_draws import seeded_draws
 from piper.usercode import raised
 
 Result = TypeVar("Result")
@@ -67,6 +68,8 @@ class JobLike(Protocol):
     def clip_norm(self) -> float | None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def initial(self) -> str: ...
     @property
     def evaluate(self) -> EvaluateLike | None: ...
     @property
@@ -172,11 +175,14 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
 
 
-def build_model(job: JobLike) -> nn.Module:
-    """Build the model as PyTorch initialises it for the job's seed on one device."""
-    accelerators = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=accelerators):
-        torch.manual_seed(job.seed)
+def drawing_device(program: ProgramLike) -> torch.device:
+    """Return the device on which a program's initial values are drawn."""
+    return device_of(program.device if program.job.initial == "device" else "cpu")
+
+
+def build_model(job: JobLike, device: torch.device) -> nn.Module:
+    """Build the model as PyTorch initialises it for the job's seed; its random numbers come from a device."""
+    with seeded_draws(job.seed, device):
         try:
             return job.model()
         except Exception as error:
@@ -186,13 +192,13 @@ def build_model(job: JobLike) -> nn.Module:
             ) from error
 
 
-def initial_tensors(job: JobLike) -> dict[str, Tensor]:
+def initial_tensors(program: ProgramLike) -> dict[str, Tensor]:
     """Return every parameter and buffer as PyTorch initialises them for the job's seed on one device."""
     log.debug("Drawing initial values")
-    model = build_model(job)
+    model = build_model(program.job, drawing_device(program))
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-def initial_values(job: JobLike) -> Initial:
+def initial_values(program: ProgramLike) -> Initial:
     """Return a function from a name to the initial value of that parameter or buffer."""
-    return initial_tensors(job).__getitem__
+    return initial_tensors(program).__getitem__

@@ -35,7 +35,7 @@ def export_values(
     model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
     held = {name: values[name] for name in model.state_dict() if name in values}
     if is_adapted(model):
-        model = build_model(job)
+        model = build_model(job, torch.device("cpu"))
         model.load_state_dict(held, strict=False)
         if not adapter:
             model = merged(model)

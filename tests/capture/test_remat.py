@@ -1,5 +1,7 @@
 """What is kept between the phases when values are made again: fewer bytes, and the very same numbers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -157,13 +159,13 @@ class Feeds(nn.Module):
         return result
 
 
-def assert_numbers_of_plain(code: Captured) -> None:
-    """Check that the code of `Feeds` has the gradients of the plain model."""
+def assert_numbers_of_plain(code: Captured, model: Callable[[], nn.Module] = Feeds) -> None:
+    """Check that the code of a model has the gradients of the plain model."""
     for backward in KINDS:
         models = []
         for _ in range(2):
             torch.manual_seed(0)
-            models.append(Feeds().double())
+            models.append(model().double())
         rows = {name: value.double() for name, value in zoo.vectors(8, 1).items()}
         assert difference(code, zoo.regression, models[0], models[1], rows, backward) < 1e-12
 
@@ -215,3 +217,28 @@ def test_a_factor_of_a_product_that_is_recomputed_too_is_written_before_it() -> 
     found = trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
     code = differentiate(found, None, {chunk.name: 0.0 for chunk in found.outline.chunks})
     assert_numbers_of_plain(code)
+
+
+class Crossed(nn.Module):
+    """A layer that multiplies two products, one of them of a function of the other's factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.randn(16))
+        self.a, self.b, self.down = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.first(x)
+        with annotate("PP"):
+            h = torch.sin(x) * self.scale
+            result: Tensor = self.down(self.b(torch.cos(h)) * self.a(h))
+        return result
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 0.3, 0.2, 0.0])
+def test_a_factor_that_its_writer_is_computed_from_is_written_in_time(budget: float | None) -> None:
+    found = trace(Crossed, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
+    budgets = {} if budget is None else {chunk.name: budget for chunk in found.outline.chunks}
+    assert_numbers_of_plain(differentiate(found, None, budgets), Crossed)

@@ -70,3 +70,20 @@ def test_streams_and_one_stream_give_the_same_bits(cell: Cell) -> None:
     for other in states[1:]:
         for name, value in states[0].items():
             assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("on", LAUNCHERS)
+def test_initial_values_are_drawn_on_the_gpu(on: str) -> None:
+    """They are those of a model that is built there; with initial="host", those of one built on the host."""
+    cell = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3)
+    before = torch.cuda.get_rng_state()
+    for initial, device in (("device", "cuda"), ("host", "cpu")):
+        asked = job(cell, initial=initial)
+        with LAUNCHERS[on](compile(asked, device="cuda"), Options()) as run:
+            found = run.state_dict()
+        assert torch.equal(torch.cuda.get_rng_state(), before), "the generator is left as it was"
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(asked.seed)
+            plain = asked.model()
+        for name, value in plain.named_parameters():
+            assert torch.equal(value.detach().cpu().to(found[name].dtype), found[name]), name

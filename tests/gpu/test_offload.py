@@ -62,18 +62,26 @@ def test_optimizer_state_on_the_host(precision: str) -> None:
             assert all(value.device.type == "cpu" and value.is_pinned() for value in tensors)
 
 
-def test_one_rank_holds_what_the_plan_says() -> None:
+def test_one_rank_holds_at_least_as_much_less_as_the_plan_says() -> None:
     cell = Cell(case="decoder", schedule="gpipe", parts=8, rows=16)
-    program = compile(job(cell, strategy=[*strategy(cell), offload(at(), least_mb=0)]), device="cuda")
-    with launch_single_rank(program, "rank:0") as run:
-        for batch in batches(cell, 3):
-            run.step(batch)
-        held = run.peak()
-        assert held.measured is not None
-        assert held.measured <= 1.2 * held.predicted + 2**22  # what kernels round up to is not counted
-        pinned = [buffer for idle in run.worker.env.host_memory.idle.values() for buffer in idle]
-        assert pinned
-        assert all(buffer.data.is_pinned() for buffer in pinned)
+    kept = strategy(cell)
+    saved = []  # predicted and measured bytes without what is on the host
+    for asked in (kept, [*kept, offload(at(), least_mb=0)]):
+        program = compile(job(cell, strategy=asked), device="cuda")
+        torch._C._cuda_clearCublasWorkspaces()  # each side makes its own
+        before = torch.cuda.memory_allocated()
+        with launch_single_rank(program, "rank:0") as run:
+            for batch in batches(cell, 3):
+                run.step(batch)
+            held = run.peak()
+            assert held.measured is not None
+            saved.append((held.predicted, held.measured - before))
+            pinned = [buffer for idle in run.worker.env.host_memory.idle.values() for buffer in idle]
+            assert all(buffer.data.is_pinned() for buffer in pinned)
+    assert pinned
+    predicted, measured = (more - less for more, less in zip(*saved, strict=True))
+    assert predicted > 2**20
+    assert measured >= 0.8 * predicted  # what kernels that are not compiled hold meanwhile is not predicted
 
 
 def test_graphs_are_refused() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from piper.compiler import Program, compile
 from piper.directives import protect
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
+from piper.job import Job
 from piper.launchers import ray as launcher
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
@@ -61,24 +63,55 @@ def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
     assert [(e.event, e.source) for e in events] == [("failure", None), ("recovery", "memory")]
 
 
-@pytest.fixture
-def nodes() -> Iterator[Cluster]:
-    """Four raylets on this machine. The head has no room for workers, the others for one each."""
+@contextmanager
+def head_node() -> Iterator[Cluster]:
+    """Start a cluster whose head has no room for workers."""
     with launcher.loopback():
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(3):
-            made.add_node(num_cpus=1)
         ray.init(address=made.address, logging_level=logging.ERROR, log_to_driver=False)
-        made.wait_for_nodes(timeout=120)
-    yield made
-    ray.shutdown()
-    made.shutdown()  # type: ignore[no-untyped-call]
+    try:
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()  # type: ignore[no-untyped-call]
+
+
+def add_nodes(head: Cluster) -> Cluster:
+    """Give a cluster three raylets with room for one worker each. Those that were lost are started again."""
+    with launcher.loopback():
+        for _ in range(3 - len(head.worker_nodes)):
+            head.add_node(num_cpus=1)
+        head.wait_for_nodes(timeout=120)
+    return head
+
+
+@contextmanager
+def three_nodes() -> Iterator[Cluster]:
+    """Start four raylets on this machine: a head, and three with room for one worker each."""
+    with head_node() as head:
+        yield add_nodes(head)
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Cluster]:
+    with head_node() as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(head: Cluster) -> Cluster:
+    return add_nodes(head)
+
+
+def protected() -> Job:
+    """Both stages on machines of their own, and the state of each on the other one too."""
+    asked = protect(at(), copies=1, devices_per_machine=1)
+    return job(PAIR, strategy=[*strategy(PAIR), asked])
 
 
 @pytest.fixture(scope="module")
 def copied() -> Program:
-    asked = protect(at(), copies=1, devices_per_machine=1)
-    return compile(job(PAIR, strategy=[*strategy(PAIR), asked]))
+    return compile(protected())
 
 
 def group_of(run: RecoveringRun) -> RayWorkerGroup:

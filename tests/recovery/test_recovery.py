@@ -603,38 +603,3 @@ def test_a_slowed_worker_is_replaced(tmp_path: Path) -> None:
         assert [run.step(one) for one in given] == wanted
         assert set(Killer(run, random.Random(1)).pids()).isdisjoint(first)
     assert [(e.event, e.device) for e in events] == [("straggler", 1), ("recovery", None)]
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(7200)
-def test_a_thousand_kills(programs: dict[str, Program]) -> None:
-    """At random moments, a tenth during recovery, a tenth two at once: bit-identical, at most 5 s at p95."""
-    import threading
-
-    kills = int(os.environ.get("PIPER_KILLS", "1000"))
-    program = programs[str(SHARDED)]
-    rng, stop = random.Random(17), threading.Event()
-    steps = 4 * kills
-    given = batches(SHARDED, 50)
-    with launch_inline(program) as whole:
-        wanted = [whole.step(given[step % 50]) for step in range(steps)]
-    with recovering(program, "local", Options(), retries=10**6) as run:
-        killer = Killer(run, rng)
-        times: list[float] = []
-        for step in range(steps):
-            timer = None
-            if step % 4 == 2 and len(killer.sent) < kills:
-                among = 2 if rng.random() < 0.1 else 1
-                timer = threading.Timer(rng.uniform(0, 0.08), killer.send, kwargs={"among": among})
-                timer.start()
-                if rng.random() < 0.1:  # and once more while it recovers
-                    threading.Timer(rng.uniform(0.5, 1.5), killer.send).start()
-            began, known = time.monotonic(), len(killer.sent)
-            result = run.step(given[step % 50])
-            if len(killer.sent) > known:
-                times.append(time.monotonic() - began)
-            assert result == wanted[step], step
-        stop.set()
-    times.sort()
-    assert len(killer.sent) >= kills
-    assert times[int(0.95 * len(times))] <= 5 and times[-1] <= 10, times[-20:]

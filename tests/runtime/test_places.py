@@ -9,7 +9,7 @@ from torch import nn
 from piper.plan.instr import Instr
 from piper.runtime.compute import draw_place, ends_with
 from piper.runtime.context import Dice, Env, draw_seed
-from piper.runtime.setup import JobLike, initial_tensors
+from piper.runtime.setup import ProgramLike, initial_tensors
 from tests.slots import slots
 
 
@@ -37,8 +37,8 @@ def test_a_phase_takes_back_only_what_its_own_stream_made() -> None:
 def test_a_model_is_initialised_as_plain_pytorch_does_for_the_seed() -> None:
     torch.manual_seed(11)
     before = torch.random.get_rng_state()
-    job = cast(JobLike, SimpleNamespace(model=lambda: nn.Linear(3, 2), seed=5))
-    found = initial_tensors(job)
+    job = SimpleNamespace(model=lambda: nn.Linear(3, 2), seed=5, initial="device")
+    found = initial_tensors(cast(ProgramLike, SimpleNamespace(job=job, device="cpu")))
     assert torch.equal(torch.random.get_rng_state(), before), "the generator is left as it was"
     torch.manual_seed(5)
     plain = nn.Linear(3, 2)

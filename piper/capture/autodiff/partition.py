@@ -6,7 +6,6 @@ and inputs are never among them, nor are views. A view is recomputed from its ba
 does not keep a parameter's memory alive between the phases.
 """
 
-import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,6 +23,7 @@ from piper.capture.autodiff.aliases import (
     tensors_in,
 )
 from piper.capture.autodiff.joint import Joint
+from piper.capture.autodiff.kernel_order import put_off
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten
@@ -144,8 +144,7 @@ class _Partitioner:
                         missing.add(source)
                         stack.append(source)
             placed |= dict.fromkeys(self._sorted(missing))
-        order = [*placed, *(node for node in self._sorted(body) if node not in placed)]
-        return _put_off(order, self._within(body))
+        return [*placed, *(node for node in self._sorted(body) if node not in placed)]
 
     def _within(self, body: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Return the values that a phase writes again in the kernel of one of its own results.
@@ -257,11 +256,12 @@ class _Partitioner:
             else:
                 kind, position = self.given[node]
                 reads[kind][position] = node
+        body, writers = put_off(self._late(needs.body), self._within(needs.body))
         return Section(
             reads=_in_order(reads),
-            body=self._late(needs.body),
+            body=body,
             lengths=needs.lengths,
-            writers=self._within(needs.body),
+            writers=writers,
             writes=self._gradients([*grad_inputs.values(), *grad_params.values()], hands_on, needs),
             grad_inputs=tuple(grad_inputs),
             grad_params=tuple(grad_params),
@@ -308,34 +308,6 @@ class _Partitioner:
                 *(Write(node=node, copy=memory_of(node) in kept) for node in mutated),
             ],
         )
-
-
-def _put_off(body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Return a body with each value that is written again next to its writer, and its readers behind."""
-    if not writers:
-        return list(body)
-    place = {node: position for position, node in enumerate(body)}
-    awaited = {node: set(node.all_input_nodes) & place.keys() for node in body}
-    for value, writer in writers.items():
-        awaited[value] |= awaited[writer]
-        for reader in memory_readers(value, place.__contains__):
-            awaited[reader].add(writer)
-    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in body}
-    for node, sources in awaited.items():
-        for source in sources:
-            users[source].append(node)
-    missing = {node: len(sources) for node, sources in awaited.items()}
-    ready = [place[node] for node in body if not missing[node]]
-    found: list[fx.Node] = []
-    while ready:
-        node = body[heapq.heappop(ready)]
-        found.append(node)
-        for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, place[user])
-    assert len(found) == len(body), "a value is read before it is written again"
-    return found
 
 
 def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[int, fx.Node]]:

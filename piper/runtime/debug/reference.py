@@ -2,7 +2,8 @@
 
 This module shares no code with what it checks. It builds the model as PyTorch does for the job's seed, and
 knows nothing of captured chunks, plans or hooks. Only random numbers come from the plan's contract
-(`replay.py`), and only `sliced` looks at how the plans cut a batch (`slicing.py`).
+(`replay.py`) and from the device that the job names (`initial_draws.py`), and only `sliced` looks at how the
+plans cut a batch (`slicing.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from piper.runtime.debug.buffer_histories import BufferHistories
 from piper.runtime.debug.fp8_products import Fp8Products
 from piper.runtime.debug.replay import Replay, ReplayError
 from piper.runtime.debug.slicing import BatchSlicing, slicing_of, take
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.initial_draws import seeded_draws
+from piper.runtime.setup import ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
 from piper.runtime.uneven import COUNTS
 
@@ -255,9 +257,7 @@ def nothing_recomputed() -> Iterator[None]:
 
 def seeded_model(program: ProgramLike) -> nn.Module:
     """Build the job's model as PyTorch initialises it for the job's seed."""
-    accelerators = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=accelerators):
-        torch.manual_seed(program.job.seed)
+    with seeded_draws(program.job.seed, drawing_device(program)):
         return program.job.model()
 
 

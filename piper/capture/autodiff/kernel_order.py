@@ -1,0 +1,97 @@
+"""Orders the nodes of a compiled backward so that a kernel writes forward values again beside its own result.
+
+A compiler fuses a value into a kernel if nothing that the kernel waits for comes between them.
+"""
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from piper.capture.autodiff.aliases import cheap, memory_readers, read_from_memory, recomputable
+
+
+def put_off(
+    body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Return a body with each value that is written again next to its writer, and its readers behind.
+
+    Return too the writers that can be used. A value that its writer's kernel waits for stays where it is.
+    """
+    used = dict(writers)
+    while used:
+        awaited = _awaited(body, used)
+        found = _in_awaited_order(body, awaited)
+        if len(found) == len(body):
+            return found, used
+        stuck = awaited.keys() - set(found)
+        del used[next(v for v in body if v in used and _awaits_itself({v, used[v]}, awaited, stuck))]
+    return list(body), {}
+
+
+def _awaited(body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes of a body that each of them has to wait for."""
+    inside = set(body)
+    awaited = {node: set(node.all_input_nodes) & inside for node in body}
+    kernels = {writer: _kernel(writer, writers, inside) for writer in writers.values()}
+    for value, writer in writers.items():
+        kernel = kernels[writer]
+        if value in kernel:  # the writer reads it, and so is behind it
+            awaited[value] |= {source for node in kernel for source in awaited[node]} - kernel
+        else:
+            awaited[value] |= awaited[writer]
+        for reader in memory_readers(value, inside.__contains__):
+            awaited[reader].add(writer)
+    return awaited
+
+
+def _kernel(result: fx.Node, writers: Mapping[fx.Node, fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that are fused into the kernel that writes a result."""
+
+    def joined(node: fx.Node) -> bool:
+        if writers.get(node) is result or recomputable(node):
+            return True
+        return cheap(node) and not read_from_memory(node, inside.__contains__)
+
+    stack, found = [result], {result}
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in inside and source not in found and joined(source):
+                found.add(source)
+                stack.append(source)
+    return found
+
+
+def _in_awaited_order(body: Sequence[fx.Node], awaited: Mapping[fx.Node, set[fx.Node]]) -> list[fx.Node]:
+    """Return the nodes that can run, each as early as its place in the body and what it awaits allow."""
+    place = {node: position for position, node in enumerate(body)}
+    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in body}
+    for node, sources in awaited.items():
+        for source in sources:
+            users[source].append(node)
+    missing = {node: len(sources) for node, sources in awaited.items()}
+    ready = [place[node] for node in body if not missing[node]]
+    found: list[fx.Node] = []
+    while ready:
+        node = body[heapq.heappop(ready)]
+        found.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, place[user])
+    return found
+
+
+def _awaits_itself(
+    nodes: Collection[fx.Node], awaited: Mapping[fx.Node, set[fx.Node]], stuck: set[fx.Node]
+) -> bool:
+    """Return whether one of the nodes has to wait for itself."""
+    for node in nodes:
+        stack, seen = [node], set[fx.Node]()
+        while stack:
+            found = (awaited[stack.pop()] & stuck) - seen
+            if node in found:
+                return True
+            seen |= found
+            stack += found
+    return False

@@ -1,0 +1,87 @@
+"""Draws the random numbers of a model's initial values on the device that it will run on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_FILLS = {  # operations that fill a tensor with random numbers
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.exponential_.default,
+    _aten.log_normal_.default,
+    _aten.cauchy_.default,
+}
+_MAKES = {  # operations that return a new tensor of random numbers
+    _aten.rand.default,
+    _aten.rand_like.default,
+    _aten.randn.default,
+    _aten.randn_like.default,
+    _aten.normal.float_float,
+}
+
+
+class DrawnOn(TorchDispatchMode):
+    """Draws floating-point numbers for tensors of the host on an accelerator, and copies them to the host.
+
+    A billion numbers take 10 s on a host, whose generator is serial. The accelerator holds one tensor at a
+    time, so a model need not fit on it, and a constructor sees the tensors that it would see otherwise. The
+    numbers are those of the same call on a tensor of the accelerator. A call with a generator of its own
+    stays on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if func in _FILLS and _on_host(args[0]):
+            target: Tensor = args[0]
+            empty = torch.empty(target.shape, dtype=target.dtype, device=self.device)
+            return target.copy_(func(empty, *args[1:], **kwargs))
+        if func in _MAKES and _made_on_host(args, kwargs):
+            return func(*args, **{**kwargs, "device": self.device, "pin_memory": False}).cpu()
+        return func(*args, **kwargs)
+
+
+def _on_host(value: object) -> bool:
+    """Return whether a value is a plain tensor in memory of the host."""
+    return type(value) in (Tensor, nn.Parameter) and isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _made_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call returns a new tensor in memory of the host."""
+    asked = kwargs.get("device")
+    if asked is None and args and isinstance(args[0], Tensor):
+        return _on_host(args[0])
+    return asked is None or torch.device(asked).type == "cpu"
+
+
+@contextmanager
+def seeded_draws(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators inside, draw initial values on a device, and restore the generators."""
+    accelerators: set[int] = set()
+    if device.type == "cuda":
+        torch.cuda.init()
+        accelerators.add(device.index or 0)
+    if torch.cuda.is_initialized():
+        accelerators.add(torch.cuda.current_device())
+    with torch.random.fork_rng(devices=accelerators):
+        torch.manual_seed(seed)
+        with DrawnOn(device) if device.type == "cuda" else nullcontext():
+            yield
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the workers may be other processes, which need the memory

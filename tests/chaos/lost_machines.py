@@ -1,0 +1,78 @@
+"""Lose machines of a Ray cluster: hosts made of namespaces, and nodes that share this machine."""
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+
+from piper.compiler import compile
+from piper.launchers.base import StepResult
+from piper.launchers.inline import launch_inline
+from piper.recovery.recovering_run import recovering
+from piper.recovery.run_events import Event
+from piper.runtime.worker import Options
+from tests.chaos.parts import Asked, Seen, mismatches, recoveries
+from tests.hosts import test_ray as on_hosts
+from tests.hosts.machines import hosts, obstacle
+from tests.hosts.training import on_one_device, wait_for_step
+from tests.ray import test_recovery as on_nodes
+from tests.runtime.grid import batches
+
+
+def ray_hosts(asked: Asked) -> Seen:
+    """Kill or unplug one of three hosts. The third one takes its place, from a copy in memory."""
+    if (why := obstacle()) is not None:
+        pytest.skip(why)
+    seen = Seen(identical=True)
+    with tempfile.TemporaryDirectory() as name:
+        wanted = on_one_device(Path(name) / "alone")
+        for number in asked.numbers():
+            run = Path(name) / f"run-{number}"
+            with hosts(3) as made:
+                for host in made:
+                    on_hosts.join(host, made[0])
+                driver = on_hosts.train(made[0], "copied", run, "--spares", "1")
+                wait_for_step(run, 12, driver)
+                lost, began = on_hosts.other_working(made), time.monotonic()
+                (lost.kill if number % 2 else lost.unplug)()
+                seen.events += 1
+                on_hosts.wait_for_events(run, 2, driver)
+                took = time.monotonic() - began
+                try:
+                    on_hosts.check(run, driver, wanted)
+                except AssertionError:
+                    seen.identical = False
+            if on_hosts.events(run) == [("failure", None), ("recovery", "memory")]:
+                seen.recovered += 1
+                seen.seconds.append(took)
+    return seen
+
+
+def ray_nodes(asked: Asked) -> Seen:
+    """End one of three nodes on this machine, and add another one, which is the next spare."""
+    events, seen, given = list[Event](), Seen(), batches(on_nodes.PAIR, 50)
+    program = compile(on_nodes.protected())
+    results: list[StepResult] = []
+    with (
+        on_nodes.three_nodes() as nodes,
+        recovering(program, "ray", Options(), retries=10**6, notify=events.append, spares=1) as run,
+    ):
+        for _ in asked.numbers():
+            results += [run.step(given[(len(results) + n) % 50]) for n in range(3)]
+            known, began = recoveries(events), time.monotonic()
+            on_nodes.lose(nodes, run, 1)
+            seen.events += 1
+            while recoveries(events) == known and time.monotonic() < began + 120:
+                results.append(run.step(given[len(results) % 50]))
+            if recoveries(events) > known and events[-1].source == "memory":
+                seen.recovered += 1
+                seen.seconds.append(time.monotonic() - began)
+            nodes.add_node(num_cpus=1)
+    with launch_inline(program) as whole:
+        wanted = [whole.step(given[step % 50]) for step in range(len(results))]
+    seen.identical = results == wanted and not mismatches(events)
+    return seen
