@@ -145,27 +145,27 @@ def balanced(sizes: tuple[int, ...], loads: Callable[[Sizes], Sizes]) -> tuple[i
     def shape(sizes: Sequence[int]) -> tuple[int, Sequence[int]]:
         return sum(size * size for size in sizes), sizes
 
-    def first_better(now: list[int], source: int, target: int) -> int:
+    def first_better(now: list[int], best: list[int], source: int, target: int) -> int:
         """Move a layer from a stage to the first from `target` on that is better. Return the next one."""
-        nonlocal best
         moves = np.array(now) + np.eye(len(now), dtype=np.int64)[target:]
         moves[:, source] -= 1
         found = loads(moves)
         for row in np.flatnonzero(found[:, 0] <= best[0]):
             made, new = moves[row].tolist(), found[row].tolist()
             if new < best or (new == best and shape(made) < shape(now)):
-                now[:], best = made, new
+                now[:], best[:] = made, new
                 return target + int(row) + 1
         return len(now)
 
     best: list[int] = loads(np.array([sizes]))[0].tolist()
-    now, before = list(sizes), []
+    now = list(sizes)
+    before: list[int] = []
     while now != before:
         before = list(now)
         for source in range(len(now)):
             target = 0
             while target < len(now) and now[source] > 1:
-                target = first_better(now, source, target)
+                target = first_better(now, best, source, target)
     return tuple(now)
 
 

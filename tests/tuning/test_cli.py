@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,10 @@ def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
 def test_ctrl_c_prints_the_best_so_far(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = StrategySearch.evaluate
 
-    def until_the_second(search: StrategySearch, *given: Leaf) -> Evaluation | None:
-        found = evaluate(search, *given)
+    def until_the_second(
+        search: StrategySearch, leaf: Leaf, following: Sequence[Leaf] = ()
+    ) -> Evaluation | None:
+        found = evaluate(search, leaf, following)
         if len(search.evaluated) == 2:
             signal.raise_signal(signal.SIGINT)
         return found
