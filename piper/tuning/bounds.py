@@ -11,7 +11,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
@@ -278,6 +278,15 @@ def memory_bound(
         if found.total > worst.total:
             worst = found
     return worst
+
+
+def rank_held(
+    choice: StrategyChoice, layers: ModelLayers, state: State, grid: Grid | None, rank: int, level: int
+) -> int:
+    """Return the least that one rank holds under a ZeRO level."""
+    zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
+    alone = replace(choice, zeros=zeros)
+    return memory_bound(alone, layers, state, grid, ranks=(rank,)).total
 
 
 def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:

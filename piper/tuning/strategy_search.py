@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice, product
 from math import floor, log
 
+from piper.directives import Directive
 from piper.schedules.grid import Grid
 from piper.schedules.synthesis.synthesise import synthesis
 from piper.tuning.bounds import (
@@ -17,13 +18,15 @@ from piper.tuning.bounds import (
     loads_of,
     memory_bound,
     order_bound,
+    rank_held,
     stage_costs,
     synthesis_memory,
     work_bound,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
-from piper.tuning.evaluate import Evaluation, attempt
+from piper.tuning.evaluate import Evaluation, attempt, evaluate_strategy
 from piper.tuning.forked_calls import made_together
+from piper.tuning.given import given_choice
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
@@ -206,6 +209,15 @@ class StrategySearch:
             ]
             yield from self.synthesised(replace(leaf, beyond=tuple(beyond)), limit, trials)
 
+    def begin(self, strategy: Sequence[Directive], limit: int) -> Evaluation | None:
+        """Evaluate a given strategy. None: it does not fit."""
+        shapes = self.shapes
+        choice = given_choice(strategy, shapes.devices, shapes.samples, shapes.layers)
+        found = evaluate_strategy(self.model, choice, strategy)
+        self.evaluated[choice, None] = found
+        self.report(self, found)
+        return found if found.needs <= limit else None
+
     def evaluate(self, leaf: Leaf, following: Sequence[Leaf] = ()) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
 
@@ -343,7 +355,7 @@ class StrategySearch:
                     (
                         level
                         for level in sorted(self.space.zeros)
-                        if rank_held(choice, layers, self.model, grid, rank, level) <= FULL * limit
+                        if rank_held(choice, layers, self.model.state, grid, rank, level) <= FULL * limit
                     ),
                     max(self.space.zeros),
                 )
@@ -364,15 +376,6 @@ class StrategySearch:
         made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=trials)
         bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, made.grid))
         yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
-
-
-def rank_held(
-    choice: StrategyChoice, layers: ModelLayers, model: Model, grid: Grid | None, rank: int, level: int
-) -> int:
-    """Return the least that one rank holds under a ZeRO level."""
-    zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
-    alone = replace(choice, zeros=zeros)
-    return memory_bound(alone, layers, model.state, grid, ranks=(rank,)).total
 
 
 def captured_for(choice: StrategyChoice) -> tuple[object, ...]:
