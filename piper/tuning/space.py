@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ class Space:
     between: Sequence[bool] = (False, True)
     context: Sequence[int] | None = None
     experts: Sequence[int] | None = None
-    boundaries: Sequence[str] = ("even", "balanced")
+    boundaries: Sequence[str] = ("even", "balanced", "late")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,21 @@ def balanced(sizes: tuple[int, ...], loads: Callable[[Sizes], Sizes]) -> tuple[i
             target = 0
             while target < len(now) and now[source] > 1:
                 target = first_better(now, best, source, target)
+    return tuple(now)
+
+
+def late(sizes: tuple[int, ...], ranks: Sequence[int], loads: Callable[[Sizes], Sizes]) -> tuple[int, ...]:
+    """Move layers to later stages of the same rank, while no rank and no stage becomes the busiest by it.
+
+    A later stage holds what a forward saves for a shorter time, and microbatches reach the last rank sooner.
+    """
+    now, least = list(sizes), loads(np.array([sizes]))[0].tolist()
+    for source, target in combinations(range(len(sizes)), 2):
+        while ranks[source] == ranks[target] and now[source] > 1:
+            made = [size - (n == source) + (n == target) for n, size in enumerate(now)]
+            if loads(np.array([made]))[0].tolist() > least:
+                break
+            now = made
     return tuple(now)
 
 

@@ -29,7 +29,7 @@ from piper.tuning.forked_calls import made_together
 from piper.tuning.given import given_choice
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
-from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
+from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, late, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
 REFINED = 2  # candidates whose orders are searched for longer at the end
@@ -133,7 +133,7 @@ class StrategySearch:
     captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
-    sizes: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
+    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
@@ -288,17 +288,18 @@ class StrategySearch:
         return self.model.layers(choice.rows, choice.recompute, *degrees)
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
-        """Return the sizes of stages to try: even, and balanced by cost."""
+        """Return the sizes of stages to try: even, balanced by cost, and balanced with more layers late."""
         plain = even(self.shapes.layers, stages)
         if stages == 1:
             return [plain]
         key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)
-        if "balanced" in self.space.boundaries and key not in self.sizes:
-            self.sizes[key] = balanced(plain, loads_of(replace(choice, sizes=plain), self.layers(choice)))
-        found = [plain] if "even" in self.space.boundaries else []
-        if "balanced" in self.space.boundaries:
-            found.append(self.sizes[key])
-        return list(dict.fromkeys(found))
+        if key not in self.sizes:
+            open_choice = replace(choice, sizes=plain)
+            loads = loads_of(open_choice, self.layers(choice))
+            best = balanced(plain, loads)
+            found = {"even": plain, "balanced": best, "late": late(best, open_choice.placement.ranks, loads)}
+            self.sizes[key] = tuple(dict.fromkeys(found[name] for name in self.space.boundaries))
+        return list(self.sizes[key])
 
     def leaves(self, group: CandidateGroup, limit: int) -> Iterator[Leaf]:
         """Yield the candidates of a group that may fit, each with its bounds; note the others."""

@@ -5,7 +5,7 @@ import numpy as np
 from piper.ir.chain import chain
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
 from piper.tuning.scaling import scaled
-from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, meshes, schedules_of
+from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, late, meshes, schedules_of
 
 DENSE = Shapes(devices=8, samples=32, layers=8, experts=0, tensor=False, context=False)
 
@@ -75,6 +75,17 @@ def test_of_equally_busy_ranks_the_later_stage_has_more_layers() -> None:
         return np.stack([np.maximum(outer, inner), np.minimum(outer, inner)], axis=1)
 
     assert balanced((3, 2, 2, 3), loads) == (2, 2, 3, 3)
+
+
+def test_later_stages_have_more_layers_where_no_stage_becomes_the_longest() -> None:
+    """The stages of a V of three ranks; the last layer costs as much as three."""
+
+    def loads(sizes: Sizes) -> Sizes:
+        spent = sizes + np.array([0, 0, 0, 0, 0, 2])
+        ranks = spent[:, :3] + spent[:, :2:-1]
+        return np.concatenate([-np.sort(-ranks, axis=1), spent.max(axis=1, keepdims=True)], axis=1)
+
+    assert late((2, 2, 2, 2, 3, 1), (0, 1, 2, 2, 1, 0), loads) == (2, 2, 1, 3, 3, 1)
 
 
 def test_the_directives_of_a_candidate() -> None:
