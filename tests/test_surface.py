@@ -184,6 +184,7 @@ def test_verbs_and_flags() -> None:
             "--python",
             "--start",
             "--trials",
+            "--workers",
             "recipe",
         ],
         "view": [

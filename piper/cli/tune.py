@@ -36,6 +36,9 @@ def tune(
     page: Annotated[
         Path | None, typer.Option(help="Write a page with the time-memory front.", metavar="FILE")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that evaluate candidates; else one a core.", metavar="N")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search for the strategy of a recipe with the shortest simulated step that fits in memory.
@@ -67,6 +70,7 @@ def tune(
             start=first,
             extrapolate=extrapolate,
             progress=progress,
+            workers=workers,
         )
     if out is not None:
         refuse_existing(out)

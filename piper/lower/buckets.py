@@ -188,6 +188,8 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
 
 def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[Devices, ...]:
     """Return the groups of devices that sum one gradient: those in the same place on every such axis."""
+    if not apart:
+        return (devices,)
     found: dict[tuple[int, ...], list[int]] = {}
     for position, device in enumerate(devices):
         found.setdefault(tuple(position // stride % degree for stride, degree in apart), []).append(device)

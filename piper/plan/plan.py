@@ -98,6 +98,8 @@ class Bucket:
     @property
     def largest_shard(self) -> int:
         """Return the elements of the largest shard."""
+        if not self.bounds:
+            return self.padded // self.group_size
         return max(stop - start for start, stop in map(self.shard, range(self.group_size)))
 
     @property

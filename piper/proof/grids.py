@@ -65,6 +65,8 @@ def lane_of(position: int, lanes: Lanes) -> int:
 
 def groups_by(devices: Devices, apart: Sequence[tuple[int, int]]) -> tuple[Devices, ...]:
     """Return the groups of devices with the same position along some axes, each a stride and a degree."""
+    if not apart:
+        return (devices,)
     found: dict[tuple[int, ...], list[int]] = {}
     for position, device in enumerate(devices):
         place = tuple(position // stride % degree for stride, degree in apart)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -67,6 +68,7 @@ def known() -> tuple[str, ...]:
     return (*NAMES, SYNTHESISED)
 
 
+@lru_cache(maxsize=256)  # some take a second for many ranks, and a search asks for each many times
 def grid_for(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Grid:
     """Build a schedule by name. Without `stages_per_rank`, as many as the schedule usually has."""
     if name not in NAMES:

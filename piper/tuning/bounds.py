@@ -9,9 +9,13 @@
   run and whose backward has not. Whatever else is live comes on top.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
+
+import numpy as np
 
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
@@ -23,6 +27,9 @@ from piper.schedules.timing import makespan
 from piper.simulate.costs import Costs
 from piper.tuning.choice import Divide, StrategyChoice
 from piper.tuning.model_layers import LayerParameters, ModelLayers, Stage, union
+from piper.tuning.space import Sizes
+
+PICO = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,31 @@ class LeastMemory:
             "activations": self.activations,
         }
         return max(sizes, key=lambda name: sizes[name])
+
+
+def loads_of(choice: StrategyChoice, layers: ModelLayers) -> Callable[[Sizes], Sizes]:
+    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage.
+
+    Times are whole picoseconds, so that equal loads compare as equal.
+    """
+    works = [layer.work for layer in layers.layers]
+    whole, halves = (
+        np.array([0, *accumulate(round(one * PICO) for one in spent)])
+        for spent in (
+            [work["F"] + work["B"] for work in works],
+            [work["F"] + work["BI"] + work["BW"] for work in works],
+        )
+    )
+    of_rank = np.eye(choice.ranks, dtype=np.int64)[list(choice.placement.ranks)]
+
+    def loads(sizes: Sizes) -> Sizes:
+        last = np.cumsum(sizes, axis=1)
+        first = last - sizes
+        spent = np.minimum(whole[last] - whole[first], halves[last] - halves[first])
+        ranks = -np.sort(-(spent @ of_rank), axis=1)
+        return np.concatenate([ranks, spent.max(axis=1, keepdims=True)], axis=1)
+
+    return loads
 
 
 def stages_of(choice: StrategyChoice, layers: ModelLayers) -> list[Stage]:
@@ -165,10 +197,10 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
     for rank in range(choice.ranks):
         mine = [layers.stage(choice.stages[number]) for number in placement.stages_of(rank)]
         levels: dict[int, float] = {}
-        for op, nbytes in messages(choice, mine, choice.zeros[rank], rank):
-            group = replicas_of(choice, rank)
+        group = replicas_of(choice, rank)
+        for (op, nbytes), times in Counter(messages(choice, mine, choice.zeros[rank])).items():
             talk = costs.talk(op, nbytes, group)
-            levels[talk.level] = levels.get(talk.level, 0.0) + talk.seconds
+            levels[talk.level] = levels.get(talk.level, 0.0) + times * talk.seconds
         worst = max(worst, *levels.values(), 0.0)
     return worst
 
@@ -195,7 +227,7 @@ def replicas_of(choice: StrategyChoice, rank: int) -> tuple[int, ...]:
     return choice.devices_of(rank)[:: choice.tensor * choice.context]
 
 
-def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int, rank: int) -> list[tuple[Op, int]]:
+def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
     """Return the least that a device of a rank sends for parameters and gradients: the operation and bytes.
 
     Experts that are divided are reduced in smaller groups, so they are left out.
@@ -246,6 +278,15 @@ def memory_bound(
         if found.total > worst.total:
             worst = found
     return worst
+
+
+def rank_held(
+    choice: StrategyChoice, layers: ModelLayers, state: State, grid: Grid | None, rank: int, level: int
+) -> int:
+    """Return the least that one rank holds under a ZeRO level."""
+    zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
+    alone = replace(choice, zeros=zeros)
+    return memory_bound(alone, layers, state, grid, ranks=(rank,)).total
 
 
 def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:

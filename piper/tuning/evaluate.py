@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives import Directive
+from piper.errors import PiperError
 from piper.gc_pause import no_collection
 from piper.plan.plan import Plan
 from piper.runtime.cuda.memory_release import predicted_peak
@@ -44,7 +45,7 @@ class Evaluation:
         return max(0.0, self.step - self.busy - self.exposed)
 
 
-def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float) -> Evaluation:
+def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float = 0.0) -> Evaluation:
     """Compile, prove and simulate a candidate."""
     strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
     return evaluate_strategy(model, choice, strategy, bound)
@@ -126,6 +127,14 @@ def evaluate_whole(
         exposed=exposed,
         bound=bound,
     )
+
+
+def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation | str:
+    """Evaluate a candidate. Return why the compiler refuses it, if it does."""
+    try:
+        return evaluate(model, choice, grid)
+    except PiperError as error:
+        return str(error).splitlines()[0]
 
 
 def loaded_bytes(plan: Plan) -> int:

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
 
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid
 from piper.schedules.names import NAMES, Fixed, grid_for
 from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, StrategyChoice
 
+Sizes = npt.NDArray[np.int64]  # a row for each division into stages
 MOST_ROWS = 16  # samples of a microbatch
 LEAST_ROWS = 1
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
@@ -35,7 +40,7 @@ class Space:
     between: Sequence[bool] = (False, True)
     context: Sequence[int] | None = None
     experts: Sequence[int] | None = None
-    boundaries: Sequence[str] = ("even", "balanced")
+    boundaries: Sequence[str] = ("even", "balanced", "late")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,33 +135,54 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (number < layers % stages) for number in range(stages))
 
 
-def balanced(
-    sizes: tuple[int, ...], loads: Callable[[tuple[int, ...]], tuple[float, ...]]
-) -> tuple[int, ...]:
+def balanced(sizes: tuple[int, ...], loads: Callable[[Sizes], Sizes]) -> tuple[int, ...]:
     """Move layers between stages until no single move makes the busiest ranks less busy.
 
     Where loads are equal, stages are as even as possible, and then the later ones have more layers: they hold
-    what a forward saves for a shorter time. loads: of each rank and of each stage, the heaviest first.
+    what a forward saves for a shorter time. loads: of each rank and of each stage, the heaviest first, for
+    each row of sizes.
     """
 
-    def key(sizes: tuple[int, ...]) -> tuple[tuple[float, ...], int, tuple[int, ...]]:
-        return loads(sizes), sum(size * size for size in sizes), sizes
+    def shape(sizes: Sequence[int]) -> tuple[int, Sequence[int]]:
+        return sum(size * size for size in sizes), sizes
 
-    best = key(sizes)
-    moved = True
-    while moved:
-        moved = False
-        for source in range(len(sizes)):
-            for target in range(len(sizes)):
-                if source == target or sizes[source] < 2:
-                    continue
-                changed = list(sizes)
-                changed[source] -= 1
-                changed[target] += 1
-                found = key(tuple(changed))
-                if found < best:
-                    sizes, best, moved = tuple(changed), found, True
-    return sizes
+    def first_better(now: list[int], best: list[int], source: int, target: int) -> int:
+        """Move a layer from a stage to the first from `target` on that is better. Return the next one."""
+        moves = np.array(now) + np.eye(len(now), dtype=np.int64)[target:]
+        moves[:, source] -= 1
+        found = loads(moves)
+        for row in np.flatnonzero(found[:, 0] <= best[0]):
+            made, new = moves[row].tolist(), found[row].tolist()
+            if new < best or (new == best and shape(made) < shape(now)):
+                now[:], best[:] = made, new
+                return target + int(row) + 1
+        return len(now)
+
+    best: list[int] = loads(np.array([sizes]))[0].tolist()
+    now = list(sizes)
+    before: list[int] = []
+    while now != before:
+        before = list(now)
+        for source in range(len(now)):
+            target = 0
+            while target < len(now) and now[source] > 1:
+                target = first_better(now, best, source, target)
+    return tuple(now)
+
+
+def late(sizes: tuple[int, ...], ranks: Sequence[int], loads: Callable[[Sizes], Sizes]) -> tuple[int, ...]:
+    """Move layers to later stages of the same rank, while no rank and no stage becomes the busiest by it.
+
+    A later stage holds what a forward saves for a shorter time, and microbatches reach the last rank sooner.
+    """
+    now, least = list(sizes), loads(np.array([sizes]))[0].tolist()
+    for source, target in combinations(range(len(sizes)), 2):
+        while ranks[source] == ranks[target] and now[source] > 1:
+            made = [size - (n == source) + (n == target) for n, size in enumerate(now)]
+            if loads(np.array([made]))[0].tolist() > least:
+                break
+            now = made
+    return tuple(now)
 
 
 def grid_of(choice: StrategyChoice) -> Grid | None:

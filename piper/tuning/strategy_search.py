@@ -3,11 +3,11 @@
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
+from functools import partial
+from itertools import islice, product
 from math import floor, log
 
 from piper.directives import Directive
-from piper.errors import PiperError
 from piper.schedules.grid import Grid
 from piper.schedules.synthesis.synthesise import synthesis
 from piper.tuning.bounds import (
@@ -15,24 +15,28 @@ from piper.tuning.bounds import (
     any_order_bound,
     collective_time,
     link_bound,
+    loads_of,
     memory_bound,
     order_bound,
+    rank_held,
     stage_costs,
     synthesis_memory,
     work_bound,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
-from piper.tuning.evaluate import Evaluation, evaluate, evaluate_strategy
+from piper.tuning.evaluate import Evaluation, attempt, evaluate_strategy
+from piper.tuning.forked_calls import made_together
 from piper.tuning.given import given_choice
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
-from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
+from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, late, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
 REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
-PICO = 1e12
+CandidateKey = tuple[StrategyChoice, Grid | None]
+AHEAD = 32  # entries of the queue among which processes find candidates to evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,11 @@ class Leaf:
     grid: Grid | None = None
     tries: int = 0  # syntheses so far
     beyond: tuple[int, ...] = ()  # by rank: bytes that its plans held beyond the limit
+
+    @property
+    def key(self) -> CandidateKey:
+        """Return what tells its evaluation from others: a named schedule has one order."""
+        return self.choice, self.grid if self.choice.schedule == SYNTHESISED else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +104,10 @@ class Queue:
         """Take out the next candidate."""
         return heapq.heappop(self.entries)[-1]
 
+    def next_leaves(self) -> list[Leaf]:
+        """Return candidates among the next entries, in order."""
+        return [entry[-1] for entry in heapq.nsmallest(AHEAD, self.entries) if isinstance(entry[-1], Leaf)]
+
     def rest(self) -> list[CandidateGroup | Leaf]:
         """Return what is left, in order."""
         return [entry for *_, entry in sorted(self.entries)]
@@ -102,7 +115,12 @@ class Queue:
 
 @dataclass(slots=True, kw_only=True)
 class StrategySearch:
-    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice."""
+    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice.
+
+    [Note: candidates evaluated ahead] While this process evaluates a candidate, others evaluate those that
+    come next in the queue. Their results wait in `ahead` until the search comes to them, so it takes the same
+    decisions, in the same order, with any number of processes.
+    """
 
     model: Model
     space: Space
@@ -110,10 +128,12 @@ class StrategySearch:
     gap: float  # a candidate must promise to be shorter by this fraction
     synthesis_trials: int
     report: Callable[["StrategySearch", Evaluation], None]
-    evaluated: dict[tuple[StrategyChoice, Grid | None], Evaluation] = field(default_factory=dict)
+    workers: int = 1  # processes that evaluate candidates
+    ahead: dict[CandidateKey, Evaluation | str] = field(default_factory=dict)
+    captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
+    evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
-    sizes: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
-    grids: dict[tuple[str, int, int, int], Grid | None] = field(default_factory=dict)
+    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
@@ -145,7 +165,7 @@ class StrategySearch:
                     self.discarded.append(discarded(entry))
                 syntheses -= 1
             else:
-                found = self.evaluated.get((entry.choice, entry.grid))
+                found = self.evaluated.get(entry.key)
                 if found is None and trials <= 0:
                     left = [entry, *queue.rest()]
                     self.lowest = min(self.lowest, *(one.bound for one in left))
@@ -153,7 +173,7 @@ class StrategySearch:
                     break
                 if found is None:
                     trials -= 1
-                    found = self.evaluate(entry)
+                    found = self.evaluate(entry, queue.next_leaves()[:trials])
                 if found is not None:
                     queue.extend(self.take(entry, found, limit))
         return self.best
@@ -171,8 +191,7 @@ class StrategySearch:
                 leaf = queue.pop()
                 if self.best is not None and leaf.bound >= self.best.step:
                     continue
-                known = (choice, leaf.grid) in self.evaluated
-                found = None if known else self.evaluate(leaf)
+                found = None if leaf.key in self.evaluated else self.evaluate(leaf)
                 if found is not None:
                     queue += self.take(leaf, found, limit, trials)
 
@@ -199,20 +218,38 @@ class StrategySearch:
         self.report(self, found)
         return found if found.needs <= limit else None
 
-    def evaluate(self, leaf: Leaf) -> Evaluation | None:
-        """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""
+    def evaluate(self, leaf: Leaf, following: Sequence[Leaf] = ()) -> Evaluation | None:
+        """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
+
+        following: candidates that may be next, see [Note: candidates evaluated ahead].
+        """
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.holds.clear()  # some were estimated from other sizes
-        try:
-            made = evaluate(self.model, leaf.choice, leaf.grid, leaf.bound)
-        except PiperError as error:
-            refused = str(error).splitlines()[0]
-            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=refused))
+        if leaf.key not in self.ahead:
+            leaves = [leaf, *islice(filter(self.can_be_ahead, following), self.workers - 1)]
+            made = made_together([partial(attempt, self.model, one.choice, one.grid) for one in leaves])
+            self.ahead |= {one.key: found for one, found in zip(leaves, made, strict=True) if found}
+            self.captured.add(captured_for(leaf.choice))
+        found = self.ahead.pop(leaf.key)
+        if isinstance(found, str):
+            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
             return None
-        self.evaluated[leaf.choice, leaf.grid] = made
-        self.report(self, made)
-        return made
+        self.evaluated[leaf.key] = found = replace(found, bound=leaf.bound)
+        self.report(self, found)
+        return found
+
+    def can_be_ahead(self, leaf: Leaf) -> bool:
+        """Return whether a candidate that may be next can be evaluated before the search comes to it.
+
+        Its capture must be known, for a trace in a forked process is lost with it.
+        """
+        if leaf.choice.schedule == SYNTHESISED and leaf.grid is None:
+            return False
+        if self.best is not None and leaf.bound >= self.best.step * (1 - self.gap):
+            return False
+        unknown = leaf.key not in self.evaluated and leaf.key not in self.ahead
+        return unknown and captured_for(leaf.choice) in self.captured
 
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
@@ -251,22 +288,23 @@ class StrategySearch:
         return self.model.layers(choice.rows, choice.recompute, *degrees)
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
-        """Return the sizes of stages to try: even, and balanced by cost."""
+        """Return the sizes of stages to try: even, balanced by cost, and balanced with more layers late."""
         plain = even(self.shapes.layers, stages)
         if stages == 1:
             return [plain]
         key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)
-        if "balanced" in self.space.boundaries and key not in self.sizes:
-            self.sizes[key] = balanced(plain, loads_of(replace(choice, sizes=plain), self.layers(choice)))
-        found = [plain] if "even" in self.space.boundaries else []
-        if "balanced" in self.space.boundaries:
-            found.append(self.sizes[key])
-        return list(dict.fromkeys(found))
+        if key not in self.sizes:
+            open_choice = replace(choice, sizes=plain)
+            loads = loads_of(open_choice, self.layers(choice))
+            best = balanced(plain, loads)
+            found = {"even": plain, "balanced": best, "late": late(best, open_choice.placement.ranks, loads)}
+            self.sizes[key] = tuple(dict.fromkeys(found[name] for name in self.space.boundaries))
+        return list(self.sizes[key])
 
     def leaves(self, group: CandidateGroup, limit: int) -> Iterator[Leaf]:
         """Yield the candidates of a group that may fit, each with its bounds; note the others."""
         for choice in self.choices(group.choice, limit):
-            layers, grid = self.layers(choice), self.grid(choice)
+            layers, grid = self.layers(choice), grid_of(choice)
             held = self.held(choice)
             if held.total > limit:
                 self.discarded.append(Discard(choice=choice, bound=group.bound, held=held))
@@ -284,7 +322,7 @@ class StrategySearch:
         """Return the least that a candidate holds, which does not depend on how its devices are numbered."""
         key = replace(choice, neighbours="replicas", between=False, bucket_mb=None)
         if key not in self.holds:
-            self.holds[key] = memory_bound(choice, self.layers(choice), self.model.state, self.grid(choice))
+            self.holds[key] = memory_bound(choice, self.layers(choice), self.model.state, grid_of(choice))
         return self.holds[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
@@ -312,13 +350,13 @@ class StrategySearch:
             return [(0,) * choice.ranks]
         found = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
-            layers, grid = self.layers(choice), self.grid(choice)
+            layers, grid = self.layers(choice), grid_of(choice)
             lowest = [
                 next(
                     (
                         level
                         for level in sorted(self.space.zeros)
-                        if rank_held(choice, layers, self.model, grid, rank, level) <= FULL * limit
+                        if rank_held(choice, layers, self.model.state, grid, rank, level) <= FULL * limit
                     ),
                     max(self.space.zeros),
                 )
@@ -326,13 +364,6 @@ class StrategySearch:
             ]
             found.append(tuple(lowest))
         return list(dict.fromkeys(found))
-
-    def grid(self, choice: StrategyChoice) -> Grid | None:
-        """Return the order of a named schedule."""
-        key = (choice.schedule, choice.ranks, choice.microbatches, choice.stages_per_rank)
-        if key not in self.grids:
-            self.grids[key] = grid_of(choice)
-        return self.grids[key]
 
     def synthesised(self, leaf: Leaf, limit: int, trials: int | None = None) -> Iterator[Leaf]:
         """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
@@ -348,44 +379,11 @@ class StrategySearch:
         yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
 
 
-def loads_of(choice: StrategyChoice, layers: ModelLayers) -> Callable[[tuple[int, ...]], tuple[float, ...]]:
-    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage.
-
-    Times are whole picoseconds, so that equal loads compare as equal.
-    """
-    works = [layer.work for layer in layers.layers]
-    forward, whole, halves = (
-        list(accumulate((round(one * PICO) for one in spent), initial=0))
-        for spent in (
-            [work["F"] for work in works],
-            [work["B"] for work in works],
-            [work["BI"] + work["BW"] for work in works],
-        )
-    )
-    ranks = choice.placement.ranks
-
-    def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
-        found = [0] * choice.ranks
-        first = longest = 0
-        for size, rank in zip(sizes, ranks, strict=True):
-            last = first + size
-            backward = min(whole[last] - whole[first], halves[last] - halves[first])
-            spent = forward[last] - forward[first] + backward
-            found[rank] += spent
-            longest = max(longest, spent)
-            first = last
-        return (*sorted(found, reverse=True), longest)
-
-    return loads
-
-
-def rank_held(
-    choice: StrategyChoice, layers: ModelLayers, model: Model, grid: Grid | None, rank: int, level: int
-) -> int:
-    """Return the least that one rank holds under a ZeRO level."""
-    zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
-    alone = replace(choice, zeros=zeros)
-    return memory_bound(alone, layers, model.state, grid, ranks=(rank,)).total
+def captured_for(choice: StrategyChoice) -> tuple[object, ...]:
+    """Return what decides how a model is captured for a candidate."""
+    divided = (choice.tensor, choice.context, choice.between, choice.ranks, choice.sizes)
+    plain = (choice.rows, choice.recompute, choice.experts)
+    return (*plain, *divided) if choice.tensor * choice.context > 1 else plain
 
 
 def discarded(entry: CandidateGroup | Leaf) -> Discard:

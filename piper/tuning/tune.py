@@ -1,5 +1,6 @@
 """`tune`: searches for the strategy with the shortest step that fits."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the f
 FRONT_TRIALS = 4
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
 DIVIDED_TRIALS = 3
+MOST_WORKERS = 8  # unless asked for: more would evaluate much that a better candidate rules out
 Progress = Callable[[StrategySearch, Evaluation], None]
 
 
@@ -58,6 +60,7 @@ def tune(
     captured: Program | Recordings | None = None,
     compile: bool = False,
     progress: Progress | None = None,
+    workers: int | None = None,
 ) -> Tuned:
     """Search for the strategy of a job with the shortest simulated step whose peak memory fits.
 
@@ -71,10 +74,11 @@ def tune(
     Tensor and context parallelism divide the weights and fields that it divides.
     extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
     compile: the chunks will be compiled, so operations that Inductor fuses cost one kernel.
+    workers: processes that evaluate candidates. None: one for each core, up to eight. The result is the same.
     """
     started = time.perf_counter()
     machine = load_cluster(cluster)
-    check_counts(devices, trials, memory)
+    check_counts(devices=devices, trials=trials, memory=memory, workers=workers)
     limit = int(machine.usable(0) if memory is None else memory)
     measured = None if costs is None else read_costs(Path(costs))
     priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
@@ -92,6 +96,7 @@ def tune(
             gap=gap,
             synthesis_trials=SYNTHESIS_TRIALS,
             report=progress or (lambda search, found: None),
+            workers=workers or min(MOST_WORKERS, len(os.sched_getaffinity(0))),
         )
         interrupted = False
         try:
@@ -142,9 +147,9 @@ def run_all(search: StrategySearch, limit: int, trials: int, first: Evaluation |
     search.lowest = min(lowest, search.lowest)
 
 
-def check_counts(devices: int, trials: int, memory: int | None) -> None:
+def check_counts(**numbers: int | None) -> None:
     """Refuse numbers that are not positive."""
-    for name, number in (("devices", devices), ("trials", trials), ("memory", memory)):
+    for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not number >= 1 or int(number) != number):
             raise ConfigError(f"{name}={number!r}", by=BY, hint=f"{name} is a whole number from 1")
 

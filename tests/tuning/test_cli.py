@@ -1,6 +1,11 @@
 """`piper tune` from the command line: a strategy file that check, plan and simulate take."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,8 @@ from typer.testing import CliRunner
 import piper
 from piper.cli import app
 from piper.cli.tune_report import read_size
+from piper.tuning.evaluate import Evaluation
+from piper.tuning.strategy_search import Leaf, StrategySearch
 
 RECIPE = """
 import torch
@@ -54,6 +61,68 @@ def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
     for verb in (["check", recipe], ["plan", recipe], ["simulate", recipe]):
         done = CliRunner().invoke(app, [*verb, "--strategy", "best.json"], catch_exceptions=False)
         assert done.exit_code == 0, done.output
+
+
+def test_ctrl_c_prints_the_best_so_far(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = StrategySearch.evaluate
+
+    def until_the_second(
+        search: StrategySearch, leaf: Leaf, following: Sequence[Leaf] = ()
+    ) -> Evaluation | None:
+        found = evaluate(search, leaf, following)
+        if len(search.evaluated) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(StrategySearch, "evaluate", until_the_second)
+    asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--out", "best.json"]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Best: ")
+    assert lines[2].startswith("  2 candidates compiled in ")
+    assert lines[2].endswith(" s; interrupted, so a shorter one may be left")
+    assert lines[-1] == "best.json: piper check net.py:job --strategy best.json"
+    assert json.loads(Path("best.json").read_text(encoding="utf-8"))
+
+
+TERMINAL = """
+import os, signal, time
+from piper.cli import main
+from piper.tuning import strategy_search
+
+together = strategy_search.made_together
+
+
+def interrupt():
+    os.killpg(0, signal.SIGINT)  # what a terminal does
+    time.sleep(60)
+
+
+def interrupted(calls):
+    return together([interrupt, *calls[1:]] if len(calls) > 1 else calls)
+
+
+strategy_search.made_together = interrupted
+main()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_ends_all_processes(recipe: str) -> None:
+    asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--workers", "3"]
+    started = subprocess.Popen(
+        [sys.executable, "-c", TERMINAL, *asked],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own
+    )
+    printed, errors = started.communicate(timeout=300)
+    assert (started.returncode, errors) == (0, "")
+    assert "; interrupted, so a shorter one may be left" in printed
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.pid, 0)
 
 
 def test_a_file_that_exists_is_not_replaced(recipe: str) -> None:

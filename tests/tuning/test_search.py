@@ -1,5 +1,7 @@
 """The search finds what trying everything finds, and its bounds hold."""
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
 from piper.tuning.choice import Recompute, StrategyChoice
+from piper.tuning.forked_calls import made_together
 from piper.tuning.space import even
 from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.tune import tune
@@ -82,11 +85,25 @@ def test_an_evaluation_is_what_a_compilation_of_its_own_gives(search: StrategySe
     assert max(memory.peak for memory in found.memories) <= best.peak
 
 
-def test_the_same_inputs_give_the_same_file(search: StrategySearch) -> None:
+def test_the_same_inputs_give_the_same_file_with_any_number_of_processes(
+    search: StrategySearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured = search.model.capturing.recordings
-    one, two = (tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured) for _ in range(2))
-    assert one.json == two.json
-    assert [found.choice for found in one.evaluated] == [found.choice for found in two.evaluated]
+    alone = tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured, workers=1)
+    sizes = []
+
+    def counted(calls: Sequence[Callable[[], object]]) -> list[object]:
+        sizes.append(len(calls))
+        return made_together(calls)
+
+    monkeypatch.setattr("piper.tuning.strategy_search.made_together", counted)
+    several = tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured, workers=3)
+    assert max(sizes) == 3
+    assert several.json == alone.json
+    assert several.evaluated == alone.evaluated
+    assert several.discarded == alone.discarded
+    with pytest.raises(ChildProcessError):  # no process is left
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_ctrl_c_gives_the_best_so_far(search: StrategySearch) -> None:
@@ -180,7 +197,7 @@ def test_an_unknown_cluster() -> None:
         tune(JOB, "h101", 4)
 
 
-@pytest.mark.parametrize(("name", "value"), [("devices", 0), ("trials", 0), ("memory", 0)])
+@pytest.mark.parametrize(("name", "value"), [("devices", 0), ("trials", 0), ("memory", 0), ("workers", 0)])
 def test_numbers_from_1(name: str, value: int) -> None:
     given: dict[str, int] = {"devices": 4, name: value}
     with pytest.raises(piper.ConfigError, match=f"tune: {name}=0"):

@@ -1,9 +1,11 @@
 """The space of candidates: what the model, the batch and the devices allow."""
 
+import numpy as np
+
 from piper.ir.chain import chain
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
 from piper.tuning.scaling import scaled
-from piper.tuning.space import Shapes, Space, balanced, divisors, grid_of, meshes, schedules_of
+from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, late, meshes, schedules_of
 
 DENSE = Shapes(devices=8, samples=32, layers=8, experts=0, tensor=False, context=False)
 
@@ -55,29 +57,35 @@ def test_schedules_of_a_pipeline() -> None:
 
 
 def test_stages_are_balanced_by_what_layers_cost() -> None:
-    costs = [1.0] * 8
-    costs[-1] = 5.0  # with a head
+    costs = [1] * 8
+    costs[-1] = 5  # with a head
 
-    def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
-        found, first = [], 0
-        for size in sizes:
-            found.append(sum(costs[first : first + size]))
-            first += size
-        return tuple(sorted(found, reverse=True))
+    def loads(sizes: Sizes) -> Sizes:
+        found = [sorted((sum(costs[:one]), sum(costs[one:])), reverse=True) for one, _ in sizes]
+        return np.array(found)
 
     assert balanced((4, 4), loads) == (6, 2)
 
 
 def test_of_equally_busy_ranks_the_later_stage_has_more_layers() -> None:
-    ranks = (0, 1, 1, 0)  # a V: each rank has two stages
+    """The stages of a V: each of two ranks has two."""
 
-    def loads(sizes: tuple[int, ...]) -> tuple[float, ...]:
-        found = [0.0, 0.0]
-        for size, rank in zip(sizes, ranks, strict=True):
-            found[rank] += size
-        return tuple(sorted(found, reverse=True))
+    def loads(sizes: Sizes) -> Sizes:
+        outer, inner = sizes[:, 0] + sizes[:, 3], sizes[:, 1] + sizes[:, 2]
+        return np.stack([np.maximum(outer, inner), np.minimum(outer, inner)], axis=1)
 
     assert balanced((3, 2, 2, 3), loads) == (2, 2, 3, 3)
+
+
+def test_later_stages_have_more_layers_where_no_stage_becomes_the_longest() -> None:
+    """The stages of a V of three ranks; the last layer costs as much as three."""
+
+    def loads(sizes: Sizes) -> Sizes:
+        spent = sizes + np.array([0, 0, 0, 0, 0, 2])
+        ranks = spent[:, :3] + spent[:, :2:-1]
+        return np.concatenate([-np.sort(-ranks, axis=1), spent.max(axis=1, keepdims=True)], axis=1)
+
+    assert late((2, 2, 2, 2, 3, 1), (0, 1, 2, 2, 1, 0), loads) == (2, 2, 1, 3, 3, 1)
 
 
 def test_the_directives_of_a_candidate() -> None:

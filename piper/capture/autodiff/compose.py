@@ -35,7 +35,7 @@ class Joints:
         """Return a piece's joint graph, joined from those of its segments if it has any."""
         assert piece.body is not None
         if not piece.segments:
-            return trace_joint(piece.body, trained, tangents, ways, self.device, decompose=self.decompose)
+            return self._of_body(piece.body, trained, tangents, ways)
         parts: list[Joint] = []
         wanted: dict[Made, None] = {}
         for number, segment in reversed(list(enumerate(piece.segments))):
@@ -49,10 +49,12 @@ class Joints:
             parts.append(joint)
         return _Composer(piece, parts[::-1], tangents).run()
 
-    def _of_body(self, body: Body, trained: Sequence[bool], tangents: Sequence[int]) -> Joint:
-        key = structural_key(body, trained, tangents, 1, self.device)
+    def _of_body(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int = 1) -> Joint:
+        key = structural_key(body, trained, tangents, ways, self.device)
         if key not in self.traced:
-            self.traced[key] = trace_joint(body, trained, tangents, 1, self.device, decompose=self.decompose)
+            self.traced[key] = trace_joint(
+                body, trained, tangents, ways, self.device, decompose=self.decompose
+            )
         return self.traced[key]
 
 

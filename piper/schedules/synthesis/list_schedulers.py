@@ -128,14 +128,15 @@ def by_priority(problem: Problem, priority: Sequence[float], patience: float = 0
     """
     clock = _Clock(problem=problem)
     reserve = _Reserve(problem, problem.limits) if problem.limits is not None else None
-    known = _Known(problem)
+    known, takes = _Known(problem), problem.takes
     while clock.events:
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
         fitting = known.of_rank[rank]
         if reserve:
-            fitting = [operation for operation in fitting if reserve.fits(operation, rank, clock.held[rank])]
+            held = clock.held[rank]
+            fitting = [each for each in fitting if not takes[each] or reserve.fits(each, rank, held)]
         chosen, wake = choose(problem, priority, patience, known.ready, fitting, now + clock.tiny)
         if chosen >= 0:
             if reserve:

@@ -7,7 +7,7 @@ from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.action import Action
 from piper.schedules.grid import Grid, Row, need_whole, orders
-from piper.schedules.names import NAMES, Fixed, Interleaved
+from piper.schedules.names import NAMES, grid_for
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.list_schedulers import Schedule, in_order
@@ -143,17 +143,11 @@ def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
     ranks, stages = placement.count, len(placement.ranks)
     if stages % ranks:
         return
-    for entry in NAMES.values():
+    for name in NAMES:
         try:
-            match entry:
-                case Fixed():
-                    if entry.stages_per_rank * ranks != stages:
-                        continue
-                    grid = entry.build(ranks, microbatches)
-                case Interleaved():
-                    grid = entry.build(ranks, microbatches, stages // ranks)
+            grid = grid_for(name, ranks, microbatches, stages // ranks)
         except ScheduleError:
-            continue  # this schedule does not exist with so few microbatches
+            continue  # this schedule does not exist with so many stages, or so few microbatches
         if all(placement.ranks[a.stage] == r for r, row in enumerate(grid.rows) for g in row for a in g):
             yield grid
 
