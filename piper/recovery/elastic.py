@@ -115,7 +115,7 @@ class ElasticRun(RecoveringRun):
         """Take another program and the memory of its versions. No worker may run."""
         if self.versions not in self.memory:
             self.versions.close()
-        self.versions, self.turn = type(self.versions)(program.plans), turn
+        self.versions, self.turn = self.versions.of(program.plans), turn
         if self.memory:
             files = self.memory[turn].descriptors
             self.versions.close()

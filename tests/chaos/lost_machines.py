@@ -18,7 +18,8 @@ from piper.runtime.worker import Options
 from tests.chaos.parts import Asked, Seen, mismatches, recoveries
 from tests.hosts import test_ray as on_hosts
 from tests.hosts.machines import hosts, obstacle
-from tests.hosts.training import on_one_device, wait_for_step
+from tests.hosts.training import events as events_of
+from tests.hosts.training import on_one_device, wait_for_events, wait_for_step
 from tests.ray import test_recovery as on_nodes
 from tests.runtime.grid import batches
 
@@ -40,13 +41,13 @@ def ray_hosts(asked: Asked) -> Seen:
                 lost, began = on_hosts.other_working(made), time.monotonic()
                 (lost.kill if number % 2 else lost.unplug)()
                 seen.events += 1
-                on_hosts.wait_for_events(run, 2, driver)
+                wait_for_events(run, 2, driver)
                 took = time.monotonic() - began
                 try:
                     on_hosts.check(run, driver, wanted)
                 except AssertionError:
                     seen.identical = False
-            if on_hosts.events(run) == [("failure", None), ("recovery", "memory")]:
+            if events_of(run) == [("failure", None), ("recovery", "memory")]:
                 seen.recovered += 1
                 seen.seconds.append(took)
     return seen

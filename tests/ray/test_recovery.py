@@ -22,10 +22,10 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers import ray as launcher
+from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.ray import RayStarter
-from piper.launchers.ray_workers import RayWorkerGroup
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
@@ -96,7 +96,7 @@ def copied() -> Program:
     return compile(protected())
 
 
-def group_of(run: RecoveringRun) -> RayWorkerGroup:
+def group_of(run: RecoveringRun) -> AgentWorkerGroup:
     assert isinstance(run.starter, RayStarter) and run.starter.group is not None
     return run.starter.group
 
@@ -178,7 +178,7 @@ def test_machines_that_are_not_there_are_missed_before_training(
         ):
             pass
         assert str(caught.value) == cleandoc(text)
-    monkeypatch.setattr("piper.launchers.ray_versions.version_bytes", lambda plans, device: 2**60)
+    monkeypatch.setattr("piper.launchers.agent_versions.version_bytes", lambda plans, device: 2**60)
     with (
         pytest.raises(ConfigError, match="there is too little shared memory to keep versions") as refused,
         recovering(copied, "ray", Options(), retries=3),
