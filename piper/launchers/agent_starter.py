@@ -17,6 +17,7 @@ from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that machines may take to come
 LOOK = 2.0  # seconds between two looks at whether there is room
+SETTLE = 8.0  # seconds that agents may take to answer before their machines count as lost
 SOON = 0.1  # seconds between two looks at which agents have answered
 SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
 
@@ -49,8 +50,9 @@ class AgentStarter(ABC):
 
     @property
     def near(self) -> bool:
-        """Return whether all workers are on the driver's machine, and see its memory."""
-        return self.group is None or {a.address for a in self.group.agents.values()} == {self.calls.own}
+        """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
+        self._hire()
+        return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
 
     def start(self, options: Options) -> RemoteRun:
         """Start a worker for each device."""
@@ -88,7 +90,7 @@ class AgentStarter(ABC):
         until = monotonic() + GROUP
         while True:
             self._hire()
-            ranks = self._ranks()
+            ranks = self._ranks(len(self.machines))
             before = {bundle: machine for machine, bundle in self.used.items()}
             usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in before, ranks[b], b))
             if len(usable) >= len(self.machines):
@@ -105,10 +107,21 @@ class AgentStarter(ABC):
                 raise self._lacking()
             sleep(LOOK)
 
-    def _ranks(self) -> dict[int, int]:
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return for how many devices workers can be started now; `warm`: by agents that have torch."""
+        until = monotonic() + (0.0 if warm else SETTLE)
+        while True:
+            self._hire()
+            found = self._ranks(len(self.agents))
+            count = sum(not (warm and starting) for starting in found.values())
+            if count >= len(self.machines) or monotonic() > until:
+                return self.width * count
+            sleep(SOON)
+
+    def _ranks(self, wanted: int) -> dict[int, int]:
         """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
 
-        It takes long to see that a machine is lost, so agents are asked.
+        It takes long to see that a machine is lost, so agents are asked. wanted: answers that are enough.
         """
         finished = self.calls.finished
         found = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
@@ -118,7 +131,7 @@ class AgentStarter(ABC):
             if bundle not in found
         }
         until = monotonic() + REACH
-        while sum(map(finished, asked.values())) < len(self.machines) and monotonic() < until:
+        while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
             finished([call for calls in asked.values() for call in calls], SOON)
         for bundle, calls in asked.items():
             try:

@@ -50,6 +50,9 @@ class Starter(Protocol):
     def start(self, options: Options) -> Recoverable:
         """Start all workers."""
 
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
+
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
 
@@ -79,6 +82,10 @@ class InlineStarter:
 
     def __init__(self, program: ProgramLike, versions: Versions) -> None:
         self.program, self.versions = program, versions
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return None: threads need no room."""
+        return None
 
     def start(self, options: Options) -> InlineRun:
         """Start all workers."""
@@ -110,6 +117,10 @@ class LocalStarter:
         self.places: Sequence[int] | None = None
         self.packed: bytes | None = None
         self.group: LocalWorkerGroup | None = None
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return None: this machine is there as long as the driver."""
+        return None
 
     def start(self, options: Options) -> RemoteRun:
         """Start all workers, and the fork server too where it is lost."""

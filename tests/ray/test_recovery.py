@@ -4,8 +4,10 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from piper.compiler import Program, compile
-from piper.directives import protect
+from piper.directives import Directive, protect, replicate
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.job import Job
@@ -25,10 +27,15 @@ from piper.launchers import ray as launcher
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
+from piper.launchers.processes import gone
 from piper.launchers.ray import RayStarter
+from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
+from piper.train.elastic_programs import Programs
+from tests.recovery import test_elastic as elastic
 from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -64,11 +71,11 @@ def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
 
 
 @contextmanager
-def three_nodes() -> Iterator[Cluster]:
-    """Start four raylets on this machine. The head has no room for workers, the others for one each."""
+def cluster_of(count: int) -> Iterator[Cluster]:
+    """Start nodes on this machine with room for one worker each, and a head that has none."""
     with launcher.loopback():
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(3):
+        for _ in range(count):
             made.add_node(num_cpus=1)
         ray.init(address=made.address, logging_level=logging.ERROR, log_to_driver=False)
         made.wait_for_nodes(timeout=120)
@@ -81,7 +88,7 @@ def three_nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def nodes() -> Iterator[Cluster]:
-    with three_nodes() as made:
+    with cluster_of(3) as made:
         yield made
 
 
@@ -102,11 +109,14 @@ def group_of(run: RecoveringRun) -> AgentWorkerGroup:
 
 
 def lose(nodes: Cluster, run: RecoveringRun, device: int) -> str:
-    """Kill the node of a device. Return its name."""
-    where = group_of(run).locations[device].node
-    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where]
+    """Kill the node of a device, and wait until its worker has ended with it. Return its name."""
+    where, until = group_of(run).locations[device], time.monotonic() + 60
+    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where.node]
     nodes.remove_node(lost, allow_graceful=False)
-    return where
+    while not gone(where.process):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return where.node
 
 
 def test_a_lost_node_is_replaced_by_a_spare(
@@ -186,3 +196,54 @@ def test_machines_that_are_not_there_are_missed_before_training(
         pass
     assert refused.value.by.startswith("--retries, on /dev/shm of ")
     assert not list(Path("/dev/shm").glob("piper*"))
+
+
+def elastic_job(copies: bool) -> Job:
+    """One stage on one device, or replicas on two that are on machines of their own."""
+
+    def replicas(devices: Sequence[int]) -> list[Directive]:
+        asked = protect(at(), copies=1, devices_per_machine=1)
+        return [replicate(at(), devices, zero=1), *([asked] if copies and len(devices) > 1 else [])]
+
+    return elastic.job(strategy=replicas, elastic=(1, 2))
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
+    copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state moves through a folder that all machines see, from the copy in memory or from a checkpoint."""
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr(RayStarter, "near", False)
+    monkeypatch.setattr("piper.launchers.agent_starter.SETTLE", 1.0)
+    given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"
+    disk = Disk(folder=tmp_path, newest=lambda: saved, batches=lambda found: iter(given[found.step :]))
+    program = compile(elastic_job(copies))
+    programs = Programs(program)
+    sizes = ElasticRange(fewest=1, most=2, program=programs.program)
+    make = partial(ElasticRun, sizes=sizes)
+    losses: list[float] = []
+    with (
+        cluster_of(2) as nodes,
+        recovering(program, "ray", Options(), retries=3, notify=events.append, disk=disk, make=make) as run,
+    ):
+        assert isinstance(run, ElasticRun)
+        for batch in given:
+            if len(losses) == 3:
+                run.save(saved)
+                lose(nodes, run, 1)
+            losses.append(run.step(batch).loss)
+            time.sleep(0.5 if len(losses) > 4 else 0)  # until a node has joined and its agent is warm
+            if len(run.places) == 1 and len(nodes.worker_nodes) == 1:
+                nodes.add_node(num_cpus=1)
+            if len(run.places) == 2 and len(nodes.worker_nodes) == 2 and len(losses) > 4:
+                break
+        elastic.assert_plain(losses, run.state_dict())
+    programs.close()
+    assert [event.what for event in events if event.event == "resize"] == [
+        "going on with 1 device instead of 2: there is room for 1",
+        "going on with 2 devices instead of 1: lost ones are tried",
+    ]
+    sources = [event.source for event in events if event.event == "recovery"]
+    assert sources == (["memory", "memory"] if copies else [str(saved), "memory"])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
