@@ -4,15 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
-SUITE ?= tests
+# Files with a test that has a marker: reading all the others takes half a minute on each worker.
+MATRIX = $(shell grep -rlE --include='test_*.py' 'mark\.matrix|covering import .*selected' tests)
+RAY = $(shell grep -rl --include='test_*.py' 'mark\.ray' tests)
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test mutate matrix ray demo lint format bench gallery pictures
+.PHONY: help setup test mutate matrix matrix-full ray demo lint format bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
-	@echo "make test     the tests (no GPU, network or Ray); make matrix: every composition of strategies"
+	@echo "make test     the tests (no GPU, network or Ray)"
+	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make mutate   do the tests notice? They run against small edits of piper/; MUTATE=--help says how to choose"
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
@@ -41,10 +44,13 @@ mutate: setup
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutation.run --summary build/mutation.json $(MUTATE)
 
 matrix: setup
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(SUITE)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(MATRIX)
+
+matrix-full: setup
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "matrix or exhaustive" $(MATRIX)
 
 ray: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(SUITE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(RAY)
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/piper train recipes/moe_dualpipe.py:demo --on local

@@ -1,6 +1,6 @@
 """Published training runs, simulated as ordinary strategies: predicted next to published TFLOP/s per device.
 
-python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--tune] [--out FILE]
+python benchmarks/published.py [--rows MODEL,MODEL] [--full] [--tune] [--jobs N] [--out FILE]
 
 A row names a model, its shape, its devices and how it was divided. Its model is captured with two layers,
 which are then repeated: equal layers share code and cost the same. The strategy is a list of directives, the
@@ -11,9 +11,10 @@ Microbatch sizes and interleaving are those of the scripts that the authors publ
 A pipeline repeats itself once it is full, so a step with many microbatches is extrapolated from two shorter
 ones. `--full` simulates every microbatch.
 
-`--tune` also searches for a strategy of each run whose microbatches can all be simulated, in a small space:
-up to twice the ranks, the published microbatch or half of it, the published degrees of tensor and context
-parallelism or none.
+`--tune` also searches for a strategy of each run, from the published one, so that what is found is never
+slower. The space is small: up to twice the ranks, the published microbatch or smaller ones, the published
+degrees of tensor and context parallelism, half of the tensor parallelism, or none. Long steps are
+extrapolated here too. The search evaluates the published strategy first: that is the prediction of its row.
 """
 
 import argparse
@@ -21,9 +22,13 @@ import csv
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from published_models import Decoder, Sizes, divided_weights, loss
@@ -43,14 +48,18 @@ from piper.schedules.names import grid_for
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
-from piper.tuning.choice import SYNTHESISED
+from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice
+from piper.tuning.evaluate import Evaluation
+from piper.tuning.result import Tuned
 from piper.tuning.space import Space
+from piper.tuning.strategy_search import StrategySearch
 
+T = TypeVar("T")
 TABLE = Path(__file__).parent / "published.csv"
 CLUSTERS = {"H100": "h100", "A100": "a100"}
 LAYERS = 2  # that are captured
-TRIALS = 8  # of a search
-MOST_PASSES = 64  # ranks times microbatches of a step that is searched
+TRIALS = 3  # of a search without tensor and context parallelism, and of one with them
+MOST_PASSES = 64  # ranks times microbatches of a step for which orders are synthesised
 FIELDS = {"tokens": 1, "labels": 1}
 # What the table does not say: samples of a microbatch and stages of a rank (Megatron-LM: its script for table
 # 1; Llama 3: section 3.3.2, by which a stage is one layer, and the embedding and the head are stages too).
@@ -310,24 +319,53 @@ def predicted(row: Row, *, full: bool = False) -> Found:
 class Chosen:
     """What `tune` would have chosen for a row."""
 
-    found: Found
+    found: Found  # the published strategy, as the search evaluated it first
     label: str
     step: float
-    took: float
+    tried: int  # candidates, with the published one
+    held: tuple[float, float]  # GiB of a device: published, tuned
+    took: float  # seconds of this machine
 
     def __str__(self) -> str:
         return (
             f"{self.found.row.name:32} {self.found.step:9.2f} s {self.step:9.2f} s "
-            f"{100 * (self.found.step / self.step - 1):+7.1f} % {self.took:7.1f} s  {self.label}"
+            f"{100 * (self.found.step / self.step - 1):+7.1f} % {self.tried:6} "
+            f"{self.held[0]:6.0f} {self.held[1]:6.0f} GiB {self.took:7.1f} s  {self.label}"
         )
 
 
-def chosen(found: Found) -> Chosen | None:
-    """Search for the strategy of a row. None: its step has too many microbatches to simulate them all."""
-    row = found.row
-    if row.pp * row.microbatches > MOST_PASSES:
-        return None
+class DoesNotFitError(Exception):
+    """The published strategy holds more than the cluster's devices have left for a plan."""
+
+    def __init__(self, peak: int) -> None:
+        self.peak = peak
+
+
+def chosen(row: Row) -> Chosen:
+    """Search for the strategy of a row, from the published one.
+
+    Where that one holds more than a device has by our count, the search may use as much.
+    """
     begin = time.process_time()
+    try:
+        tuned, first_took = searched(row, None)
+    except DoesNotFitError as held:
+        tuned, first_took = searched(row, held.peak)
+    first, best = tuned.evaluated[0], tuned.best
+    return Chosen(
+        found=Found(row=row, step=first.step, took=first_took),
+        label=label_of(best.choice),
+        step=best.step,
+        tried=len(tuned.evaluated),
+        held=(first.needs / 2**30, best.needs / 2**30),
+        took=time.process_time() - begin,
+    )
+
+
+def searched(row: Row, memory: int | None) -> tuple[Tuned, float]:
+    """Search in a row's space. Return also the CPU time until the published strategy was evaluated."""
+    begin, usable = time.process_time(), load_cluster(CLUSTERS[row.gpu]).usable(0)
+    evaluated: list[float] = []
     tokens = torch.zeros((row.global_batch, row.sizes.seq), dtype=torch.long)
     job = piper.Job(
         model=lambda: Decoder(row.sizes),
@@ -336,21 +374,51 @@ def chosen(found: Found) -> Chosen | None:
         optimizer=lambda params: torch.optim.AdamW(params, fused=True),
         precision="bf16",
     )
-    space = Space(
-        ranks=tuple(n for n in (1, 2, 4, 8, 16) if n <= 2 * row.pp),
-        rows=tuple({row.samples, max(1, row.samples // 2)}),
-        schedules=("1f1b", SYNTHESISED),
+
+    def noted(search: StrategySearch, found: Evaluation) -> None:
+        evaluated.append(time.process_time() - begin)
+        if memory is None and found.choice.schedule == GIVEN and found.needs > usable:
+            raise DoesNotFitError(found.peak)
+
+    tuned = piper.tune(
+        job,
+        CLUSTERS[row.gpu],
+        row.devices,
+        memory=memory,
+        space=space_of(row),
+        start=strategy_of(row, row.microbatches),
+        extrapolate=True,
+        trials=TRIALS,
+        front=False,
+        compile=True,
+        progress=noted,
+    )
+    return tuned, evaluated[0]
+
+
+def label_of(choice: StrategyChoice) -> str:
+    """Return a strategy in a few words, without the sizes of many stages."""
+    if choice.schedule == GIVEN:
+        return "as published"
+    sizes = " ".join(map(str, choice.sizes))
+    return choice.label.replace(f", stages {sizes}", f", {len(choice.sizes)} stages")
+
+
+def space_of(row: Row) -> Space:
+    """Return what to choose from: the published degrees and smaller ones, and up to twice the ranks."""
+    few = row.pp * row.microbatches <= MOST_PASSES
+    return Space(
+        ranks=tuple({1, row.pp // 4, row.pp // 2, row.pp, 2 * row.pp}),
+        rows=tuple({1, row.samples // 4, row.samples // 2, row.samples}),
+        stages_per_rank=tuple({1, row.stages_per_rank}),
+        schedules=("1f1b", "interleaved-1f1b", *((SYNTHESISED,) if few else ())),
         zeros=(0, 1, 3),
         mixed=False,
-        neighbours=("replicas",),
-        tensor=tuple({1, row.tp}),
+        neighbours=("ranks",) if row.sizes.gated else ("replicas",),
+        tensor=tuple({1, row.tp // 2, row.tp}),
         context=tuple({1, row.cp}),
         boundaries=("balanced",),
     )
-    best = piper.tune(
-        job, CLUSTERS[row.gpu], row.devices, space=space, trials=TRIALS, front=False, compile=True
-    ).best
-    return Chosen(found=found, label=best.choice.label, step=best.step, took=time.process_time() - begin)
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
@@ -376,27 +444,39 @@ def summary(found: Sequence[Found]) -> list[str]:
     return lines
 
 
+def each(work: Callable[[Row], T], rows: Sequence[Row], jobs: int) -> Iterator[T]:
+    """Yield what comes of each row, in their order."""
+    if jobs == 1:
+        yield from map(work, rows)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--rows", default="", help="models, such as 1.7B,405B; default: all")
     parser.add_argument("--full", action="store_true", help="simulate every microbatch")
     parser.add_argument("--tune", action="store_true", help="also search for a strategy of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each in a process of its own")
     parser.add_argument("--out", type=Path, help="write the figures as JSON lines")
     options = parser.parse_args()
     wanted = set(filter(None, options.rows.split(",")))
-    found = []
-    print(f"{'run':32} {'published':>9} {'predicted':>9} {'error':>9} {'step':>11} {'CPU':>9}")
-    for row in rows_of(options.table):
-        if not wanted or row.model in wanted:
-            found.append(predicted(row, full=options.full))
-            print(found[-1], flush=True)
-    lines = summary(found)
-    print(*lines, sep="\n")
+    rows = [row for row in rows_of(options.table) if not wanted or row.model in wanted]
+    found: list[Found] = []
     if options.tune:
-        print(f"\n{'run':32} {'published':>11} {'tuned':>11} {'faster':>9} {'CPU':>9}  strategy")
-        for one in found:
-            print(chosen(one) or f"{one.row.name:32} too many microbatches to simulate all", flush=True)
+        heading = f"{'run':32} {'published':>11} {'tuned':>11} {'faster':>9} {'tried':>6}"
+        print(f"{heading} {'memory':>17} {'CPU':>9}  strategy")
+        for made in each(chosen, rows, options.jobs):
+            print(made, flush=True)
+            found.append(made.found)
+        print()
+    print(f"{'run':32} {'published':>9} {'predicted':>9} {'error':>9} {'step':>11} {'CPU':>9}")
+    for one in found or each(partial(predicted, full=options.full), rows, options.jobs):
+        print(one, flush=True)
+        found += [one] if not options.tune else []
+    print(*summary(found), sep="\n")
     if options.out is not None:
         figures = [
             {"run": f.row.name, "published": f.row.published, "predicted": f.predicted, "step_s": f.step}

@@ -160,8 +160,15 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     return program
 
 
-def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None, whole: bool = False) -> Program:
-    """Compile a job whose model is captured as `capturing` does.
+def build(
+    job: Job,
+    capturing: Capturing,
+    *,
+    state_bytes: int | None = None,
+    whole: bool = False,
+    prove: bool = True,
+) -> Program:
+    """Compile a job whose model is captured as `capturing` does. prove=False: it is only simulated.
 
     state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
     None: it is tried. whole: that compilation found that it needs whole parameters.
@@ -191,7 +198,7 @@ def build(job: Job, capturing: Capturing, *, state_bytes: int | None = None, who
         if applied.graph.precisions and job.precision != "fp64":
             by = next(each.title for each in applied.graph.directives if each.verb == "precision")
             check_machine(capturing.recordings.device, by)
-        plans, work = lower(applied.graph, settings, completed)
+        plans, work = lower(applied.graph, settings, completed, prove=prove)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
-from piper.capture.compile.servers import CompileServers
+from piper.capture.compile.servers import CompileServers, start_kernel_compilers
 from piper.capture.divide.request import DeviceGrid, Request, groups_of
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.record import LossFn
@@ -232,14 +232,17 @@ class Capturing:
         return self.recordings.differentiated[key]
 
     def _start_compilers(self, model: nn.Module) -> None:
-        """Start the processes that compile kernels and, for a large model and an empty cache, graphs.
+        """Start what takes its time while the model is traced.
 
-        They are then ready when the trace is. What an earlier run has compiled needs none of them.
+        If the cache is empty, these are the processes that compile kernels and, for a large model, graphs.
+        What an earlier run has compiled needs none of them, but its names need digests of many files.
         """
         if self.cache is None or self.recordings.device == "cpu":
             return
-        from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
+        from piper.capture.compile.inductor import read_versions  # with the compiler, which takes a second
 
-        AsyncCompile.use_process_pool()
-        if self.cache.empty() and len(list(model.parameters())) >= LARGE:
-            self.servers.start(self.recordings.device)
+        read_versions(self.recordings.device)
+        if self.cache.empty():
+            start_kernel_compilers()
+            if len(list(model.parameters())) >= LARGE:
+                self.servers.start(self.recordings.device)

@@ -72,9 +72,16 @@ def measure() -> Cluster:
     speech = conversation()
     cores = os.cpu_count() or 1
     devices = torch.cuda.device_count() if kind == "cuda" else 64
+    link = Link(
+        name="node",
+        devices=0,
+        bandwidth=speech.bandwidth,
+        latency=speech.latency,
+        cores=0.0 if kind == "cuda" else 1.0,  # a process that sends or receives copies
+    )
     return Cluster(
         name="measured",
-        links=(Link(name="node", devices=0, bandwidth=speech.bandwidth, latency=speech.latency),),
+        links=(link,),
         flops=flops,
         memory=memory(kind),
         memory_bandwidth=bandwidth,
@@ -199,7 +206,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     for link in cluster.links:
         lines += ["", "[[link]]", f'name = "{link.name}"', f"devices = {link.devices}"]
         lines += [f"bandwidth = {link.bandwidth:.4g}", f"latency = {link.latency:.3g}"]
-        lines += [f"slows = {link.slows:.3g}"]
+        lines += [f"slows = {link.slows:.3g}", f"cores = {link.cores:.3g}"]
     try:
         write_output(path, "\n".join(lines) + "\n", lines[0])
     except OSError as error:

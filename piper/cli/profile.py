@@ -32,6 +32,13 @@ def profile(
         Path | None,
         typer.Option(help="Write costs for `piper simulate --costs` to this file.", metavar="FILE"),
     ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="For --calibrate: another run of the model, with microbatches of another size.",
+            metavar="DIR",
+        ),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -64,7 +71,7 @@ def profile(
         return
     found = profile_at(target, on, steps, console)
     if calibrate is not None:
-        write_calibration(found, calibrate, cluster)
+        write_calibration(found, calibrate, cluster, also or [])
         console.print(f"Costs in {calibrate}: piper simulate RECIPE --costs {calibrate}")
     show_profile(found, console, as_json)
 
@@ -92,12 +99,14 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
     return read_profile(train_recipe(asked, console).folder)
 
 
-def write_calibration(found: "Profile", path: Path, cluster: str | None) -> None:
-    """Write the costs that a profile measured."""
+def write_calibration(found: "Profile", path: Path, cluster: str | None, also: list[Path]) -> None:
+    """Write the costs that a profile measured, with those of more runs of the model."""
     from piper.simulate.calibrate import calibrate
     from piper.simulate.cluster import load_cluster
     from piper.simulate.measured import write_costs
+    from piper.simulate.profile import read_profile
 
     cores = (os.cpu_count() or 1) if found.accelerator == "cpu" else 0
     other = None if cluster is None else load_cluster(cluster)
-    write_costs(calibrate(found, cores=cores, cluster=other), path)
+    others = map(read_profile, also)
+    write_costs(calibrate(found, *others, cores=cores, cluster=other), path)

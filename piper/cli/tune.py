@@ -22,6 +22,13 @@ def tune(
     ] = None,
     costs: CostsFile = None,
     trials: Annotated[int, typer.Option(help="How many candidates to compile at most.", metavar="N")] = 80,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="A JSON strategy that you have: none is chosen that takes longer.", metavar="FILE"),
+    ] = None,
+    extrapolate: Annotated[
+        bool, typer.Option("--extrapolate", help="Predict steps of many microbatches from shorter ones.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the best strategy as JSON.", metavar="FILE")] = None,
     python: Annotated[
         Path | None, typer.Option(help="Write the best strategy as Python.", metavar="FILE")
@@ -36,6 +43,7 @@ def tune(
     Ctrl-C ends the search and gives the best strategy so far.
     """
     from piper.cli.tune_report import print_tuned, progress_on, read_size, tuned_report
+    from piper.directives.json import load_strategy
     from piper.files import refuse_existing, write_output
     from piper.format import wide_console
     from piper.recipe import load_recipe  # torch is paid for only where it is used
@@ -46,9 +54,20 @@ def tune(
         if file is not None:
             refuse_existing(file)
     limit = None if memory is None else read_size(memory)
+    first = None if start is None else load_strategy(start)
     job = load_recipe(recipe)
     with progress_on(wide_console(stderr=True), trials) as progress:
-        found = search(job, cluster, devices, memory=limit, costs=costs, trials=trials, progress=progress)
+        found = search(
+            job,
+            cluster,
+            devices,
+            memory=limit,
+            costs=costs,
+            trials=trials,
+            start=first,
+            extrapolate=extrapolate,
+            progress=progress,
+        )
     if out is not None:
         refuse_existing(out)
         out.write_text(found.json, encoding="utf-8")

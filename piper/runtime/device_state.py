@@ -1,6 +1,7 @@
 """The state of a device between steps: its part of the parameters, their optimizer, and buffers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from piper.runtime.host_state import HostState
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# ^ whose fused kernels divide gradients by `grad_scale`
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
 
@@ -132,19 +135,18 @@ class DeviceState:
         makes the host wait.
         weighted: the gradients are divided by the weight.
         """
-        weight, scale = self._factors(sums, weighted=weighted)
-        for name, parts in gradients.items():
-            if weight is not None:
-                torch._foreach_div_(parts, weight)
-            if self.keep_gradients:
-                self.gradients[name] = torch.cat([part.reshape(-1) for part in parts])
-            if scale is not None:
-                torch._foreach_mul_(parts, scale)
+        weight = sums[2] if sums is not None and weighted else None
+        if self.keep_gradients:
+            for name, parts in gradients.items():
+                flat = torch.cat([part.reshape(-1) for part in parts])
+                self.gradients[name] = flat if weight is None else flat / weight
         if self.optimizer is None:
             return  # the device's shards are padding only
+        divisor = self._divisor(sums, weight)
         for portion in self._portions(self.optimizer, gradients):
             give_gradients(portion)
-            self.optimizer.step()
+            with divided(self.optimizer, [tensor for tensor, _ in portion], divisor):
+                self.optimizer.step()
             for tensor, _ in portion:
                 tensor.grad = None
             updated = [tensor for tensor, _ in portion if tensor in self.copies]
@@ -196,17 +198,13 @@ class DeviceState:
                 some = True
         return found if some else None
 
-    def _factors(self, sums: Tensor | None, *, weighted: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return the divisor of the gradients and the factor that clips their norm. None: not needed."""
-        if sums is None:
-            return None, None
-        weight = sums[2] if weighted else None
-        if self.setup.clip_norm is None:
-            return weight, None
-        norm = sums[0].sqrt()
-        if weight is not None:
-            norm = norm / weight
-        return weight, (self.setup.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    def _divisor(self, sums: Tensor | None, weight: Tensor | None) -> Tensor | None:
+        """Return the divisor of the gradients: their weight, and more where that clips their norm."""
+        if sums is None or self.setup.clip_norm is None:
+            return weight
+        divisor = torch.ones_like(sums[0]) if weight is None else weight
+        excess = (sums[0].sqrt() / divisor + 1e-6) / self.setup.clip_norm
+        return divisor * excess.clamp(min=1.0)
 
     def _portions(
         self, optimizer: Optimizer, gradients: Mapping[str, list[Tensor]]
@@ -247,6 +245,23 @@ def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
         tensor.grad = cast
     if casts:  # together: on CUDA casts one by one move half as many bytes a second
         torch._foreach_copy_(casts, sources)
+
+
+@contextmanager
+def divided(optimizer: Optimizer, tensors: Sequence[Tensor], divisor: Tensor | None) -> Iterator[None]:
+    """Let an optimizer see the gradients of tensors divided. torch's fused kernels divide as they read."""
+    types = {tensor.dtype for tensor in tensors} if divisor is not None else set[torch.dtype]()
+    fused = type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    if divisor is not None and fused and types == {torch.float32} and not optimizer._optimizer_step_pre_hooks:
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` does
+        yield
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+        return
+    for dtype in types:  # CUDA divides all in one kernel if the divisor has their type
+        assert divisor is not None
+        values = [tensor.grad for tensor in tensors if tensor.grad is not None and tensor.dtype is dtype]
+        torch._foreach_div_(values, divisor.to(dtype))
+    yield
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:

@@ -1,5 +1,6 @@
 """Draws the random numbers of a model's initial values on the device that it will run on."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,6 +26,10 @@ _MAKES = {  # operations that return a new tensor of random numbers
 }
 
 
+PIECE = 2**26  # bytes that are copied at a time
+CORES = 16  # that copy at a time: more are no faster
+
+
 class DrawnOn(TorchDispatchMode):
     """Draws floating-point numbers for tensors of the host on an accelerator, and copies them to the host.
 
@@ -37,6 +42,7 @@ class DrawnOn(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.buffers: list[Tensor] = []  # pinned ones, as soon as a large tensor is copied
 
     def __torch_dispatch__(
         self,
@@ -51,10 +57,42 @@ class DrawnOn(TorchDispatchMode):
         if func in _FILLS and _on_host(args[0]):
             target: Tensor = args[0]
             empty = torch.empty(target.shape, dtype=target.dtype, device=self.device)
-            return target.copy_(func(empty, *args[1:], **kwargs))
+            return self._copy(func(empty, *args[1:], **kwargs), target)
         if func in _MAKES and _made_on_host(args, kwargs):
-            return func(*args, **{**kwargs, "device": self.device, "pin_memory": False}).cpu()
+            made: Tensor = func(*args, **{**kwargs, "device": self.device, "pin_memory": False})
+            return self._copy(made, torch.empty_like(made, device="cpu"))
         return func(*args, **kwargs)
+
+    def _copy(self, drawn: Tensor, target: Tensor) -> Tensor:
+        """Copy what was drawn to the host: piece by piece, and there by several cores.
+
+        The host's memory is new. To write it for the first time takes one core a second for each GB.
+        """
+        if not drawn.is_cuda or drawn.nbytes <= PIECE or not target.is_contiguous():
+            return target.copy_(drawn)
+        self.buffers = self.buffers or [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        length = PIECE // drawn.element_size()
+        pieces = [*zip(drawn.view(-1).split(length), target.view(-1).split(length), strict=True)]
+        staged = [buffer.view(drawn.dtype) for buffer in self.buffers]
+        events = [torch.cuda.Event() for _ in staged]
+
+        def send(number: int) -> None:
+            piece = pieces[number][0]
+            staged[number % 2][: len(piece)].copy_(piece, non_blocking=True)
+            events[number % 2].record()
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(min(CORES, len(os.sched_getaffinity(0))))
+        try:
+            send(0)
+            for number, (_, place) in enumerate(pieces):
+                if number + 1 < len(pieces):
+                    send(number + 1)
+                events[number % 2].synchronize()
+                place.copy_(staged[number % 2][: len(place)])
+        finally:
+            torch.set_num_threads(threads)
+        return target
 
 
 def _on_host(value: object) -> bool:

@@ -1,9 +1,10 @@
 """Makes a profile into costs: the time of chunks, copies and communication over all recorded steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from piper.errors import ConfigError
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
 from piper.simulate.cluster import Cluster
@@ -29,20 +30,31 @@ class MeasuredTimes:
 
 
 def calibrate(
-    profile: Profile, *, cores: int = 0, node: int = 64, cluster: Cluster | None = None
+    profile: Profile, *others: Profile, cores: int = 0, node: int = 64, cluster: Cluster | None = None
 ) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
+
+    others: more profiles of the model. If their microbatches have another size, the time of a chunk at any
+    size follows from a line through the sizes that were measured.
 
     On a host, an instruction that computes costs the time for which its thread was computing, so that other
     work of a loaded machine does not count. The simulation models devices that share cores by itself. On an
     accelerator it costs the time from its start to its end.
     cluster: gives the cost of the kinds and sizes of communication that the profile does not have.
     """
-    samples = samples_of(profile, by_thread=profile.accelerator == "cpu")
+    samples = MeasuredTimes()
+    keyed: dict[tuple[str, str], list[float]] = {}  # by a chunk's key and phase
+    for one in (profile, *others):
+        check_same_model(profile, one)
+        samples.chunks = {}
+        add_samples(samples, one, by_thread=one.accelerator == "cpu")
+        for (name, phase), found in samples.chunks.items():
+            keyed.setdefault((one.works[name].key, phase), []).extend(found)
     chunks: dict[str, dict[str, float]] = {}
-    for (name, phase), found in samples.chunks.items():
-        chunks.setdefault(profile.works[name].key, {})[phase] = median(found)
-    arithmetic, traffic = two_features(list(chunk_points(profile.works, chunks)))
+    for (key, phase), found in keyed.items():
+        chunks.setdefault(key, {})[phase] = median(found)
+    works = [work for one in (profile, *others) for work in one.works.values()]
+    arithmetic, traffic = two_features(list(chunk_points(works, chunks)))
     any_touch = line_through([point for points in samples.touches.values() for point in points])
     any_talk = line_through([point for points in samples.talks.values() for point in points])
     if cluster is not None:
@@ -52,6 +64,7 @@ def calibrate(
         model=profile.model,
         source=profile.recipe,
         chunks=chunks,
+        sizes=sizes_of((profile, *others), chunks),
         arithmetic=arithmetic,
         traffic=traffic,
         touches={op: line_through(points, any_touch) for op, points in samples.touches.items()},
@@ -71,6 +84,12 @@ def samples_of(profile: Profile, *, by_thread: bool) -> MeasuredTimes:
     by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
     """
     samples = MeasuredTimes()
+    add_samples(samples, profile, by_thread=by_thread)
+    return samples
+
+
+def add_samples(samples: MeasuredTimes, profile: Profile, *, by_thread: bool) -> None:
+    """Add the times of all recorded steps of all devices."""
     for step in range(profile.count):
         timelines = profile.timelines(step)
         for track in profile.tracks:
@@ -78,7 +97,6 @@ def samples_of(profile: Profile, *, by_thread: bool) -> MeasuredTimes:
             host = [row[2] for row in track.steps[step]] if by_thread else None
             add_spans(samples, plan, timeline, host)
             add_gaps(samples, plan, timeline)
-    return samples
 
 
 def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
@@ -114,12 +132,40 @@ def add_gaps(samples: MeasuredTimes, plan: Plan, timeline: Timeline) -> None:
             signalled[ins.signals] = place
 
 
+def check_same_model(one: Profile, other: Profile) -> None:
+    """Refuse profiles of two models."""
+    if one.model != other.model:
+        raise ConfigError(
+            "these profiles are of two models",
+            by=other.recipe or "profile",
+            facts={one.recipe or "the first": f"model {one.model}", "this one": f"model {other.model}"},
+            hint="profile one model at several microbatch sizes: only its strategy may differ",
+        )
+
+
+def sizes_of(
+    profiles: Sequence[Profile], chunks: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, Line]]:
+    """Return the lines of the chunks that were measured at several sizes, by name and phase."""
+    points: dict[tuple[str, str], Points] = {}
+    for profile in profiles:
+        for name, work in profile.works.items():
+            for phase, seconds in chunks.get(work.key, {}).items():
+                if phase in work.phases:
+                    points.setdefault((name, phase), []).append((float(sum(work.phases[phase])), seconds))
+    found: dict[str, dict[str, Line]] = {}
+    for (name, phase), measured in points.items():
+        if len({size for size, _ in measured}) > 1:
+            found.setdefault(name, {})[phase] = line_through(measured)
+    return found
+
+
 def chunk_points(
-    works: Mapping[str, ChunkWork], chunks: Mapping[str, Mapping[str, float]]
+    works: Iterable[ChunkWork], chunks: Mapping[str, Mapping[str, float]]
 ) -> Iterator[tuple[float, float, float]]:
     """Yield the arithmetic, the memory traffic and the seconds of every phase that was measured."""
     seen: set[str] = set()
-    for work in works.values():
+    for work in works:
         if work.key in seen:
             continue
         seen.add(work.key)

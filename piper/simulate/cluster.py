@@ -44,6 +44,7 @@ class Link:
     latency: float  # seconds
     devices: int = 0  # neighbours that it joins: 8 in a node, 256 in a rail; 0: all there are
     slows: float = 0.0  # the part of a device's speed that a communication over it takes from computing
+    cores: float = 0.0  # of those that devices share, which a communication occupies for each of its members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +230,7 @@ def read_links(links: list[object], source: str) -> tuple[Link, ...]:
         for key in ("bandwidth", "latency"):
             if key not in level:
                 raise bad_file(source, f"{where} ({level['name']}) has no {key!r}")
-        unknown = sorted(level.keys() - {"name", "bandwidth", "latency", "devices", "slows"})
+        unknown = sorted(level.keys() - {"name", "bandwidth", "latency", "devices", "slows", "cores"})
         if unknown:
             raise bad_file(source, f"nothing of {where} ({level['name']}) is called {unknown[0]!r}")
         values = {key: number(source, f"{where}.{key}", level[key]) for key in level if key != "name"}
@@ -243,6 +244,7 @@ def read_links(links: list[object], source: str) -> tuple[Link, ...]:
                 bandwidth=values["bandwidth"],
                 latency=values["latency"],
                 slows=part(source, f"{where}.slows", values.get("slows", 0.0)),
+                cores=values.get("cores", 0.0),
             )
         )
     return tuple(made)

@@ -20,6 +20,7 @@ class Talk:
     seconds: float = 0.0
     level: int = 0  # of the network: communications of one device on one level share its bandwidth
     slows: float = 0.0  # the part of its members' speed that it takes from their computing meanwhile
+    cores: float = 0.0  # that it occupies for each member, from its beginning to its end
 
 
 class Costs(Protocol):
@@ -125,7 +126,11 @@ class Roofline:
             # Gradients are copied into one buffer before, which takes the device's time.
             slows = min(MOST_SLOWED, slows + 2 * whole_of(nbytes, len(devices)) / self.bandwidth / seconds)
         return Talk(
-            latency=cluster.launch + cluster.latency(op, devices), seconds=seconds, level=level, slows=slows
+            latency=cluster.launch + cluster.latency(op, devices),
+            seconds=seconds,
+            level=level,
+            slows=slows,
+            cores=cluster.links[level].cores,
         )
 
 

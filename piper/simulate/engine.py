@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 
 from piper.plan.ops import OPS
-from piper.simulate.costs import Costs
+from piper.simulate.costs import Costs, Talk
 from piper.simulate.dependencies import DependencyGraph, InstructionCosts
 
 NO_INSTRUCTION = -1
@@ -140,29 +140,33 @@ class Engine:
             self.start[member] = self.now + wake
         talk = self.prices.talk(number)
         self.nominal[meeting] = talk.latency + talk.seconds
+        # Processes that copy are at work from the beginning: system calls and threads that wake up are most
+        # of a short communication.
+        latency = 0.0 if talk.cores and self.cores is not None else talk.latency
+        seconds = talk.seconds + talk.latency - latency
         task = Task(
             members,
-            talk.seconds,
-            self._lanes(members, talk.level) if talk.seconds else (),
-            self._slowed(members, talk.slows) if talk.seconds and talk.slows else (),
+            seconds,
+            self._lanes(members, talk) if seconds else (),
+            self._slowed(members, talk.slows) if seconds and talk.slows else (),
         )
-        if talk.latency + wake:
-            self._expect(task, self.now + wake + talk.latency)
-        elif talk.seconds:
+        if latency + wake:
+            self._expect(task, self.now + wake + latency)
+        elif seconds:
             self._join(task)
         else:
             self.over.append(task)
 
-    def _lanes(self, members: Sequence[int], level: int) -> list[tuple[Resource, float]]:
+    def _lanes(self, members: Sequence[int], talk: Talk) -> list[tuple[Resource, float]]:
         """Return what a communication uses: its members' links, and their cores where those copy."""
         uses: list[tuple[Resource, float]] = []
         for member in members:
             operation, program = OPS[self.web.instrs[member].op], self.web.program[member]
             for way, used in (("out", operation.sends), ("in", operation.receives)):
                 if used:
-                    uses.append((self._link(program, level, way), 1.0))
+                    uses.append((self._link(program, talk.level, way), 1.0))
             if self.cores is not None:
-                uses.append((self.cores, self.loads[program]))
+                uses.append((self.cores, self.loads[program] * (talk.cores or 1.0)))
         return uses
 
     def _link(self, program: int, level: int, way: str) -> Resource:

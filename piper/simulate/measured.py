@@ -33,6 +33,8 @@ class Measured:
     chunks: Mapping[str, Mapping[str, float]]  # by a chunk's key, then by phase
     arithmetic: float  # seconds for each unit of arithmetic of chunks that were not measured
     traffic: float  # and for each byte
+    sizes: Mapping[str, Mapping[str, Line]] = field(default_factory=dict)  # by a chunk's name, then by phase:
+    # seconds by arithmetic and bytes together, of chunks that were measured at several microbatch sizes
     touches: Mapping[str, Line] = field(default_factory=dict)  # by op
     talks: Mapping[str, Line] = field(default_factory=dict)  # by op
     any_touch: Line = NOTHING  # of ops that were not measured
@@ -45,7 +47,7 @@ class Measured:
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the seconds of a phase as measured, or estimated from phases that were measured."""
         assert chunk is not None, "measured costs need the outline"
-        found = self.chunks.get(chunk.key, {})
+        found = {**self.sized(chunk), **self.chunks.get(chunk.key, {})}
         if phase in found:
             return self.gap + found[phase]
         if phase in HALVES and "B" in found:
@@ -53,6 +55,15 @@ class Measured:
         if phase == "B" and all(half in found for half in HALVES):
             return self.gap + sum(found[half] for half in HALVES)
         return self.gap + self.estimate(chunk, phase)
+
+    def sized(self, chunk: Chunk) -> Mapping[str, float]:
+        """Return the seconds of each phase of a chunk at another size than those that were measured."""
+        lines = self.sizes.get(chunk.name, {})
+        return {
+            phase: lines[phase].at(spec.flops + spec.bytes_moved)
+            for phase, spec in chunk.phases.items()
+            if phase in lines
+        }
 
     def estimate(self, chunk: Chunk, phase: Phase) -> float:
         """Estimate a phase from its arithmetic and traffic, at the speeds measured for other chunks."""
@@ -68,7 +79,11 @@ class Measured:
         twin = {"send": "recv", "recv": "send"}.get(op, op)
         line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
         rounds = max(1, len(devices) - 1)
-        return Talk(latency=self.gap + line.base * rounds, seconds=line.slope * nbytes)
+        return Talk(
+            latency=self.gap + line.base * rounds,
+            seconds=line.slope * nbytes,
+            cores=1.0 if self.cores else 0.0,
+        )
 
 
 class MeasuredOn:
@@ -127,8 +142,6 @@ def check_model(costs: Measured, outline: CapturedModel) -> None:
 
 def write_costs(costs: Measured, path: Path) -> None:
     """Write costs to a file."""
-    lines = {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in costs.touches.items()}
-    talks = {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in costs.talks.items()}
     content = {
         "piper_costs": FORM,
         "model": costs.model,
@@ -140,8 +153,9 @@ def write_costs(costs: Measured, path: Path) -> None:
         "per_flop_s": costs.arithmetic,
         "per_byte_s": costs.traffic,
         "chunks": costs.chunks,
-        "touches": {**lines, "": {"base_s": costs.any_touch.base, "per_byte_s": costs.any_touch.slope}},
-        "talks": {**talks, "": {"base_s": costs.any_talk.base, "per_byte_s": costs.any_talk.slope}},
+        "touches": written_lines({**costs.touches, "": costs.any_touch}),
+        "talks": written_lines({**costs.talks, "": costs.any_talk}),
+        "sizes": {name: written_lines(by) for name, by in costs.sizes.items()},
     }
     try:
         write_output(path, json.dumps(content, indent=1) + "\n", '"piper_costs":')
@@ -165,6 +179,7 @@ def read_costs(path: Path) -> Measured:
             model=str(found["model"]),
             source=str(path),
             chunks={key: {p: float(s) for p, s in by.items()} for key, by in found["chunks"].items()},
+            sizes={name: read_lines(by) for name, by in found.get("sizes", {}).items()},
             arithmetic=float(found["per_flop_s"]),
             traffic=float(found["per_byte_s"]),
             any_touch=touches.pop(""),
@@ -186,6 +201,11 @@ def read_costs(path: Path) -> Measured:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError("this file holds no costs", by=str(path), facts={"why": why}, hint=HINT) from None
+
+
+def written_lines(lines: Mapping[str, Line]) -> dict[str, dict[str, float]]:
+    """Return lines as a file of costs has them."""
+    return {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in lines.items()}
 
 
 def read_lines(found: Mapping[str, Mapping[str, float]]) -> dict[str, Line]:

@@ -12,6 +12,7 @@ from piper.schedules.stages import Placement
 Shape = Literal["loop", "v"]
 Neighbours = Literal["replicas", "ranks"]  # which devices have neighbouring numbers
 SYNTHESISED = "synthesised"
+GIVEN = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -35,6 +36,8 @@ class Divide:
 
     weights: tuple[tuple[str, int], ...] = ()
     fields: tuple[tuple[str, int], ...] = ()
+    attention: str = "gather"  # how a divided sequence attends
+    balance: str | None = None  # which pieces of the sequence a device has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class StrategyChoice:
     rows: int  # samples of a microbatch on one replica
     microbatches: int
     sizes: tuple[int, ...]  # layers of each stage
-    schedule: str = ""  # a name, or synthesised; empty: one stage, ordered by the compiler
+    schedule: str = ""  # a name, synthesised, or given; empty: one stage, ordered by the compiler
     shape: Shape = "loop"  # how the stages are dealt to the ranks
     tensor: int = 1
     between: bool = False  # sequence parallelism between the regions that tensor parallelism divides
@@ -94,6 +97,8 @@ class StrategyChoice:
     @property
     def label(self) -> str:
         """Return the candidate in a few words: `PP8 DP8 zero 1, 16 x 1, zbv, stages 5 4 4 4 4 4 4 3`."""
+        if self.schedule == GIVEN:
+            return "the given strategy"
         parallel = [
             f"{name}{count}"
             for name, count in (
@@ -184,5 +189,15 @@ def placed(choice: StrategyChoice, here: At, rank: int, divide: Divide) -> list[
             shard(here, devices, ways=choice.tensor, axis="TP", weights=dict(divide.weights), between=between)
         )
     if group > 1 and choice.context > 1:
-        made.append(shard(here, devices, ways=choice.context, axis="CP", batch=dict(divide.fields)))
+        made.append(
+            shard(
+                here,
+                devices,
+                ways=choice.context,
+                axis="CP",
+                batch=dict(divide.fields),
+                attention=divide.attention,
+                balance=divide.balance,
+            )
+        )
     return made

@@ -1,11 +1,12 @@
 """Best-first search: the candidate with the lowest bound next, until no bound is below the best step."""
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from math import floor, log
 
+from piper.directives import Directive
 from piper.errors import PiperError
 from piper.schedules.grid import Grid
 from piper.schedules.synthesis.synthesise import synthesis
@@ -21,7 +22,8 @@ from piper.tuning.bounds import (
     work_bound,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
-from piper.tuning.evaluate import Evaluation, evaluate
+from piper.tuning.evaluate import Evaluation, evaluate, evaluate_strategy
+from piper.tuning.given import given_choice
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, meshes, schedules_of
@@ -187,6 +189,15 @@ class StrategySearch:
                 for known, held in zip(before, found.held, strict=True)
             ]
             yield from self.synthesised(replace(leaf, beyond=tuple(beyond)), limit, trials)
+
+    def begin(self, strategy: Sequence[Directive], limit: int) -> Evaluation | None:
+        """Evaluate a given strategy. None: it does not fit."""
+        shapes = self.shapes
+        choice = given_choice(strategy, shapes.devices, shapes.samples, shapes.layers)
+        found = evaluate_strategy(self.model, choice, strategy)
+        self.evaluated[choice, None] = found
+        self.report(self, found)
+        return found if found.needs <= limit else None
 
     def evaluate(self, leaf: Leaf) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted."""

@@ -1,7 +1,7 @@
 """`tune`: searches for the strategy with the shortest step that fits."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from piper.capture.recordings import Capturing, Recordings
 from piper.capture.short import short_capturing
 from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
-from piper.directives import apply, place
+from piper.directives import Directive, apply, place
 from piper.errors import ConfigError, PiperError
 from piper.gc_pause import no_collection
 from piper.ir.graph import start
@@ -24,7 +24,8 @@ from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
 from piper.tuning.bounds import State
 from piper.tuning.choice import Divide
-from piper.tuning.evaluate import Evaluation
+from piper.tuning.evaluate import Evaluation, verify
+from piper.tuning.given import divided_as
 from piper.tuning.model import BY, Model, layers_of
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Shapes, Space, rows_of
@@ -50,6 +51,8 @@ def tune(
     costs: str | Path | None = None,
     trials: int = TRIALS,
     space: Space | None = None,
+    start: Sequence[Directive] | None = None,
+    extrapolate: bool = False,
     gap: float = GAP,
     front: bool = True,
     captured: Program | Recordings | None = None,
@@ -64,6 +67,9 @@ def tune(
     costs: measured times of this model's chunks, from `piper profile --calibrate`, with the cluster's links.
     trials: how many candidates are compiled at most. gap: stop when no candidate can be shorter than the best
     by this fraction. space: what to choose from. front: also look for strategies that need less memory.
+    start: a strategy that you have. It is evaluated first, and if it fits, none is chosen that takes longer.
+    Tensor and context parallelism divide the weights and fields that it divides.
+    extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
     compile: the chunks will be compiled, so operations that Inductor fuses cost one kernel.
     """
     started = time.perf_counter()
@@ -78,6 +84,7 @@ def tune(
         if memory is None:
             reserve = machine.communicator * (1 - machine.fragmentation)
             model = replace(model, communicator=reserve)
+        model = replace(model, divide=divided_as(start or (), model.divide), extrapolate=extrapolate)
         search = StrategySearch(
             model=model,
             space=wanted,
@@ -88,7 +95,7 @@ def tune(
         )
         interrupted = False
         try:
-            run_all(search, limit, trials)
+            run_all(search, limit, trials, None if start is None else search.begin(start, limit))
         except KeyboardInterrupt:
             interrupted = True
             if search.best is None:
@@ -114,13 +121,13 @@ def tune(
     )
 
 
-def run_all(search: StrategySearch, limit: int, trials: int) -> None:
+def run_all(search: StrategySearch, limit: int, trials: int, first: Evaluation | None = None) -> None:
     """Search without tensor and context parallelism, then with them where that may be worth it.
 
     To divide a model takes seconds for each degree, so that is done where the space asks for it, where
-    nothing else fits, or where it might shorten the best step by `WORTH`.
+    nothing else fits, or where it might shorten the best step by `WORTH`. first: a strategy to beat.
     """
-    best = search.run(limit, trials)
+    best = search.run(limit, trials, best=first)
     if best is not None and best.choice.ranks > 1:
         search.refine(limit, REFINING_TRIALS)
         best = search.best
@@ -239,7 +246,7 @@ def verified(search: StrategySearch, limit: int) -> Evaluation:
     refused: PiperError | None = None
     for found in fitting:
         try:
-            search.model.compile(list(found.strategy), tried=False)
+            verify(search.model, found.strategy)
         except PiperError as error:
             refused = refused or error
             continue

@@ -28,7 +28,7 @@ Set LayerDrop's probability to 0 (`layerdrop=0.0`, `encoder_layerdrop=0.0`): a p
 def page() -> str:
     """Return the page."""
     rows = [
-        f"| {name} | {made.kind} | `{made.model.__name__}` | {FOUND.get(name, 'the numbers of one device')} |"
+        f"| {name} | {made.kind} | `{made.model}` | {FOUND.get(name, 'the numbers of one device')} |"
         for name, made in ARCHITECTURES.items()
     ]
     return TOP + "\n".join(rows) + "\n" + BOTTOM

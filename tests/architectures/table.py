@@ -46,14 +46,15 @@ class Architecture:
     """One architecture: a model class with a small configuration, and what it trains on."""
 
     kind: str  # decoder, encoder, encoder-decoder, vision, speech, mixture of experts
-    model: type[nn.Module]
+    model: str  # its class, which is imported when it is built: all of them take seconds
     config: Callable[[], hf.PretrainedConfig]
     batch: Callable[[int], Batch]
     layers: int = 4  # that `annotate_layers` finds
 
     def build(self) -> nn.Module:
         """Return the model, in training mode."""
-        return self.model(self.config())
+        made: nn.Module = getattr(hf, self.model)(self.config())
+        return made
 
 
 def words(seed: int) -> Batch:
@@ -103,10 +104,12 @@ def spectra(seed: int) -> Batch:
     return {"input_features": features, "labels": words(seed)["labels"]}
 
 
-def decoder(model: type[nn.Module], config: type[hf.PretrainedConfig], **more: object) -> Architecture:
+def decoder(model: str, config: str, **more: object) -> Architecture:
     """Return a decoder-only language model of Llama's form."""
     kind = "mixture of experts" if any("expert" in name for name in more) else "decoder"
-    return Architecture(kind=kind, model=model, config=lambda: config(**{**LLAMA, **more}), batch=words)
+    return Architecture(
+        kind=kind, model=model, config=lambda: getattr(hf, config)(**{**LLAMA, **more}), batch=words
+    )
 
 
 def wave_config(kind: type[hf.PretrainedConfig]) -> hf.PretrainedConfig:
@@ -129,30 +132,30 @@ def wave_config(kind: type[hf.PretrainedConfig]) -> hf.PretrainedConfig:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "Llama": decoder(hf.LlamaForCausalLM, hf.LlamaConfig),
-    "Mistral": decoder(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=6),
-    "Qwen2": decoder(hf.Qwen2ForCausalLM, hf.Qwen2Config, tie_word_embeddings=True),
-    "Qwen3": decoder(hf.Qwen3ForCausalLM, hf.Qwen3Config, tie_word_embeddings=True),
-    "Gemma 2": decoder(hf.Gemma2ForCausalLM, hf.Gemma2Config, sliding_window=6),
-    "Gemma 3": decoder(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, sliding_window=6),
-    "SmolLM3": decoder(hf.SmolLM3ForCausalLM, hf.SmolLM3Config),
-    "Cohere 2": decoder(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=6),
-    "StableLM": decoder(hf.StableLmForCausalLM, hf.StableLmConfig),
-    "Granite": decoder(hf.GraniteForCausalLM, hf.GraniteConfig),
-    "Phi-3": decoder(hf.Phi3ForCausalLM, hf.Phi3Config),
-    "OLMo 2": decoder(hf.Olmo2ForCausalLM, hf.Olmo2Config),
+    "Llama": decoder("LlamaForCausalLM", "LlamaConfig"),
+    "Mistral": decoder("MistralForCausalLM", "MistralConfig", sliding_window=6),
+    "Qwen2": decoder("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True),
+    "Qwen3": decoder("Qwen3ForCausalLM", "Qwen3Config", tie_word_embeddings=True),
+    "Gemma 2": decoder("Gemma2ForCausalLM", "Gemma2Config", sliding_window=6),
+    "Gemma 3": decoder("Gemma3ForCausalLM", "Gemma3TextConfig", sliding_window=6),
+    "SmolLM3": decoder("SmolLM3ForCausalLM", "SmolLM3Config"),
+    "Cohere 2": decoder("Cohere2ForCausalLM", "Cohere2Config", sliding_window=6),
+    "StableLM": decoder("StableLmForCausalLM", "StableLmConfig"),
+    "Granite": decoder("GraniteForCausalLM", "GraniteConfig"),
+    "Phi-3": decoder("Phi3ForCausalLM", "Phi3Config"),
+    "OLMo 2": decoder("Olmo2ForCausalLM", "Olmo2Config"),
     "GPT-2": Architecture(
         kind="decoder",
-        model=hf.GPT2LMHeadModel,
+        model="GPT2LMHeadModel",
         config=lambda: hf.GPT2Config(**TEXT, n_embd=32, n_layer=4, n_head=4, n_positions=64),
         batch=words,
     ),
     "GPT-NeoX": Architecture(
-        kind="decoder", model=hf.GPTNeoXForCausalLM, config=lambda: hf.GPTNeoXConfig(**BERT), batch=words
+        kind="decoder", model="GPTNeoXForCausalLM", config=lambda: hf.GPTNeoXConfig(**BERT), batch=words
     ),
     "OPT": Architecture(
         kind="decoder",
-        model=hf.OPTForCausalLM,
+        model="OPTForCausalLM",
         config=lambda: hf.OPTConfig(
             **TEXT,
             hidden_size=32,
@@ -166,13 +169,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "BLOOM": Architecture(
         kind="decoder",
-        model=hf.BloomForCausalLM,
+        model="BloomForCausalLM",
         config=lambda: hf.BloomConfig(**TEXT, hidden_size=32, n_layer=4, n_head=4),
         batch=words,
     ),
     "Falcon": Architecture(
         kind="decoder",
-        model=hf.FalconForCausalLM,
+        model="FalconForCausalLM",
         config=lambda: hf.FalconConfig(
             **TEXT, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, new_decoder_architecture=False
         ),
@@ -180,22 +183,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Mamba": Architecture(
         kind="decoder",
-        model=hf.MambaForCausalLM,
+        model="MambaForCausalLM",
         config=lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, state_size=4),
         batch=words,
     ),
     "BERT": Architecture(
-        kind="encoder", model=hf.BertForMaskedLM, config=lambda: hf.BertConfig(**BERT), batch=masked
+        kind="encoder", model="BertForMaskedLM", config=lambda: hf.BertConfig(**BERT), batch=masked
     ),
     "RoBERTa": Architecture(
         kind="encoder",
-        model=hf.RobertaForSequenceClassification,
+        model="RobertaForSequenceClassification",
         config=lambda: hf.RobertaConfig(**BERT, num_labels=6),
         batch=classes,
     ),
     "DistilBERT": Architecture(
         kind="encoder",
-        model=hf.DistilBertForMaskedLM,
+        model="DistilBertForMaskedLM",
         config=lambda: hf.DistilBertConfig(
             vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=4, n_heads=4, max_position_embeddings=64
         ),
@@ -203,13 +206,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "ELECTRA": Architecture(
         kind="encoder",
-        model=hf.ElectraForSequenceClassification,
+        model="ElectraForSequenceClassification",
         config=lambda: hf.ElectraConfig(**BERT, embedding_size=32, num_labels=6),
         batch=classes,
     ),
     "ModernBERT": Architecture(
         kind="encoder",
-        model=hf.ModernBertForMaskedLM,
+        model="ModernBertForMaskedLM",
         config=lambda: hf.ModernBertConfig(
             **{**BERT, "cls_token_id": 1, "sep_token_id": 2}, local_attention=8, global_attn_every_n_layers=2
         ),
@@ -217,7 +220,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "T5": Architecture(
         kind="encoder-decoder",
-        model=hf.T5ForConditionalGeneration,
+        model="T5ForConditionalGeneration",
         config=lambda: hf.T5Config(
             **{**TEXT, "decoder_start_token_id": 0},
             d_model=32,
@@ -231,7 +234,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "BART": Architecture(
         kind="encoder-decoder",
-        model=hf.BartForConditionalGeneration,
+        model="BartForConditionalGeneration",
         config=lambda: hf.BartConfig(
             **{**TEXT, "decoder_start_token_id": 1},
             d_model=32,
@@ -246,23 +249,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         batch=pairs,
     ),
     "ViT": Architecture(
-        kind="vision", model=hf.ViTForImageClassification, config=lambda: hf.ViTConfig(**VIT), batch=images
+        kind="vision", model="ViTForImageClassification", config=lambda: hf.ViTConfig(**VIT), batch=images
     ),
     "DeiT": Architecture(
-        kind="vision", model=hf.DeiTForImageClassification, config=lambda: hf.DeiTConfig(**VIT), batch=images
+        kind="vision", model="DeiTForImageClassification", config=lambda: hf.DeiTConfig(**VIT), batch=images
     ),
     "DINOv2": Architecture(
         kind="vision",
-        model=hf.Dinov2ForImageClassification,
+        model="Dinov2ForImageClassification",
         config=lambda: hf.Dinov2Config(**{**VIT, "mlp_ratio": 2}),
         batch=images,
     ),
     "BEiT": Architecture(
-        kind="vision", model=hf.BeitForImageClassification, config=lambda: hf.BeitConfig(**VIT), batch=images
+        kind="vision", model="BeitForImageClassification", config=lambda: hf.BeitConfig(**VIT), batch=images
     ),
     "ResNet": Architecture(
         kind="vision",
-        model=hf.ResNetForImageClassification,
+        model="ResNetForImageClassification",
         config=lambda: hf.ResNetConfig(
             embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], num_labels=6
         ),
@@ -270,19 +273,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "wav2vec 2.0": Architecture(
         kind="speech",
-        model=hf.Wav2Vec2ForSequenceClassification,
+        model="Wav2Vec2ForSequenceClassification",
         config=lambda: wave_config(hf.Wav2Vec2Config),
         batch=sounds,
     ),
     "HuBERT": Architecture(
         kind="speech",
-        model=hf.HubertForSequenceClassification,
+        model="HubertForSequenceClassification",
         config=lambda: wave_config(hf.HubertConfig),
         batch=sounds,
     ),
     "Whisper": Architecture(
         kind="speech",
-        model=hf.WhisperForConditionalGeneration,
+        model="WhisperForConditionalGeneration",
         config=lambda: hf.WhisperConfig(
             **{**TEXT, "decoder_start_token_id": 1},
             num_mel_bins=8,
@@ -298,18 +301,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         batch=spectra,
     ),
-    "Mixtral": decoder(hf.MixtralForCausalLM, hf.MixtralConfig, num_local_experts=4, **EXPERTS),
+    "Mixtral": decoder("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, **EXPERTS),
     "GPT-OSS": decoder(
-        hf.GptOssForCausalLM,
-        hf.GptOssConfig,
+        "GptOssForCausalLM",
+        "GptOssConfig",
         num_local_experts=4,
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2,
         **EXPERTS,
     ),
     "DeepSeek-V3": decoder(
-        hf.DeepseekV3ForCausalLM,
-        hf.DeepseekV3Config,
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
         num_key_value_heads=4,
         head_dim=4,
         n_routed_experts=4,
@@ -325,8 +328,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         v_head_dim=8,
         first_k_dense_replace=1,
     ),
-    "OLMoE": decoder(hf.OlmoeForCausalLM, hf.OlmoeConfig, num_experts=4, **EXPERTS),
+    "OLMoE": decoder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, **EXPERTS),
     "Qwen3-MoE": decoder(
-        hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, num_experts=4, moe_intermediate_size=16, **EXPERTS
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", num_experts=4, moe_intermediate_size=16, **EXPERTS
     ),
 }

@@ -316,10 +316,8 @@ def test_equal_layers_of_one_chunk_are_traced_once() -> None:
     found = trace(lambda: Deep(layers), zoo.regression, zoo.vectors(4, 0), 4, "fp64")
     code = differentiate(found)
     chunk = code.outline.chunks[0]
-    assert len(found.pieces[0].segments) == 4
-    assert (
-        len(found.library.joints.traced) == 3
-    )  # the first, which needs no input gradient; the last; all others
+    assert len(found.pieces[0].segments) == 5  # three layers each, and the head
+    assert len(found.library.joints.traced) == 3  # the first needs no input gradient; the next ones; the head
     assert chunk.random
     assert len(chunk.phases["B"].grad_params) == 2 * 2 * layers + 2 - 1
     assert len(chunk.mutated) == 3 * layers

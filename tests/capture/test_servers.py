@@ -149,8 +149,8 @@ def test_servers_are_started_for_large_models_and_an_empty_cache(
 ) -> None:
     from torch._inductor.async_compile import AsyncCompile
 
-    asked: list[str] = []
-    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: True)
+    asked, pools = list[str](), list[bool]()
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: pools.append(True))
     monkeypatch.setattr(CompileServers, "start", lambda self, device: asked.append(device))
     cache = Cache(folder=tmp_path / "cache", key=tmp_path / "key")
     if filled:
@@ -161,3 +161,4 @@ def test_servers_are_started_for_large_models_and_an_empty_cache(
     )
     Capturing(batch={}, recordings=known, cache=cache)._start_compilers(model)
     assert asked == ["cuda"] * started
+    assert pools == ([] if filled else [True])

@@ -59,7 +59,7 @@ def ray_nodes(asked: Asked) -> Seen:
     program = compile(on_nodes.protected())
     results: list[StepResult] = []
     with (
-        on_nodes.cluster_of(3) as nodes,
+        on_nodes.three_nodes() as nodes,
         recovering(program, "ray", Options(), retries=10**6, notify=events.append, spares=1) as run,
     ):
         for _ in asked.numbers():

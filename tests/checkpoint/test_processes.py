@@ -44,7 +44,7 @@ def test_a_run_that_resumes_builds_no_model(on: On, tmp_path: Path, monkeypatch:
         run.save(tmp_path / "a")
         loss, state = run.step(given[1]).loss, run.state_dict()
 
-    def refuse(job: object) -> None:
+    def refuse(*_: object) -> None:
         raise AssertionError("the model is built")
 
     monkeypatch.setattr(setup, "build_model", refuse)

@@ -1,15 +1,17 @@
 """Products in fp8 on tensor cores: those of the emulation, whatever the sizes, compiled or not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import piper
 from piper.capture.fp8 import CAPABLE, fp8_linear
 from piper.compiler import compile
+from piper.launchers.inline import launch_inline
+from piper.runtime.worker import Options
 from tests.runtime.test_fp8 import FP8, checked, data, job, pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
@@ -27,12 +29,10 @@ def capable() -> None:
         pytest.skip("this GPU has no fp8")
 
 
-def products(
-    x: Tensor, weight: Tensor, grad: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = fp8_linear
-) -> list[Tensor]:
+def products(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
     """The forward and both gradients, in float64 on the host."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = multiply(x, weight)
+    y = fp8_linear(x, weight)
     y.backward(grad)
     assert x.grad is not None and weight.grad is not None
     return [each.detach().double().cpu() for each in (y, x.grad, weight.grad)]
@@ -47,30 +47,27 @@ def exact(shape: tuple[int, int], draw: torch.Generator) -> Tensor:
     return (drawn * signs).bfloat16()
 
 
-def pairs_of(sizes: tuple[int, int, int], compiled: bool, values: Callable[..., Tensor]) -> list[Pair]:
+def pairs_of(sizes: tuple[int, int, int], values: Callable[..., Tensor]) -> list[Pair]:
     """The products on tensor cores, each with that of the emulation."""
     draw = torch.Generator().manual_seed(0)
     tokens, inner, outer = sizes
     x, weight, grad = (values(shape, draw) for shape in ((tokens, inner), (outer, inner), (tokens, outer)))
-    multiply = torch.compile(fp8_linear) if compiled else fp8_linear
-    found = products(x.cuda(), weight.cuda(), grad.cuda(), multiply)
+    found = products(x.cuda(), weight.cuda(), grad.cuda())
     return [*zip(found, products(x, weight, grad), strict=True)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_tensor_cores_give_what_the_emulation_gives(sizes: tuple[int, int, int], compiled: bool) -> None:
-    for got, wanted in pairs_of(sizes, compiled, exact):
+def test_tensor_cores_give_what_the_emulation_gives(sizes: tuple[int, int, int]) -> None:
+    for got, wanted in pairs_of(sizes, exact):
         assert (got - wanted).abs().max() <= ROUNDING * wanted.abs().max()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_tensor_cores_round_as_the_emulation_does(sizes: tuple[int, int, int], compiled: bool) -> None:
+def test_tensor_cores_round_as_the_emulation_does(sizes: tuple[int, int, int]) -> None:
     def normal(shape: tuple[int, int], draw: torch.Generator) -> Tensor:
         return torch.randn(shape, generator=draw).bfloat16()
 
-    for got, wanted in pairs_of(sizes, compiled, normal):
+    for got, wanted in pairs_of(sizes, normal):
         assert (got - wanted).norm() <= FLIPPED * wanted.norm()
 
 
@@ -80,11 +77,17 @@ def test_a_composed_layout_has_the_numbers_of_one_device(compiled: bool, tmp_pat
     assert checked(program).ok
 
 
-def test_a_compiled_job_in_bf16_trains_like_the_emulation(tmp_path: Path) -> None:
-    found = []
+def test_a_compiled_job_in_bf16_has_the_gradients_of_the_emulation(tmp_path: Path) -> None:
+    losses, gradients = [], []
     for device in ("cuda", "cpu"):
-        asked = job(FP8, precision="bf16")
+        asked = replace(job(FP8, precision="bf16"), initial="host")  # the same values for both
         program = compile(asked, device=device, compile=device == "cuda", cache=tmp_path)
-        with piper.launch(program, on="inline") as run:
-            found.append([run.step(data()[0]).loss for _ in range(4)])
-    assert found[0] == pytest.approx(found[1], rel=0.02)
+        with launch_inline(program, Options(keep_gradients=True)) as run:
+            losses.append(run.step(data()[0]).loss)
+            gradients.append({name: value.double().cpu() for name, value in run.gradients().items()})
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, wanted in gradients[1].items():
+        assert wanted.norm() > 0
+        # Rounding moves them by as much: on a host, those of bf16 are up to 0.5 from those of float64.
+        assert (gradients[0][name] - wanted).norm() <= 0.6 * wanted.norm(), name

@@ -13,6 +13,7 @@ from piper.launchers.base import Run
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
 from piper.runtime.debug.check import check
+from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy
@@ -70,6 +71,16 @@ def test_streams_and_one_stream_give_the_same_bits(cell: Cell) -> None:
     for other in states[1:]:
         for name, value in states[0].items():
             assert torch.equal(value, other[name]), name
+
+
+def test_a_large_tensor_drawn_on_the_gpu_arrives_whole() -> None:
+    """It is copied in pieces, of which the last one is shorter."""
+    device = torch.device("cuda", 0)
+    for dtype in (torch.float32, torch.bfloat16):
+        with seeded_draws(3, device):
+            found = torch.empty(7, 2**23 + 5, dtype=dtype).normal_()
+        torch.manual_seed(3)
+        assert torch.equal(found.cuda(), torch.empty(7, 2**23 + 5, dtype=dtype, device=device).normal_())
 
 
 @pytest.mark.parametrize("on", LAUNCHERS)

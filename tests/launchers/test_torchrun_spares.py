@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from piper.errors import ConfigError
+from piper.compiler import Program
+from piper.errors import ConfigError, LaunchError
+from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.processes import ProcessStatus, RankEnvironment, check_size
 from piper.launchers.rendezvous import DriverAddress
 from piper.launchers.torchrun_agents import (
@@ -23,6 +25,7 @@ from piper.launchers.torchrun_agents import (
     AgentPlace,
     RankCalls,
     RemoteAgent,
+    TorchrunStarter,
     over,
     serve_agent,
 )
@@ -32,8 +35,10 @@ from tests.hosts.training import events
 from tests.launchers.family import family
 from tests.launchers.test_max_restarts import RECIPE, written
 from tests.launchers.test_torchrun import ENVIRONMENT, free_port
+from tests.runtime.grid import Cell, compiled
 
 KEY = "k" * 32
+PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 WORLD = RankEnvironment(rank=2, size=3, local=2, nearby=3, address="127.0.0.1", port=1)
 
 
@@ -144,3 +149,74 @@ def test_a_lost_worker_does_not_end_its_rank(tmp_path: Path) -> None:
         assert ranks.members() == []
     assert written(run) == written(tmp_path / "alone"), "to the bit"
     assert events(run) == 2 * [("failure", None), ("recovery", "memory")]
+
+
+@contextmanager
+def starting(
+    monkeypatch: pytest.MonkeyPatch, program: Program, nodes: list[int], *, absent: int | None = None
+) -> Iterator[TorchrunStarter]:
+    """Start from rank 0, with the other ranks as threads; `nodes`: the first rank of each one's machine."""
+    monkeypatch.setenv("PIPER_KEY", KEY)
+    world = [
+        RankEnvironment(rank=n, size=len(nodes), local=n - node, nearby=1, address="127.0.0.1", port=1)
+        for n, node in enumerate(nodes)
+    ]
+    ranks: list[threading.Thread] = []
+
+    def publish(_: RankEnvironment, launch: int, address: DriverAddress) -> None:
+        assert launch == 1
+        ranks.extend(
+            threading.Thread(target=serve_agent, args=(one, address), daemon=True)
+            for one in world[1:]
+            if one.rank != absent
+        )
+        for rank in ranks:
+            rank.start()
+
+    monkeypatch.setattr("piper.launchers.torchrun_agents.publish_address", publish)
+    monkeypatch.setattr("piper.launchers.torchrun_agents.next_launch", lambda _: 1)
+    versions = AgentVersions(program.plans, RankCalls(world[0]))
+    try:
+        made = TorchrunStarter(program, versions, len(nodes) - 2)
+        yield made
+        made.close()
+    finally:
+        versions.close()
+        for rank in ranks:
+            rank.join(20)
+    assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any rank can take a device. Where copies are kept apart, a machine takes those of one other machine."""
+    with starting(monkeypatch, compiled(PAIR), [0, 0, 2, 2]) as made:
+        assert [*made._bundles()] == [0, 1, 2, 3]
+        made.ranks[1].actor.gone = True
+        assert [*made._bundles()] == [0, 2, 3]
+        made.ranks[2].actor.gone = made.ranks[3].actor.gone = True
+        assert str(made._lacking()) == cleandoc("""
+            launch: too few ranks are left
+              needs: 2 ranks
+              has:   1
+              hint:  start all ranks again with --resume, to go on from a checkpoint; claim more spares
+        """)
+    monkeypatch.setattr("piper.launchers.agent_starter.machines_of", lambda plans: ([(0,), (1,)], True))
+    with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
+        assert [*made._bundles()] == [0, 1, 2]
+    with pytest.raises(LaunchError) as caught, starting(monkeypatch, compiled(PAIR), [0, 0, 2, 2]):
+        pass
+    assert str(caught.value) == cleandoc("""
+        launch: the cluster has too few machines to keep copies of the state apart
+          needs: 4 machines, spares included, with 1 rank each
+          has:   2 with that room
+          hint:  add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")
+    """)
+
+
+def test_a_spare_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piper.launchers.torchrun_agents.PATIENCE", 0.5)
+    with (
+        pytest.raises(LaunchError, match="rank 2 did not launch within"),
+        starting(monkeypatch, compiled(PAIR), [0, 1, 2], absent=2),
+    ):
+        pass

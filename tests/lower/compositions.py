@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from piper import schedules
 from piper.directives import Directive, apply, remat, replicate, shard, split
@@ -11,6 +12,7 @@ from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.plan import Plans
+from tests.covering import Choices, covering
 
 Layout = Callable[[int, int], int]  # (stage, ranks) -> rank
 EXPERTS = 4
@@ -92,19 +94,18 @@ def every() -> list[Composition]:
     ]
 
 
+def choices(cell: Composition) -> Choices:
+    """Return what a composition chooses on each axis of the matrix."""
+    return {name: getattr(cell, name) for name in ("schedule", "ranks", "dp", "zero", "ways", "tied")}
+
+
+@cache
 def pairwise() -> list[Composition]:
     """A selection in which every two values of two different axes meet at least once."""
-    meets = {cell: pairs(cell) for cell in every()}
-    left = set().union(*meets.values())
-    chosen: list[Composition] = []
-    while left:
-        best = max(meets, key=lambda cell: len(left & meets[cell]))
-        chosen.append(best)
-        left -= meets[best]
-    return chosen
+    return covering(every(), choices)
 
 
-def pairs(cell: Composition) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Every two of a composition's choices."""
-    choices = [(name, getattr(cell, name)) for name in ("schedule", "ranks", "dp", "zero", "ways", "tied")]
-    return {(a, b) for i, a in enumerate(choices) for b in choices[i + 1 :]}
+@cache
+def by_threes() -> list[Composition]:
+    """A selection in which every three values of three different axes meet at least once."""
+    return covering(every(), choices, 3)

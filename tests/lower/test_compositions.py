@@ -5,7 +5,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.lower.compositions import Composition, every, pairwise
+from tests.covering import selected
+from tests.lower.compositions import Composition, by_threes, every, pairwise
 from tests.lower.oracle import examine
 
 
@@ -32,7 +33,6 @@ def test_a_composition_is_right_where_stages_run_again(cell: Composition) -> Non
     check(replace(cell, again=True))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("cell", every(), ids=str)
+@pytest.mark.parametrize("cell", selected(every(), by_threes()))
 def test_every_composition_is_right(cell: Composition) -> None:
     check(cell)

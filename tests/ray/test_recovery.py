@@ -71,14 +71,11 @@ def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
 
 
 @contextmanager
-def cluster_of(count: int) -> Iterator[Cluster]:
-    """Start nodes on this machine with room for one worker each, and a head that has none."""
+def head_node() -> Iterator[Cluster]:
+    """Start a cluster whose head has no room for workers."""
     with launcher.loopback():
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(count):
-            made.add_node(num_cpus=1)
         ray.init(address=made.address, logging_level=logging.ERROR, log_to_driver=False)
-        made.wait_for_nodes(timeout=120)
     try:
         yield made
     finally:
@@ -86,10 +83,33 @@ def cluster_of(count: int) -> Iterator[Cluster]:
         made.shutdown()  # type: ignore[no-untyped-call]
 
 
-@pytest.fixture
-def nodes() -> Iterator[Cluster]:
-    with cluster_of(3) as made:
+def add_nodes(head: Cluster, count: int = 3) -> Cluster:
+    """Give a cluster so many raylets with room for one worker each. Those that were lost are started again."""
+    with launcher.loopback():
+        while len(head.worker_nodes) > count:
+            head.remove_node(max(head.worker_nodes, key=lambda node: node.node_id))
+        for _ in range(count - len(head.worker_nodes)):
+            head.add_node(num_cpus=1)
+        head.wait_for_nodes(timeout=120)
+    return head
+
+
+@contextmanager
+def three_nodes() -> Iterator[Cluster]:
+    """Start four raylets on this machine: a head, and three with room for one worker each."""
+    with head_node() as head:
+        yield add_nodes(head)
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Cluster]:
+    with head_node() as made:
         yield made
+
+
+@pytest.fixture
+def nodes(head: Cluster) -> Cluster:
+    return add_nodes(head)
 
 
 def protected() -> Job:
@@ -210,7 +230,7 @@ def elastic_job(copies: bool) -> Job:
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
-    copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copies: bool, head: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state moves through a folder that all machines see, from the copy in memory or from a checkpoint."""
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
@@ -223,10 +243,8 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     sizes = ElasticRange(fewest=1, most=2, program=programs.program)
     make = partial(ElasticRun, sizes=sizes)
     losses: list[float] = []
-    with (
-        cluster_of(2) as nodes,
-        recovering(program, "ray", Options(), retries=3, notify=events.append, disk=disk, make=make) as run,
-    ):
+    nodes = add_nodes(head, 2)
+    with recovering(program, "ray", Options(), retries=3, notify=events.append, disk=disk, make=make) as run:
         assert isinstance(run, ElasticRun)
         for batch in given:
             if len(losses) == 3:

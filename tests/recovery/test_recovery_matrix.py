@@ -1,8 +1,8 @@
 """Failures at every kind of instruction and during the copy, under many strategies: always the same bits."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from piper.recovery.recovering_run import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
+from tests.covering import Choices, covering, selected
 from tests.launchers.sabotage import BrokenError
 from tests.recovery.test_protect import held_bytes
 from tests.runtime import divided
@@ -37,9 +38,7 @@ CELLS = [
     Cell(case="sum_weight", schedule="interleaved-1f1b", dp=2, zero=1),
     Cell(case="frozen", schedule="none", dp=2, zero=2),
 ]
-MATRIX = (pytest.mark.matrix, pytest.mark.timeout(600))
-SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
-SHORT = [Cell(case="convnet", schedule="none", dp=2, zero=1)]
+pytestmark = pytest.mark.timeout(600)
 COPY = "half a copy"
 
 
@@ -99,24 +98,39 @@ WAYS: dict[str, list[Directive]] = {
 }
 
 
-DEFAULT = [("between steps", "fp64"), ("by the plan", "bf16")]
+Trial = tuple[Cell, str, str]  # a cell, a way of copying, a precision
+SHORT = Cell(case="convnet", schedule="none", dp=2, zero=1)
+DEFAULT: list[Trial] = [(SHORT, "between steps", "fp64"), (SHORT, "by the plan", "bf16")]
+ALL: list[Trial] = [
+    (cell, way, precision) for cell in CELLS for way in WAYS for precision in ("fp64", "bf16")
+]
 
 
-def trials() -> Iterator[object]:
-    """Yield every cell with every way of copying: a third of them in the matrix, the others slow."""
-    for number, cell in enumerate(dict.fromkeys([*SHORT, *CELLS])):
-        for place, way in enumerate(WAYS):
-            for turn, precision in enumerate(("fp64", "bf16")):
-                marks: Sequence[pytest.MarkDecorator] = MATRIX
-                if cell in SHORT and (way, precision) in DEFAULT:
-                    marks = ()
-                elif (2 * place + turn - number) % 3:
-                    marks = SLOW
-                yield pytest.param(cell, way, precision, marks=marks, id=f"{cell}-{way}-{precision}")
+def choices(trial: Trial) -> Choices:
+    """Return what a trial chooses on each axis of the matrix."""
+    cell, way, precision = trial
+    return {"case": cell.case, "zero": cell.zero, "clip": cell.clip, "way": way, "precision": precision}
 
 
-@pytest.mark.parametrize(("cell", "way", "precision"), [*trials()])
+@cache
+def chosen() -> list[Trial]:
+    """Return trials in which every two choices meet that do not meet in the default run."""
+    return covering(ALL, choices, given=DEFAULT)
+
+
+@pytest.mark.parametrize(("cell", "way", "precision"), DEFAULT)
 def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, injector: Injector) -> None:
+    assert_trial_survives(cell, way, precision, injector)
+
+
+@pytest.mark.parametrize(
+    ("cell", "way", "precision"), selected([trial for trial in ALL if trial not in DEFAULT], chosen())
+)
+def test_failures_under_every_strategy(cell: Cell, way: str, precision: str, injector: Injector) -> None:
+    assert_trial_survives(cell, way, precision, injector)
+
+
+def assert_trial_survives(cell: Cell, way: str, precision: str, injector: Injector) -> None:
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
     made = job(cell, precision=precision, scheduler=scheduler)
     program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
@@ -126,14 +140,22 @@ def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, in
 DIVIDED = ["tp2", "sp2", "tp2dp2z1", "tp2dp2z3", "tp2pp2", "cp2", "tp2cp2dp2"]
 
 
-def divided_trials() -> Iterator[object]:
-    """Yield every divided model with every way of copying: in the matrix one of each, in turn."""
-    for number, name in enumerate(DIVIDED):
-        for place, way in enumerate(WAYS):
-            yield pytest.param(name, way, marks=SLOW if (number + place) % 3 else MATRIX, id=f"{name}-{way}")
+DIVIDED_WAYS = [(name, way) for name in DIVIDED for way in WAYS]
 
 
-@pytest.mark.parametrize(("name", "way"), [*divided_trials()])
+def choices_of_divided(trial: tuple[str, str]) -> Choices:
+    """Return what a trial of divided chunks chooses on each axis of the matrix."""
+    name, way = trial
+    return {**asdict(divided.AXES[name]), "way": way}
+
+
+@cache
+def chosen_divided() -> list[tuple[str, str]]:
+    """Return trials of divided chunks in which every two choices meet."""
+    return covering(DIVIDED_WAYS, choices_of_divided)
+
+
+@pytest.mark.parametrize(("name", "way"), selected(DIVIDED_WAYS, chosen_divided()))
 def test_a_failure_at_every_instruction_of_divided_chunks(name: str, way: str, injector: Injector) -> None:
     made = divided.job("decoder", name)
     program = compile(replace(made, strategy=[*strategy_of(made), *WAYS[way]]))

@@ -208,6 +208,40 @@ STRATEGIES: Mapping[str, tuple[int, Callable[[Model], list[Directive]]]] = {  # 
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """What a strategy chooses on each axis of the matrix of divided models."""
+
+    weights: int = 1  # ways
+    between: bool = False
+    sequence: str = "whole"
+    zero: int | None = None
+    schedule: str = "none"
+    experts: bool = False
+
+
+AXES: Mapping[str, Axes] = {
+    "tp2": Axes(weights=2),
+    "tp4": Axes(weights=4),
+    "sp2": Axes(weights=2, between=True),
+    "cp2": Axes(sequence="2"),
+    "cp2zigzag": Axes(sequence="2 zigzag"),
+    "cp2heads": Axes(sequence="2 heads"),
+    "cp4": Axes(sequence="4"),
+    "tp2dp2": Axes(weights=2, between=True, zero=0),
+    "tp2dp2z1": Axes(weights=2, between=True, zero=1),
+    "tp2dp2z2": Axes(weights=2, between=True, zero=2),
+    "tp2dp2z3": Axes(weights=2, between=True, zero=3),
+    "tp2pp2": Axes(weights=2, between=True, schedule="1f1b"),
+    "tp2zb": Axes(weights=2, between=True, schedule="zero-bubble"),
+    "tp2zbv": Axes(weights=2, between=True, schedule="zbv"),
+    "tp2dualpipev": Axes(weights=2, between=True, schedule="dualpipe-v"),
+    "tp2ep2": Axes(weights=2, experts=True),
+    "sp2ep2": Axes(weights=2, between=True, experts=True),
+    "tp2cp2dp2": Axes(weights=2, between=True, sequence="2 zigzag", zero=3),
+}
+
+
 def batches(count: int = 2) -> list[dict[str, Tensor]]:
     """Return batches of tokens, some of whose labels do not count."""
     generator = torch.Generator().manual_seed(0)

@@ -54,14 +54,22 @@ class Shared:
     def capturing(self) -> Iterator[None]:
         """Let compilations inside share what they capture."""
 
-        def traced(model: Any, loss: Any, batch: Any, rows: int, *rest: Any, **more: Any) -> Traced:  # noqa: ANN401
+        def traced(  # `built` belongs to one compilation, and changes nothing in what is captured
+            model: Any,  # noqa: ANN401
+            loss: Any,  # noqa: ANN401
+            batch: Any,  # noqa: ANN401
+            rows: int,
+            *rest: Any,  # noqa: ANN401
+            built: Any,  # noqa: ANN401
+            **more: Any,  # noqa: ANN401
+        ) -> Traced:
             key = (model, loss, rows, *rest, *more.items())
             if key not in self.captures:
                 if any(known[0] is not model for known in self.captures):  # type: ignore[index]
                     self.captures.clear()  # cells come model by model, and graphs are large
                     self.divisions.clear()
                     self.codes.clear()
-                self.captures[key] = trace(model, loss, batch, rows, *rest, **more)
+                self.captures[key] = trace(model, loss, batch, rows, *rest, built=built, **more)
             return self.captures[key]
 
         def cut(whole: Traced, requests: Sequence[Request]) -> Traced:

@@ -1,10 +1,14 @@
 """Divided models give the numbers of one device: tensor, sequence and context parallelism, and all with the rest."""
 
+from dataclasses import asdict
+from functools import cache
+
 import pytest
 
 from piper.errors import CaptureError
 from piper.launchers.local import launch_local
-from tests.runtime.divided import MODELS, STRATEGIES, checked, job
+from tests.covering import Choices, covering, selected
+from tests.runtime.divided import AXES, MODELS, STRATEGIES, checked, job
 from tests.runtime.sharing import Shared
 
 FEW = [
@@ -30,18 +34,39 @@ def fits(model: str, strategy: str) -> bool:
     return model != "decoder4"
 
 
-def group(model: str, strategy: str) -> str:
+def group(cell: tuple[str, str]) -> str:
     """Return the tests that share captures: those of a model in some number of stages."""
+    model, strategy = cell
     stages, _ = STRATEGIES[strategy]
     return f"divided-{model}-{stages}"
 
 
 ALL = [
-    pytest.param(model, strategy, marks=pytest.mark.xdist_group(group(model, strategy)))
+    (model, strategy)
     for model in MODELS
     for strategy in sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0])
     if fits(model, strategy) and (model, strategy) not in FEW
 ]
+
+
+def division(cell: tuple[str, str]) -> Choices:
+    """Return how a cell divides its model, which is the same whatever its ZeRO and schedule are."""
+    model, strategy = cell
+    axes = AXES[strategy]
+    divided = {"weights": axes.weights, "between": axes.between, "sequence": axes.sequence}
+    return {"model": model, **divided, "experts": axes.experts}
+
+
+def composition(cell: tuple[str, str]) -> Choices:
+    """Return what a cell composes, which is the same for all models."""
+    return asdict(AXES[cell[1]])
+
+
+@cache
+def chosen() -> list[tuple[str, str]]:
+    """Return cells in which every two choices of the division meet, and every two of the composition."""
+    first = covering(ALL, division, given=FEW)
+    return [*first, *covering(ALL, composition, given=[*FEW, *first])]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +90,8 @@ def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, st
     assert report.ok, report
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "strategy"), ALL)
+@pytest.mark.parametrize(("model", "strategy"), selected(ALL, chosen(), group))
 def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
     report = checked(job(model, strategy), shared)
     assert report.ok, report

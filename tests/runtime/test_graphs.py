@@ -205,7 +205,7 @@ def test_rows_come_by_static_memory_as_without(cell: Cell) -> None:
     program = compiled(cell)
     setup, world = setup_of(program), World(program.plans, 5.0)
     for device in sorted(device for plan in program.plans for device in plan.devices):
-        worker = Worker(setup, device, world.member(device), initial_values(program.job), Options())
+        worker = Worker(setup, device, world.member(device), initial_values(program), Options())
         env = worker.env
         loads = [ins for ins in env.plan.instrs if ins.op == "load"]
         intake = Intake()
@@ -240,7 +240,7 @@ def test_rates_reach_the_optimizer_and_leave_it_as_it_was() -> None:
     for intake in (None, Intake()):
         kernels = KERNELS if intake is None else intake.kernels(KERNELS)
         member = World(program.plans, 5.0).member(0)
-        worker = Worker(setup, 0, member, initial_values(program.job), Options(), kernels=kernels)
+        worker = Worker(setup, 0, member, initial_values(program), Options(), kernels=kernels)
         told = []
         for batch in batches(cell, 4):
             if intake is not None:

@@ -1,11 +1,13 @@
 """Every model under every schedule, with replicas, shards and experts of each kind: the numbers of one device.
 
-Any three of the model, the schedule, the number of replicas and the kind of ZeRO meet in every combination.
-Slices are of a single sample; cells alternate between clipping and not, and between streams and one line.
+Slices are of a single sample; cells alternate between clipping and not, and between streams and one line. In all
+cells together any three of the model, the schedule, the number of replicas and the kind of ZeRO meet, in the matrix
+any two.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -13,10 +15,11 @@ from piper.launchers.local import launch_local
 from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.worker import Options
 from tests import zoo
+from tests.covering import Choices, covering, selected
 from tests.runtime.grid import SHAPES, Cell, case_of
 from tests.runtime.sharing import Shared, one_core
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 HEAVY = ("deepseek", "qwen3_moe_hf", "moe")  # first, so that the last worker to end ends early
 
 
@@ -61,20 +64,9 @@ def group(cell: Cell) -> str:
     return f"{cell.case}-{case_of(cell).stages}"
 
 
-@pytest.fixture(scope="session")
-def shared() -> Shared:
-    return Shared()
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, id=str(cell), marks=pytest.mark.xdist_group(group(cell))) for cell in cells()],
-)
-def test_cell(shared: Shared, cell: Cell) -> None:
-    streams = (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
-    with one_core():
-        report = shared.check(cell, options=Options(streams=streams))
-    assert report.ok, report
+def in_streams(cell: Cell) -> bool:
+    """Return whether a cell's communication runs on streams of its own."""
+    return cell.schedule in SHAPES and (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
 
 
 def both_ways() -> Iterator[Cell]:
@@ -88,9 +80,32 @@ def both_ways() -> Iterator[Cell]:
                 yield replace(cell, ways=2)
 
 
-@pytest.mark.parametrize(
-    "cell", [pytest.param(c, id=str(c), marks=pytest.mark.xdist_group(group(c))) for c in both_ways()]
-)
+def choices(cell: Cell) -> Choices:
+    """Return what a cell chooses on each axis of the matrix."""
+    named = {name: getattr(cell, name) for name in ("case", "schedule", "dp", "zero", "ways", "clip")}
+    return named | {"streams": in_streams(cell)}
+
+
+@cache
+def chosen() -> list[Cell]:
+    """Return cells in which every two values of two axes meet. Where several do, two replicas are preferred."""
+    every = [*cells(), *both_ways()]
+    return covering(sorted(every, key=lambda cell: abs(cell.dp - 2)), choices)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.mark.parametrize("cell", selected(cells(), chosen(), group))
+def test_cell(shared: Shared, cell: Cell) -> None:
+    with one_core():
+        report = shared.check(cell, options=Options(streams=in_streams(cell)))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("cell", selected(both_ways(), chosen(), group))
 def test_both_ways(shared: Shared, cell: Cell) -> None:
     with one_core():
         report = shared.check(cell)
@@ -113,13 +128,7 @@ def cells_on_processes() -> list[Cell]:
     return found
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=pytest.mark.xdist_group(group(cell)))
-        for cell in cells_on_processes()
-    ],
-)
+@pytest.mark.parametrize("cell", selected(cells_on_processes(), cells_on_processes(), group))
 def test_processes(forks: ForkServer, shared: Shared, cell: Cell) -> None:
     report = shared.check(cell, lambda program, options: launch_local(program, options, forks))
     assert report.ok, report

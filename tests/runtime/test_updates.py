@@ -55,6 +55,8 @@ def stepped(
     loss: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]] = mean,
     devices: int = 1,
     zero: int = 0,
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd,
+    precision: Precision = "fp64",
 ) -> tuple[list[float], float]:
     """The parameters after one step of SGD from zero, and the norm of its gradient."""
     job = Job(
@@ -62,8 +64,8 @@ def stepped(
         loss=loss,
         data=lambda: [batch],
         strategy=[piper.replicate(piper.at(), range(devices), zero), piper.split(piper.at(), parts=2)],
-        optimizer=sgd,
-        precision="fp64",
+        optimizer=optimizer,
+        precision=precision,
         clip_norm=clip,
     )
     with launch_inline(compile(job)) as run:
@@ -98,6 +100,40 @@ def test_each_element_counts_once_in_the_norm(zero: int) -> None:
     found, norm = stepped(dots(1.0), clip=1.0, devices=2, zero=zero)
     assert found == pytest.approx([-0.6, -0.8], rel=1e-5)
     assert norm == pytest.approx(5.0, rel=1e-9)
+
+
+class OwnSGD(SGD):
+    """An optimizer of a user, which need not divide gradients itself."""
+
+
+seen: list[list[float]] = []
+
+
+def watched(params: Iterable[Tensor]) -> Optimizer:
+    made = SGD(params, lr=1.0, fused=True)
+    made.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.tolist())
+    )
+    return made
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda params: SGD(params, lr=1.0, fused=True),
+        lambda params: OwnSGD(params, lr=1.0, fused=True),
+        watched,
+    ],
+    ids=["torch's", "own", "watched"],
+)
+def test_fused_optimizers_see_gradients_divided_and_clipped(
+    optimizer: Callable[[Iterable[Tensor]], Optimizer], precision: Precision
+) -> None:
+    found, _ = stepped(dots(1.0), clip=1.0, loss=summed, optimizer=optimizer, precision=precision)
+    assert found == pytest.approx([-0.6, -0.8], rel=1e-2 if precision == "bf16" else 1e-5)
+    if optimizer is watched:
+        assert seen[-1] == pytest.approx([0.6, 0.8], rel=1e-5)
 
 
 class Three(nn.Module):

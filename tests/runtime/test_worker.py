@@ -56,7 +56,7 @@ def test_two_runs_are_equal_bit_by_bit_with_and_without_streams(cell: Cell) -> N
 def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
     program = compiled(cell, "fp32")
     _, state = trained(program, cell, Options())
-    setup, initial, store = setup_of(program), initial_values(program.job), HashStore()
+    setup, initial, store = setup_of(program), initial_values(program), HashStore()
     devices = sorted(device for plan in program.plans for device in plan.devices)
 
     def work(device: int) -> Worker:

@@ -7,12 +7,15 @@ import pytest
 
 from piper import schedules
 from piper.errors import ConfigError
+from piper.ids import Pass
 from piper.ir.chain import chain
+from piper.plan.instr import Instr
+from piper.plan.plan import Plan, Plans
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, check_model, read_costs, write_costs
-from piper.simulate.profile import fingerprint, works_of
+from piper.simulate.profile import ChunkWork, Profile, Track, fingerprint, works_of
 from piper.simulate.regression import NOTHING, Line, line_through, two_features
 from piper.simulate.simulate import simulate
 from tests.simulate.pipelines import Schedule, pipeline
@@ -52,6 +55,47 @@ def test_halves_of_a_backward_come_from_the_whole_and_the_other_way_round() -> N
     halves = replace(costs, chunks={chunk.key: {"BI": 2.0, "BW": 1.0}})
     assert halves.compute(chunk, "B") == 3.5
     assert replace(costs, chunks={}).compute(chunk, "F") == pytest.approx(1.5)
+
+
+def at_sizes(*flops: int) -> list[Profile]:
+    """Return profiles of a chunk whose forward takes 2 s and 1 s for every 10 operations."""
+    found = []
+    for number in flops:
+        took = 2.0 + number / 10
+        ins = Instr(op="compute", node="F[PP=0]", stream="compute", payload=Pass(phase="F", chunk="PP=0"))
+        plan = Plan(devices=(0,), instrs=(ins,), slots={}, residents={})
+        found.append(
+            Profile(
+                plans=Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False),
+                tracks=(Track(device=0, steps=(((0.0, took, took),),)),),
+                model="m",
+                works={"PP=0": ChunkWork(key=f"k{number}", phases={"F": (number, 0)})},
+            )
+        )
+    return found
+
+
+def test_two_sizes_give_the_time_of_any_other(tmp_path: Path) -> None:
+    """Half a microbatch takes more than half the time: 2 s of it do not depend on the size."""
+    made = chain(1).chunks[0]
+    chunk = replace(
+        made, key="k5", phases={"F": replace(made.phases["F"], flops=5, bytes_moved=0)}, name="PP=0"
+    )
+    path = tmp_path / "costs.json"
+    write_costs(calibrate(*at_sizes(10, 20)), path)
+    both = read_costs(path)
+    assert both.chunks == {"k10": {"F": 3.0}, "k20": {"F": 4.0}}
+    assert both.compute(chunk, "F") == pytest.approx(2.5)
+    assert both.compute(replace(chunk, key="k10"), "F") == 3.0
+    alone = calibrate(*at_sizes(10))
+    assert alone.sizes == {}
+    assert alone.compute(chunk, "F") == pytest.approx(1.5)
+
+
+def test_profiles_of_two_models_are_refused() -> None:
+    one, other = at_sizes(10, 20)
+    with pytest.raises(ConfigError, match="these profiles are of two models"):
+        calibrate(one, replace(other, model="n"))
 
 
 def test_a_cluster_says_what_the_profile_does_not() -> None:

@@ -31,6 +31,7 @@ class Timed:
     node: int = 8
     latency: float = 0.0
     wake: float = 0.0
+    copying: float = 0.0  # cores
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         return 1.0
@@ -39,7 +40,7 @@ class Timed:
         return 0.0
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        return Talk(latency=self.latency, seconds=float(nbytes))
+        return Talk(latency=self.latency, seconds=float(nbytes), cores=self.copying)
 
 
 def step(op: Op, node: str, stream: str, **fields: object) -> Instr:
@@ -141,6 +142,16 @@ def test_devices_share_the_cores_of_their_node() -> None:
     assert run(job(one, one, one, one), Timed(cores=2))[0].step == 2
     assert run(job(one, one), Timed(cores=2))[0].step == 1
     assert run(job(one, one, one, one), Timed(cores=2, node=2))[0].step == 1
+
+
+def test_processes_that_copy_take_their_core_from_computing() -> None:
+    """Two devices compute for 1 s each, while a sum takes 1 s to begin and 1 s on the links."""
+    one = [step("compute", "a", "c"), step("all_reduce", "r", "n", comm="g", nbytes=1)]
+    plans = job(one, one, comms={"g": ((0, 1),)})
+    assert run(plans, Timed(cores=2, latency=1.0))[0].step == 2
+    assert run(plans, Timed(cores=2, latency=1.0, copying=1.0))[0].step == 3  # six seconds on two cores
+    assert run(plans, Timed(cores=4, latency=1.0, copying=1.0))[0].step == 2
+    assert run(plans, Timed(latency=1.0, copying=1.0))[0].step == 2  # devices that share no cores
 
 
 def test_programs_that_never_meet_do_not_wait_for_each_other() -> None:

@@ -1,6 +1,7 @@
 """Traces a chunk forward and backward as one graph, and sorts its inputs and outputs by meaning."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,25 +71,39 @@ def trace_joint(
         try:
             rows = _unknown_rows(shapes) if body.experts else None
             fakes = _fakes(body, trained, ways, mode, device, rows)
-            table = decompositions() if decompose else {}
+            table = {**decompositions()} if decompose else {}
             exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
             traced = exported.graph_module
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise UntraceableError(reason(error)) from error
     _correct_types(traced.graph)
+    _without_aliases(traced.graph)
     if any(node.target is fp8_linear for node in body.graph.nodes):
         merge_rounding(traced.graph)
     label_memory(traced.graph)
     return _described(traced, body, _sizes(body, rows))
 
 
-def decompositions() -> dict[torch._ops.OpOverload, Callable[..., object]]:
+@functools.cache
+def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
     """Return Inductor's decompositions, without those of random operations. `KEPT` ones stay whole."""
     from torch._inductor import config  # takes a second to import, and only compiled code needs it
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(fallback_random=True):
         return {**select_decomp_table(), **KEPT}
+
+
+def _without_aliases(graph: fx.Graph) -> None:
+    """Remove operations that return their argument as it is.
+
+    Torch adds some where Python happens to hold one more reference to a value, as while a profiler looks.
+    Equal models would then have unequal graphs, which are not found in the cache.
+    """
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.alias.default:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
 
 
 def _correct_types(graph: fx.Graph) -> None:

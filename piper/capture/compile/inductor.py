@@ -8,10 +8,12 @@ import fcntl
 import functools
 import importlib
 import inspect
+import logging
 import pickle
 import platform
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,11 +36,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from piper.capture.compile import operators
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
+from piper.capture.compile.tuning import keep_measured, tuning_in
 from piper.capture.trace.blame import quiet, reason
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
 from piper.private_files import private_folder
 
+log = logging.getLogger("piper")
 _PATCHES = {
     "fallback_random": True,  # the same random numbers as without a compiler
     # Inductor compiles a phase as inference, and moves results that only the caller reads to the end. In a
@@ -78,7 +82,22 @@ class Compiled:
         entry = entry or cache.find(name)
         if entry is not None and entry.artifact == artifact:
             cache.restore(entry)  # else its kernels are compiled again from the artifact
-        self.boxed: Boxed = _load(artifact, cache, modules)
+        self.boxed: Boxed
+        self.boxed, unmeasured = _load(artifact, cache, modules)
+        if unmeasured:
+            self.boxed = self._measuring(self.boxed, unmeasured)
+
+    def _measuring(self, code: Boxed, unmeasured: list[Path]) -> Boxed:
+        """Return code whose first call, in which Inductor measures kernels, adds the fastest to the cache."""
+
+        def measuring(arguments: list[Tensor]) -> Sequence[Tensor]:
+            results = code(arguments)
+            if self.boxed is measuring:
+                self.boxed = code
+                keep_measured(self.name, self.cache, unmeasured)
+            return results
+
+        return measuring
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         if self.plain is not None and torch.is_grad_enabled() and any(map(is_traced, arguments)):
@@ -113,7 +132,13 @@ def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
         return Compiled(name, found.artifact, cache, modules, source.module, found)
     except PiperError:
         raise
-    except _BROKEN:
+    except _BROKEN as error:
+        log.info(
+            "%s of %s is compiled again: what is cached fails to load. %s",
+            source.phase,
+            source.chunk,
+            reason(error),
+        )
         return None
 
 
@@ -188,17 +213,29 @@ def _compile(source: Source, cache: Cache) -> bytes:
         return path.read_bytes()
 
 
-def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> Boxed:
+def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> tuple[Boxed, list[Path]]:
+    """Load compiled code. Return it with the files of its kernels that have not been measured yet."""
     for module in modules:
         importlib.import_module(module)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "artifact"
         path.write_bytes(artifact)
-        with _working(cache):
+        with _working(cache), tuning_in(cache.working_folder()) as unmeasured:
             loaded = CompiledArtifact.load(path=str(path), format="binary")
     # An artifact takes its arguments one by one, and so keeps them alive; its inner function takes a list.
     inner = inspect.getclosurevars(loaded._compiled_fn).nonlocals.get("compiled_fn")
-    return inner if callable(inner) else lambda arguments: loaded(*arguments)
+    return inner if callable(inner) else (lambda arguments: loaded(*arguments)), unmeasured
+
+
+def read_versions(device: str) -> None:
+    """Read the sources of the compilers in another thread: names hold their digests, which are then known."""
+
+    def read() -> None:
+        with suppress(*_BROKEN):  # it is raised where a name is asked for
+            torch_key()
+            _machine(device)
+
+    threading.Thread(target=read, name="versions", daemon=True).start()
 
 
 def name_of(source: Source) -> str:

@@ -12,7 +12,7 @@ from piper.capture.compile.cache import Cache
 from piper.capture.compile.flat_gradients import FlatPhase, flat_phase, source_in_place
 from piper.capture.compile.inductor import Compiled, Source, compiled, is_traced, loaded, name_of
 from piper.capture.compile.repeats import PhasePiece, pieces_of
-from piper.capture.compile.servers import CompileServers
+from piper.capture.compile.servers import CompileServers, start_kernel_compilers
 from piper.ir.chunk import Phase
 
 log = logging.getLogger("piper")
@@ -113,6 +113,8 @@ def _compile_all(
     made = {name: found for name, source in graphs.items() if (found := loaded(name, source, cache))}
     missing = {name: source for name, source in graphs.items() if name not in made}
     numbers = itertools.count(1)
+    if any(argument.is_cuda for source in missing.values() for argument in source.arguments):
+        start_kernel_compilers()
 
     def report(name: str) -> None:
         number, source = next(numbers), missing[name]

@@ -138,6 +138,13 @@ def read(nodes: Sequence[tuple[str, object, tuple[object, ...], dict[str, object
     return fx.GraphModule({}, graph)
 
 
+def start_kernel_compilers() -> None:
+    """Start the processes in which Inductor compiles kernels: it uses them once they are ready."""
+    from torch._inductor.async_compile import AsyncCompile  # it takes a second to import
+
+    AsyncCompile.use_process_pool()
+
+
 class CompileServers:
     """Processes that compile graphs. None of them runs until they are started."""
 

@@ -4,7 +4,7 @@ A segment ends where only one value that needs a gradient goes on, as between th
 Gradients then meet in the same order as in the whole chunk, so the parts give the same numbers as the whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from torch import Tensor, fx
@@ -12,19 +12,65 @@ from torch import Tensor, fx
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 
 LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
+LONGEST = 64  # places at which a layer could be cut: one with more is not looked for
 
 
 def split_nodes(
     nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]
 ) -> list[list[fx.Node]]:
     """Cut nodes, in the order of the program, into segments. state: those of parameters and buffers."""
-    ends = _ends(nodes, state, bundles)
-    segments: list[list[fx.Node]] = [[]]
-    for position, node in enumerate(nodes):
-        if position in ends and len(segments[-1]) >= LEAST and len(nodes) - position >= LEAST:
-            segments.append([])
-        segments[-1].append(node)
-    return segments
+    bounds = [*dict.fromkeys((0, *sorted(_ends(nodes, state, bundles)), len(nodes)))]
+    numbers: dict[Hashable, int] = {}
+    parts = [
+        numbers.setdefault(tuple(map(_likeness, nodes[begin:end])), len(numbers))
+        for begin, end in pairwise(bounds)
+    ]
+    return [[*nodes[begin:end]] for begin, end in pairwise((*_starts(bounds, parts), len(nodes)))]
+
+
+def _starts(bounds: Sequence[int], parts: Sequence[int]) -> list[int]:
+    """Return where segments begin. bounds: where one may begin or end; parts: numbers of what is between.
+
+    Layers that repeat are a segment each, so that none is traced together with what is before and behind
+    all of them. There, and where nothing repeats, segments are as short as is worth it.
+    """
+    saved, layers = 0, range(0)  # nodes that need not be traced, and the parts that layers begin with
+    for period in range(1, min(LONGEST, len(parts) // 2) + 1):
+        first = 0
+        while first + 2 * period <= len(parts):
+            last = first
+            while last + period < len(parts) and parts[last] == parts[last + period]:
+                last += 1
+            times = (last - first) // period + 1
+            size = bounds[first + period] - bounds[first]
+            if size >= LEAST and (times - 1) * size > saved:
+                saved, layers = (times - 1) * size, range(first, first + times * period, period)
+            first = last + 1
+    if not layers:
+        return _long(bounds)
+    before, after = layers.start, layers.stop
+    return [
+        *(_starts(bounds[: before + 1], parts[:before]) if before else []),
+        *(bounds[layer] for layer in layers),
+        *(_starts(bounds[after:], parts[after:]) if after < len(parts) else []),
+    ]
+
+
+def _long(bounds: Sequence[int]) -> list[int]:
+    """Return where segments begin that all have as many nodes as are worth one."""
+    starts = [bounds[0]]
+    for position in bounds[1:]:
+        if position - starts[-1] >= LEAST and bounds[-1] - position >= LEAST:
+            starts.append(position)
+    return starts
+
+
+def _likeness(node: fx.Node) -> Hashable:
+    """Return the properties that nodes of equal layers share. Whether bodies are equal is found out later."""
+    made = value(node)
+    if not isinstance(made, Tensor):
+        return node.op, node.target
+    return node.op, node.target, made.dtype, tuple(n if isinstance(n, int) else None for n in made.shape)
 
 
 def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]) -> set[int]:

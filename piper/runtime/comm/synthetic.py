@@ -59,14 +59,11 @@ class AloneGroup(Group):
         return shard
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
-        whole = out[: len(shard) * self.size].view(self.size, len(shard))
-        place = self.rank
-        if whole[place].data_ptr() != shard.data_ptr():
-            whole.copy_(shard)
-            return
-        for others in (whole[:place], whole[place + 1 :]):  # its own part is there already
-            if len(others):
-                others.copy_(shard)
+        # One copy for each member: a GPU leaves these to its copy engines, as a network would. A single copy
+        # to all of them is a kernel, and slows down the compute beside it.
+        for part in out[: len(shard) * self.size].view(self.size, len(shard)):
+            if part.data_ptr() != shard.data_ptr():
+                part.copy_(shard)
 
     def shift(self, flat: Tensor, by: int) -> Tensor:
         return flat.clone()  # it takes memory of its own, as what arrives does

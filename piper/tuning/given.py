@@ -1,0 +1,47 @@
+"""A strategy that the user has: the search starts from it, and divides layers as it does."""
+
+from collections.abc import Sequence
+
+from piper.directives import Directive
+from piper.directives.place import Place
+from piper.directives.replicate import Replicate
+from piper.directives.shard_axis import ShardAxis
+from piper.errors import ConfigError
+from piper.tuning.choice import GIVEN, Divide, StrategyChoice
+from piper.tuning.shorter import split_of
+
+BY = "tune"
+
+
+def given_choice(strategy: Sequence[Directive], devices: int, samples: int, layers: int) -> StrategyChoice:
+    """Return the entry of a given strategy among the candidates. Refuse one for more devices."""
+    placed = {directive.devices for directive in strategy if isinstance(directive, Place | Replicate)}
+    used = {device for group in placed for device in group}
+    if not used or max(used) >= devices:
+        raise ConfigError(
+            "the strategy to start from does not fit the devices",
+            by=BY,
+            facts={"it uses": f"devices up to {max(used)}" if used else "none", "there are": str(devices)},
+            hint=f"place its regions on devices 0 to {devices - 1}, or search for more devices",
+        )
+    split = split_of(strategy)
+    parts = 1 if split is None else split.parts
+    replicas = max(1, devices // len(placed))
+    return StrategyChoice(
+        ranks=len(placed),
+        replicas=replicas,
+        rows=max(1, samples // (parts * replicas)),
+        microbatches=parts,
+        sizes=(layers,),
+        schedule=GIVEN,
+    )
+
+
+def divided_as(strategy: Sequence[Directive], known: Divide) -> Divide:
+    """Return how a strategy divides layers for tensor and context parallelism; `known` where it does not."""
+    axes = [directive for directive in strategy if isinstance(directive, ShardAxis)]
+    weights = next((axis.weights for axis in axes if axis.weights), known.weights)
+    sliced = next((axis for axis in axes if axis.batch), None)
+    if sliced is None:
+        return Divide(weights=weights, fields=known.fields)
+    return Divide(weights=weights, fields=sliced.batch, attention=sliced.attention, balance=sliced.balance)

@@ -1,0 +1,59 @@
+"""Where a long chunk is cut into segments, each distinct one of which is traced once."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from piper.capture.trace.trace import trace
+from tests import zoo
+
+
+class Block(nn.Module):
+    """28 operations, between which nothing can be cut: the input lives until the last one."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(16, 16), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        for _ in range(13):
+            y = self.act(y) * 2
+        result: Tensor = x + y
+        return result
+
+
+class Stacks(nn.Module):
+    """Two stacks of equal blocks, with a layer before them and one behind."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.blocks = nn.Sequential(
+            *(Block(torch.tanh) for _ in range(first)), *(Block(torch.sin) for _ in range(second))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.end(self.blocks(self.begin(x)))
+        return result
+
+
+def lengths(first: int, second: int) -> list[int]:
+    """Return how many operations each segment of the model has."""
+    found = trace(lambda: Stacks(first, second), zoo.regression, zoo.vectors(4, 0), 4)
+    (piece,) = found.pieces
+    nodes = [[node.op.startswith("call") for node in part.body.graph.nodes] for part in piece.segments]
+    return [sum(calls) for calls in nodes]
+
+
+def test_layers_that_repeat_are_cut_out_by_themselves() -> None:
+    assert lengths(4, 0) == [2, 28, 28, 28, 28, 3]  # a cast and a layer; a layer, a cast and the loss
+
+
+def test_so_are_the_layers_of_another_stack() -> None:
+    assert lengths(3, 2) == [2, 28, 28, 28, 28, 28, 3]
+
+
+def test_what_does_not_repeat_is_cut_where_it_is_long_enough() -> None:
+    assert lengths(1, 1) == [30, 31]

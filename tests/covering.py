@@ -1,0 +1,73 @@
+"""Few cells in which every few values of different axes meet: what is run of a matrix that is too large.
+
+Most mistakes in how parts are composed need two of them: a schedule with a kind of ZeRO, a model with a schedule. A
+selection in which every such pair meets once finds those in a fraction of the product. `make matrix` runs the
+selections, `make matrix-full` all cells.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from itertools import combinations
+from typing import TypeVar
+
+import pytest
+
+CellT = TypeVar("CellT", bound=Hashable)
+Choices = Mapping[str, Hashable]  # a cell's value on each axis
+Meeting = frozenset[tuple[str, Hashable]]
+
+
+def meetings(choices: Choices, together: int = 2) -> set[Meeting]:
+    """Return every `together` of a cell's choices."""
+    return {frozenset(some) for some in combinations(choices.items(), together)}
+
+
+def covering(
+    cells: Iterable[CellT],
+    choices: Callable[[CellT], Choices],
+    together: int = 2,
+    *,
+    given: Iterable[CellT] = (),
+) -> list[CellT]:
+    """Select cells in which any values of `together` axes meet that meet in some cell of the product.
+
+    Each time the cell is taken that adds the most, the first of several: always the same selection. given: cells
+    that another test runs.
+    """
+    places: dict[
+        Meeting, int
+    ] = {}  # sets of meetings are bits of one number: there are many of them to compare
+
+    def bits(cell: CellT) -> int:
+        return sum(1 << places.setdefault(one, len(places)) for one in meetings(choices(cell), together))
+
+    meets = {cell: bits(cell) for cell in cells}
+    left = (1 << len(places)) - 1
+    for cell in given:
+        left &= ~bits(cell)
+    chosen: list[CellT] = []
+    while left:
+        best = max(meets, key=lambda cell: (left & meets[cell]).bit_count())
+        chosen.append(best)
+        left &= ~meets[best]
+    return chosen
+
+
+def selected(
+    cells: Iterable[CellT], chosen: Collection[CellT], group: Callable[[CellT], str] | None = None
+) -> list[object]:
+    """Return a test's parameters: the chosen cells belong to the matrix, the others to the exhaustive tests.
+
+    A cell that is a tuple holds several arguments. group: the tests that one worker runs, because they share captures.
+    """
+    picked = frozenset(chosen)
+    return [
+        pytest.param(
+            *(cell if isinstance(cell, tuple) else (cell,)),
+            id="-".join(map(str, cell)) if isinstance(cell, tuple) else str(cell),
+            marks=[
+                pytest.mark.matrix if cell in picked else pytest.mark.exhaustive,
+                *([pytest.mark.xdist_group(group(cell))] if group else []),
+            ],
+        )
+        for cell in cells
+    ]
