@@ -5,9 +5,10 @@ sees the ranks only, so a worker that is lost does not end them. When a machine 
 and agents of other machines take their place. A rank whose link was down connects again, as a spare.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, sleep
@@ -146,7 +147,12 @@ class RemoteAgent:
         return RemoteMethod(begin=partial(self._begin, name))
 
     def _begin(self, name: str, arguments: Sequence[object]) -> "Future[object]":
-        return self.calls.submit(self._call, name, arguments)
+        try:
+            return self.calls.submit(self._call, name, arguments)
+        except RuntimeError:  # it is closed
+            lost: Future[object] = Future()
+            lost.set_exception(AgentLostError("the agent has ended"))
+            return lost
 
     def _call(self, name: str, arguments: Sequence[object]) -> object:
         given = [arg.result(PATIENCE) if isinstance(arg, Future) else arg for arg in arguments]
@@ -163,6 +169,13 @@ class RemoteAgent:
         """End the agent. What it was asked for is not answered any more."""
         self.calls.shutdown(wait=False, cancel_futures=True)
         self.end_of()
+
+
+def leave(channel: Channel) -> None:
+    """Close a channel. A call that waits for an answer ends."""
+    with suppress(OSError):
+        channel.end.shutdown(socket.SHUT_RDWR)
+    channel.close()
 
 
 def over(channel: Channel, name: str, arguments: list[object]) -> object:
@@ -233,8 +246,8 @@ class TorchrunStarter(AgentStarter):
         given = given_key()
         launch = "" if given is not None else new_launch()
         calls.key = given if given is not None else self.held.enter_context(offered_key(launch))
+        self.held.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
         self.listener = self.held.enter_context(Listener(calls.own, calls.key, None, CODEC))
-        self.held.callback(self._dismiss)
         host, port = self.listener.address
         address = DriverAddress(host=host, port=port, launch=launch, width=1, agents=True)
         publish_address(self.world, next_launch(self.world), address)
@@ -259,7 +272,7 @@ class TorchrunStarter(AgentStarter):
         except (ClosedError, TimeoutError):
             place = None
         if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
-            self._admit(rank, place, partial(over, channel), channel.close)
+            self._admit(rank, place, partial(over, channel), partial(leave, channel))
         else:
             channel.close()
         return True

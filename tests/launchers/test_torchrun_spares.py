@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from piper.launchers.torchrun_agents import (
     RankCalls,
     RemoteAgent,
     TorchrunStarter,
+    leave,
     over,
     serve_agent,
 )
@@ -63,7 +66,7 @@ def accepted(listener: Listener) -> tuple[RemoteAgent, Channel]:
     assert arrived is not None
     name, channel = arrived
     assert (name, channel.recv()) == (2, AgentPlace(address="127.0.0.1", local=2))
-    return RemoteAgent(lambda method, given: over(channel, method, given), channel.close), channel
+    return RemoteAgent(partial(over, channel), partial(leave, channel)), channel
 
 
 def test_calls_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +97,11 @@ def test_a_lost_agent_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
         again, _ = accepted(listener)
         assert calls.answers({0: again.look.remote()}, 20) == {0: ProcessStatus(process=0)}
         assert calls.finished([made.look.remote()], 20), "a call that was lost has ended"
+        hung = again.image.remote((0, 0, 0), 9)
         again.close()
+        for lost in (hung, again.look.remote()):
+            with pytest.raises((AgentLostError, CancelledError)):
+                calls.get(lost, 20)
 
 
 def test_processes_for_spares() -> None:
