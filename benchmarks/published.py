@@ -60,6 +60,7 @@ CLUSTERS = {"H100": "h100", "A100": "a100"}
 LAYERS = 2  # that are captured
 TRIALS = 3  # of a search without tensor and context parallelism, and of one with them
 MOST_PASSES = 64  # ranks times microbatches of a step for which orders are synthesised
+MOST_RANKS = 32  # of a pipeline that is longer than the published one
 FIELDS = {"tokens": 1, "labels": 1}
 # What the table does not say: samples of a microbatch and stages of a rank (Megatron-LM: its script for table
 # 1; Llama 3: section 3.3.2, by which a stage is one layer, and the embedding and the head are stages too).
@@ -408,7 +409,7 @@ def space_of(row: Row) -> Space:
     """Return what to choose from: the published degrees and smaller ones, and up to twice the ranks."""
     few = row.pp * row.microbatches <= MOST_PASSES
     return Space(
-        ranks=tuple({1, row.pp // 4, row.pp // 2, row.pp, 2 * row.pp}),
+        ranks=tuple({1, row.pp // 4, row.pp // 2, row.pp, min(2 * row.pp, max(MOST_RANKS, row.pp))}),
         rows=tuple({1, row.samples // 4, row.samples // 2, row.samples}),
         stages_per_rank=tuple({1, row.stages_per_rank}),
         schedules=("1f1b", "interleaved-1f1b", *((SYNTHESISED,) if few else ())),
