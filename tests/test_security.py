@@ -33,6 +33,7 @@ ALLOWED = {
 }
 RUN = {
     ("launchers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read
+    ("tuning/forked_calls.py", "result", "pickle.loads"),  # from a process that this one forked
 }
 
 
