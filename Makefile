@@ -37,8 +37,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
+# Each worker takes one half of the files and then helps the other: what the tests of a file share is made once.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 mutate: setup
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutation.run --summary build/mutation.json $(MUTATE)

@@ -53,8 +53,8 @@ class Network:
         self.engine(takes, outward=op == "reduce_scatter")
 
 
-class Gathers(AllGather):
-    """Writes gathered parameters in full, after the time of the network."""
+class OnNetwork:
+    """A collective of FSDP2 that takes the time of a network."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -63,6 +63,10 @@ class Gathers(AllGather):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gathers(OnNetwork, AllGather):
+    """Writes gathered parameters in full, after the time of the network."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -74,16 +78,8 @@ class Gathers(AllGather):
             part.copy_(input_tensor.view(-1))
 
 
-class Scatters(ReduceScatter):
+class Scatters(OnNetwork, ReduceScatter):
     """Hands back a member's own part of the gradients, after the time of the network."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

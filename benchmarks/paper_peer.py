@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from gpu_peer import Stage
+from gpu_peer import LARGE, Stage, cross_entropy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,19 +29,6 @@ GIB = 2**30
 SIZES = (24, 64)  # samples of a microbatch, from which the largest that fits is worked out
 LIMITS = (40, 80)  # GiB of a device
 MICROBATCHES = 16
-# The dense 8B decoder of benchmarks/gpu.py, whose peer was run on an H200 too.
-LARGE = decoder.Config(
-    vocab=151_936,
-    dim=4096,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    hidden=12_288,
-    qk_norm=True,
-    rope_base=1_000_000.0,
-    stages=8,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +71,6 @@ class LiveBytes(TorchDispatchMode):
 
     def gone(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class Job:
             self.initial in get_args(InitialDraws),
             "Job",
             f"initial={self.initial!r}",
-            "draw initial values on the device that the job runs on, or on the host: initial is one of "
+            "initial values are drawn on the device that the job runs on, or on the host: one of "
             + ", ".join(get_args(InitialDraws)),
         )
         need(

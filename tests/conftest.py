@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,11 @@ def one_core_for_each_worker() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported out of the garbage collector's sight: there are a million objects, none garbage."""
+    """Let tests share traces. Take what is imported out of the garbage collector's sight: a million objects."""
+    if "torch" in sys.modules:  # tests that do not need it should not pay for it
+        from tests.joints import share_joints
+
+        share_joints()
     gc.collect()
     gc.freeze()
 

@@ -250,8 +250,8 @@ def test_an_unknown_schedule(piper: Piper) -> None:
     """)
 
 
-def test_the_demo_recipe_compiles_from_a_shell() -> None:
-    words = ["-m", "piper", "plan", "recipes/moe_dualpipe.py:demo", "--json"]
+def test_a_recipe_compiles_from_a_shell(recipe: Path) -> None:
+    words = ["-m", "piper", "plan", f"{recipe}:pipeline", "--json"]
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )

@@ -59,6 +59,13 @@ def line_of(begin: str) -> int:
             """,
         ),
         (
+            {"initial": "cuda"},
+            """
+            Job (test_job.py:LINE): initial='cuda'
+              hint: initial values are drawn on the device that the job runs on, or on the host: one of device, host
+            """,
+        ),
+        (
             {"steps": 0},
             """
             Job (test_job.py:LINE): steps=0

@@ -23,7 +23,6 @@ from piper.models.layers import rotate
 from piper.plan.memory_timeline import timeline
 from piper.runtime.debug.check import check
 from tests import zoo
-from tests.runtime.grid import Cell, batches, job
 
 
 def total(loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -170,12 +169,6 @@ def test_sizes_from_one_accelerator_to_nine_billion(model: ModuleType, size: str
     with torch.device("meta"):
         parameters = getattr(model, built)(getattr(model.Config, size)(stages=4)).parameters()
     assert sum(p.numel() for p in parameters) / 1e9 == pytest.approx(billions, abs=1e-3)
-
-
-def test_latent_attention_under_a_composed_strategy_gives_the_numbers_of_one_device() -> None:
-    cell = Cell(case="deepseek", schedule="zero-bubble", dp=2, zero=3, ways=2, clip=0.3)
-    report = check(compile(job(cell)), launch_inline, batches(cell, 2))
-    assert report.ok, report
 
 
 def test_layers_as_regions_let_zero_3_hold_less_and_give_the_same_numbers() -> None:

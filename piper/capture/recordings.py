@@ -235,13 +235,13 @@ class Capturing:
         """Start what takes its time while the model is traced.
 
         If the cache is empty, these are the processes that compile kernels and, for a large model, graphs.
-        What an earlier run has compiled needs none of them, but its names need digests of many files.
+        What an earlier run has compiled needs none of them, but its names need a digest of Triton.
         """
         if self.cache is None or self.recordings.device == "cpu":
             return
-        from piper.capture.compile.inductor import read_versions  # with the compiler, which takes a second
+        from piper.capture.compile.inductor import read_triton  # with the compiler, which takes a second
 
-        read_versions(self.recordings.device)
+        read_triton(self.recordings.device)
         if self.cache.empty():
             start_kernel_compilers()
             if len(list(model.parameters())) >= LARGE:

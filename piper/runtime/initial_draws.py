@@ -26,7 +26,8 @@ _MAKES = {  # operations that return a new tensor of random numbers
 }
 
 
-PIECE = 2**26  # bytes that are copied at a time
+PIECE = 2**24  # bytes that are copied at a time
+SMALL = 2**20  # bytes that are copied at once
 CORES = 16  # that copy at a time: more are no faster
 
 
@@ -68,7 +69,7 @@ class DrawnOn(TorchDispatchMode):
 
         The host's memory is new. To write it for the first time takes one core a second for each GB.
         """
-        if not drawn.is_cuda or drawn.nbytes <= PIECE or not target.is_contiguous():
+        if not drawn.is_cuda or drawn.nbytes <= SMALL or not target.is_contiguous():
             return target.copy_(drawn)
         self.buffers = self.buffers or [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
         length = PIECE // drawn.element_size()

@@ -12,7 +12,7 @@ from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.tuning.choice import GIVEN, StrategyChoice, directives_of
 from piper.tuning.model import Model
-from piper.tuning.shorter import Lengths, shortened, shorter_lengths
+from piper.tuning.shorter import StepLengths, shortened, shorter_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +78,14 @@ def verify(model: Model, strategy: Sequence[Directive]) -> None:
     model.compile(list(strategy), tried=False)
 
 
-def lengths_of(model: Model, strategy: Sequence[Directive]) -> Lengths | None:
+def lengths_of(model: Model, strategy: Sequence[Directive]) -> StepLengths | None:
     """Return the lengths that a strategy is simulated with. None: all its microbatches are simulated."""
     lengths = shorter_lengths(strategy) if model.extrapolate else None
     return None if lengths is None or model.samples % lengths.whole else lengths
 
 
 def shorter_step(
-    model: Model, strategy: Sequence[Directive], lengths: Lengths, parts: int
+    model: Model, strategy: Sequence[Directive], lengths: StepLengths, parts: int
 ) -> tuple[Model, list[Directive]]:
     """Return the model and the strategy for the first microbatches of a step."""
     return model.shortened(model.samples // lengths.whole * parts), shortened(strategy, parts)

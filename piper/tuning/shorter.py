@@ -19,7 +19,7 @@ STEADY = 8  # a pipeline of so many ranks needs one more microbatch to show how 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class StepLengths:
     """The microbatches of a step, and of the two shorter ones that it is extrapolated from."""
 
     few: int
@@ -37,7 +37,7 @@ class Lengths:
         return (self.whole - self.more) / (self.more - self.few)
 
 
-def shorter_lengths(strategy: Sequence[Directive]) -> Lengths | None:
+def shorter_lengths(strategy: Sequence[Directive]) -> StepLengths | None:
     """Return the lengths to simulate a strategy with. None: with all its microbatches.
 
     That holds where it has few of them, where regions have microbatches of their own, and where more are
@@ -56,7 +56,7 @@ def shorter_lengths(strategy: Sequence[Directive]) -> Lengths | None:
     short = shortened(strategy, more)
     if under_way(strategy) != under_way(short):
         return None
-    return Lengths(few=few, more=more, whole=split.parts)
+    return StepLengths(few=few, more=more, whole=split.parts)
 
 
 def split_of(strategy: Sequence[Directive]) -> Split | None:

@@ -74,13 +74,17 @@ def test_streams_and_one_stream_give_the_same_bits(cell: Cell) -> None:
 
 
 def test_a_large_tensor_drawn_on_the_gpu_arrives_whole() -> None:
-    """It is copied in pieces, of which the last one is shorter."""
+    """It is copied in pieces, of which the last one is shorter; or in one piece that does not fill its buffer."""
     device = torch.device("cuda", 0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, length in (
+        (torch.float32, 2**23 + 5),
+        (torch.bfloat16, 2**23 + 5),
+        (torch.float32, 2**17 + 5),
+    ):
         with seeded_draws(3, device):
-            found = torch.empty(7, 2**23 + 5, dtype=dtype).normal_()
+            found = torch.empty(7, length, dtype=dtype).normal_()
         torch.manual_seed(3)
-        assert torch.equal(found.cuda(), torch.empty(7, 2**23 + 5, dtype=dtype, device=device).normal_())
+        assert torch.equal(found.cuda(), torch.empty(7, length, dtype=dtype, device=device).normal_())
 
 
 @pytest.mark.parametrize("on", LAUNCHERS)

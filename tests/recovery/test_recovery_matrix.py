@@ -27,6 +27,7 @@ from tests.launchers.sabotage import BrokenError
 from tests.recovery.test_protect import held_bytes
 from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, job, strategy
+from tests.runtime.sharing import Shared
 
 CELLS = [
     *(Cell(case="mlp", schedule="1f1b", dp=2, zero=zero) for zero in range(4)),
@@ -52,6 +53,12 @@ class Injector:
         if self.armed == (device, what):
             self.armed = None
             raise BrokenError(what)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Shared:
+    """Share captures between tests, those of one model at a time."""
+    return Shared()
 
 
 @pytest.fixture
@@ -112,6 +119,11 @@ def choices(trial: Trial) -> Choices:
     return {"case": cell.case, "zero": cell.zero, "clip": cell.clip, "way": way, "precision": precision}
 
 
+def group(trial: Trial) -> str:
+    """Return the tests that share captures: those of a model."""
+    return f"recovery-{trial[0].case}"
+
+
 @cache
 def chosen() -> list[Trial]:
     """Return trials in which every two choices meet that do not meet in the default run."""
@@ -119,21 +131,26 @@ def chosen() -> list[Trial]:
 
 
 @pytest.mark.parametrize(("cell", "way", "precision"), DEFAULT)
-def test_a_failure_at_every_instruction(cell: Cell, way: str, precision: str, injector: Injector) -> None:
-    assert_trial_survives(cell, way, precision, injector)
+def test_a_failure_at_every_instruction(
+    cell: Cell, way: str, precision: str, injector: Injector, shared: Shared
+) -> None:
+    assert_trial_survives(cell, way, precision, injector, shared)
 
 
 @pytest.mark.parametrize(
-    ("cell", "way", "precision"), selected([trial for trial in ALL if trial not in DEFAULT], chosen())
+    ("cell", "way", "precision"), selected([trial for trial in ALL if trial not in DEFAULT], chosen(), group)
 )
-def test_failures_under_every_strategy(cell: Cell, way: str, precision: str, injector: Injector) -> None:
-    assert_trial_survives(cell, way, precision, injector)
+def test_failures_under_every_strategy(
+    cell: Cell, way: str, precision: str, injector: Injector, shared: Shared
+) -> None:
+    assert_trial_survives(cell, way, precision, injector, shared)
 
 
-def assert_trial_survives(cell: Cell, way: str, precision: str, injector: Injector) -> None:
+def assert_trial_survives(cell: Cell, way: str, precision: str, injector: Injector, shared: Shared) -> None:
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
     made = job(cell, precision=precision, scheduler=scheduler)
-    program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
+    with shared.capturing():
+        program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
     assert_survives(program, lambda count: batches(cell, count), injector)
 
 
@@ -149,16 +166,24 @@ def choices_of_divided(trial: tuple[str, str]) -> Choices:
     return {**asdict(divided.AXES[name]), "way": way}
 
 
+def group_of_divided(trial: tuple[str, str]) -> str:
+    """Return the tests that share captures: those of the decoder in some number of stages."""
+    return f"recovery-divided-{divided.STRATEGIES[trial[0]][0]}"
+
+
 @cache
 def chosen_divided() -> list[tuple[str, str]]:
     """Return trials of divided chunks in which every two choices meet."""
     return covering(DIVIDED_WAYS, choices_of_divided)
 
 
-@pytest.mark.parametrize(("name", "way"), selected(DIVIDED_WAYS, chosen_divided()))
-def test_a_failure_at_every_instruction_of_divided_chunks(name: str, way: str, injector: Injector) -> None:
+@pytest.mark.parametrize(("name", "way"), selected(DIVIDED_WAYS, chosen_divided(), group_of_divided))
+def test_a_failure_at_every_instruction_of_divided_chunks(
+    name: str, way: str, injector: Injector, shared: Shared
+) -> None:
     made = divided.job("decoder", name)
-    program = compile(replace(made, strategy=[*strategy_of(made), *WAYS[way]]))
+    with shared.capturing():
+        program = compile(replace(made, strategy=[*strategy_of(made), *WAYS[way]]))
     assert_survives(program, divided.batches, injector)
     if (report := survival(program.plans)) is not None:
         assert report.host_bytes == (2 * held_bytes(program, divided.batches(2)),)

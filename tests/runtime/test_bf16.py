@@ -87,20 +87,13 @@ def assert_rounds_alike(cell: Cell) -> None:
             assert all(state[name].dtype == torch.float32 for name in gradients), "masters are exact"
 
 
-CELLS = [
-    Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=2),
-    Cell(case="dropout", schedule="zero-bubble", dp=4, zero=1, parts=2, rows=1),
-]
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_as_exact_as_one_device(cell: Cell) -> None:
-    assert_rounds_alike(cell)
+def test_as_exact_as_one_device() -> None:
+    assert_rounds_alike(Cell(case="dropout", schedule="zero-bubble", dp=4, zero=1, parts=2, rows=1))
 
 
 def every_schedule() -> list[Cell]:
     """Every model once, every schedule and kind of ZeRO with several."""
-    found = []
+    found = [Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=2)]
     names = [name for name in zoo.NAMES if name not in ("mlp", "deepseek")]
     for i, case in enumerate(names):
         schedule = list(SHAPES)[i % len(SHAPES)]

@@ -11,11 +11,10 @@ from tests.covering import Choices, covering, selected
 from tests.runtime.divided import AXES, MODELS, STRATEGIES, checked, job
 from tests.runtime.sharing import Shared
 
-FEW = [
-    ("decoder", "tp2dp2z3"),
-    ("decoder", "cp2heads"),
+FEW = [("decoder", "tp2dp2z3"), ("decoder", "cp2heads"), ("moe", "sp2ep2")]
+ON_PROCESSES = [
+    *FEW,
     ("decoder", "tp2zbv"),
-    ("moe", "sp2ep2"),
     ("llama", "sp2"),
     ("qwen3", "tp2pp2"),
     ("mistral", "cp2zigzag"),
@@ -84,7 +83,7 @@ def test_a_divided_model_has_the_numbers_of_one_device(shared: Shared, model: st
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "strategy"), FEW)
+@pytest.mark.parametrize(("model", "strategy"), ON_PROCESSES)
 def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, strategy: str) -> None:
     report = checked(job(model, strategy), shared, launch_local)
     assert report.ok, report

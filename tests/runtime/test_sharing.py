@@ -2,6 +2,9 @@
 
 from unittest.mock import patch
 
+from piper.capture.autodiff.differentiate import differentiate as differentiate_model
+from piper.capture.trace.trace import trace as trace_model
+from piper.runtime.debug.check import numbers as numbers_of
 from tests.runtime import sharing
 from tests.runtime.grid import Cell
 from tests.runtime.sharing import Shared
@@ -13,9 +16,9 @@ def test_cells_of_a_model_are_captured_once() -> None:
         Cell(case="mlp", schedule=schedule, dp=dp, rows=1) for schedule in ("gpipe", "1f1b") for dp in (1, 2)
     ]
     with (
-        patch.object(sharing, "trace", wraps=sharing.trace) as trace,
-        patch.object(sharing, "differentiate", wraps=sharing.differentiate) as differentiate,
-        patch.object(sharing, "numbers", wraps=sharing.numbers) as numbers,
+        patch.object(sharing, "trace", wraps=trace_model) as trace,
+        patch.object(sharing, "differentiate", wraps=differentiate_model) as differentiate,
+        patch.object(sharing, "numbers", wraps=numbers_of) as numbers,
     ):
         assert all(shared.check(cell).ok for cell in [*cells, *cells])
     assert (trace.call_count, differentiate.call_count) == (1, 1)

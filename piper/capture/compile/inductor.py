@@ -227,15 +227,14 @@ def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> tuple[Boxed,
     return inner if callable(inner) else (lambda arguments: loaded(*arguments)), unmeasured
 
 
-def read_versions(device: str) -> None:
-    """Read the sources of the compilers in another thread: names hold their digests, which are then known."""
+def read_triton(device: str) -> None:
+    """Read Triton's library in another thread: names hold its digest, which takes long and is then known."""
 
     def read() -> None:
         with suppress(*_BROKEN):  # it is raised where a name is asked for
-            torch_key()
             _machine(device)
 
-    threading.Thread(target=read, name="versions", daemon=True).start()
+    threading.Thread(target=read, name="triton", daemon=True).start()
 
 
 def name_of(source: Source) -> str:
