@@ -161,7 +161,7 @@ PURE = (
     "view",
 )  # readable anywhere, in milliseconds
 WATCHED = {"torch", "ray"}  # third parties that only some packages may import
-RAY = {f"launchers/{name}.py" for name in ("ray", "ray_versions", "ray_workers")}  # may import ray
+RAY = {"launchers/ray.py"}  # may import ray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

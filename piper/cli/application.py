@@ -205,7 +205,8 @@ def train(
         typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
     ] = None,
     spares: Annotated[
-        int, typer.Option(help="On Ray: workers more than devices to claim room for.", metavar="N")
+        int,
+        typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N"),
     ] = 0,
     replace_stragglers: Annotated[
         bool, typer.Option("--replace-stragglers", help="Replace the worker of a straggler, once a device.")

@@ -152,9 +152,9 @@ def by_host(program: ProgramLike, on: str) -> bool:
     return on == "inline"
 
 
-def recovers(on: str) -> bool:
+def recovers(on: str, spares: int = 0) -> bool:
     """Return whether lost workers of a launcher can be replaced: those that are ours to start."""
-    return on in ("inline", "ray") or (on == "local" and rank_environment() is None)
+    return on in ("inline", "ray") or (on == "local" and (spares > 0 or rank_environment() is None))
 
 
 def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:

@@ -29,8 +29,6 @@ class MachineAgent:
     """Starts the worker of a device again and again, and holds its versions."""
 
     def __init__(self) -> None:
-        die_with(os.getppid())  # a stopped agent would outlive what has started it
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a machine that is preempted: the driver saves first
         self.forks: ForkServer | None = None
         self.process = 0  # the worker. 0: none was started
         self.marks: memoryview | None = None
@@ -149,3 +147,22 @@ class MachineAgent:
         """Give back the memory of what other agents hold too."""
         for file in (file for device in devices for file in self.memory[device]):
             os.ftruncate(file, 0)
+
+    def close(self) -> None:
+        """End the worker and the fork server, and give the memory back."""
+        self.end()
+        if self.forks is not None:
+            self.forks.close()
+        self.release()
+        for file in (file for files in self.memory.values() for file in files):
+            os.close(file)
+        self.forks, self.memory = None, {}
+
+
+class AgentProcess(MachineAgent):
+    """An agent in a process of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        die_with(os.getppid())  # a stopped agent would outlive what has started it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a machine that is preempted: the driver saves first

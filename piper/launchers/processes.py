@@ -187,9 +187,20 @@ def number(name: str) -> int:
     return int(text)
 
 
-def check_size(world: RankEnvironment, devices: int) -> None:
-    """Refuse a number of processes that differs from the number of devices."""
-    if world.size != devices:
+def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
+    """Refuse a number of processes that differs from the number of devices and spares."""
+    if spares and world.size != devices + spares:
+        raise ConfigError(
+            "there is not one process for each device and each spare",
+            by="launch",
+            facts={
+                "processes": f"WORLD_SIZE={world.size}",
+                "devices": f"{devices} in the plan",
+                "spares": f"--spares {spares}",
+            },
+            hint=f"start {devices + spares} processes",
+        )
+    if not spares and world.size != devices:
         raise ConfigError(
             "there is not one process for each device",
             by="launch",

@@ -2,10 +2,10 @@
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from time import monotonic, sleep
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -18,26 +18,20 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from piper.launchers.base import Run
+from piper.launchers.agent_calls import Agent, AgentCalls
+from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.driver import RemoteRun
-from piper.launchers.machine_agent import MachineAgent
+from piper.launchers.machine_agent import AgentProcess
 from piper.launchers.ray_support import (
     bundle_of,
     folder_of_ray,
-    machines_of,
     no_room,
-    not_started,
 )
-from piper.launchers.ray_versions import REACH, Agent, RayVersions
-from piper.launchers.ray_workers import RayWorkerGroup
 from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
-LOOK = 2.0  # seconds between two looks at whether there is room
-SOON = 0.1  # seconds between two looks at which agents have answered
-SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
 
 
 @contextmanager
@@ -116,31 +110,44 @@ def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator
         yield run
 
 
-def finished(calls: Sequence[Any], timeout: float = 0.0) -> bool:
-    """Return whether all of these calls have ended. A call that was lost has ended too."""
-    return not calls or not ray.wait([*calls], num_returns=len(calls), timeout=timeout)[1]
+class RayCalls(AgentCalls):
+    """Waits for calls of actors."""
+
+    lost = (RayError, GetTimeoutError)
+
+    @property
+    def own(self) -> str:
+        """Return the address of the driver's machine."""
+        found: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return found
+
+    def get(self, call: Any, timeout: float) -> Any:  # noqa: ANN401  Ray's references have no type
+        """Return the answer to a call."""
+        return ray.get(call, timeout=timeout)
+
+    def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Wait until all calls have ended, or for so many seconds. Return those that have, and the others."""
+        done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=timeout) if calls else ([], [])
+        return done, waiting
+
+    def put(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a value as an argument of several calls."""
+        return ray.put(value)
+
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return a new key, which goes to agents as it is: Ray protects its messages, or does not."""
+        key = secrets.token_bytes(32)
+        return key, key
 
 
-class RayStarter:
-    """Starts the workers of a program again and again, through agents on the nodes that are left.
-
-    Each bundle of resources has an agent for each device of a machine. Agents of spares import torch too.
-    """
+class RayStarter(AgentStarter):
+    """Starts workers through agents that are actors, on the nodes that are left."""
 
     def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:
         """Claim resources for every device and for spares; a cluster without room for all is refused."""
-        assert versions is None or isinstance(versions, RayVersions)
-        self.program, self.versions = program, versions
-        self.machines, self.apart = machines_of(program.plans)
-        self.width = max(map(len, self.machines))
-        gpus = int(setup_of(program).device.type == "cuda")
-        self.bundle = {name: self.width * amount for name, amount in bundle_of(gpus).items()}
-        self.gpus, self.packed = gpus, cast("bytes | None", None)
-        self.group: RayWorkerGroup | None = None
-        self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
-        self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
-        self.used: dict[int, int] = {}  # the bundle of each machine
-        self.avoided: set[int] = set()  # bundles that are used only if there are no others
+        super().__init__(program, versions, RayCalls())
+        self.gpus = int(setup_of(program).device.type == "cuda")
+        self.bundle = {name: self.width * amount for name, amount in bundle_of(self.gpus).items()}
         self.held = ExitStack()
         count = len(self.machines) + -(-spares // self.width)
         try:
@@ -150,43 +157,6 @@ class RayStarter:
         except BaseException:
             self.held.close()
             raise
-
-    @property
-    def near(self) -> bool:
-        """Return whether all workers are on the driver's machine, and see its memory."""
-        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return self.group is None or {a.address for a in self.group.agents.values()} == {mine}
-
-    def start(self, options: Options) -> RemoteRun:
-        """Start a worker for each device."""
-        try:
-            agents = self._agents()
-            if self.versions is not None:
-                self.versions.place(agents)
-            group = self.group = RayWorkerGroup(self.program, options, agents, self.versions)
-            group.packed = self.packed
-            try:
-                run = group.start()
-            except BaseException:
-                group.close()
-                raise
-        except (RayError, GetTimeoutError) as error:
-            raise not_started(str(error).splitlines()[0]) from error
-        self.packed = group.packed
-        return run
-
-    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
-        """Start the workers of another program from now on, on any bundles that live."""
-        assert isinstance(versions, RayVersions)
-        self.program, self.versions = program, versions
-        self.machines, self.apart = machines_of(program.plans)
-        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
-
-    def avoid(self, device: int | None) -> None:
-        """Start the worker of a device on a spare next time, if there is one, with others of its machine."""
-        for machine, bundle in self.used.items():
-            if device in self.machines[machine]:
-                self.avoided = {bundle}
 
     def _hire(self) -> None:
         """Start agents in bundles that have none, or whose node Ray has replaced."""
@@ -200,7 +170,7 @@ class RayStarter:
             self.agents.pop(bundle, None)
             if node in alive:
                 place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
-                made = ray.remote(MachineAgent).options(
+                made = ray.remote(AgentProcess).options(
                     num_cpus=1, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0
                 )
                 self.agents[bundle] = tuple(
@@ -208,59 +178,12 @@ class RayStarter:
                 )
                 self.warm[bundle] = [agent.actor.warm.remote() for agent in self.agents[bundle]]
 
-    def _agents(self) -> dict[int, Agent]:
-        """Return an agent for each device. Those that still answer are used again, then warm ones."""
-        until = monotonic() + GROUP
-        while True:
-            self._hire()
-            ranks = self._ranks()
-            before = {bundle: machine for machine, bundle in self.used.items()}
-            usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in before, ranks[b], b))
-            if len(usable) >= len(self.machines):
-                chosen = usable[: len(self.machines)]
-                kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
-                free = iter(bundle for bundle in chosen if bundle not in kept.values())
-                self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
-                return {
-                    device: agent
-                    for machine, bundle in self.used.items()
-                    for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
-                }
-            if monotonic() > until:
-                raise lacking(len(self.machines), self.bundle, apart=self.apart)
-            sleep(LOOK)
-
-    def _ranks(self) -> dict[int, int]:
-        """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
-
-        Ray takes half a minute to see that a node is lost, so agents are asked.
-        """
-        found = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
-        asked = {
-            bundle: [agent.actor.look.remote() for agent in agents]
-            for bundle, agents in self.agents.items()
-            if bundle not in found
-        }
-        until = monotonic() + REACH
-        while sum(map(finished, asked.values())) < len(self.machines) and monotonic() < until:
-            finished([call for calls in asked.values() for call in calls], SOON)
-        for bundle, calls in asked.items():
-            try:
-                if finished(calls):
-                    ray.get(calls)
-                    found[bundle] = 0
-            except RayError:
-                del self.agents[bundle]  # others take their place, if the node lives
-        return found
+    def _lacking(self) -> Exception:
+        return lacking(len(self.machines), self.bundle, apart=self.apart)
 
     def _dismiss(self) -> None:
         for agent in (agent for agents in self.agents.values() for agent in agents):
             ray.kill(agent.actor)
-
-    def expect(self, run: Run, stall: float) -> None:
-        """Let a run end when nothing has moved for so many seconds; a look at all nodes takes some."""
-        assert self.group is not None
-        self.group.stall = max(stall, SLOWEST)
 
     def close(self) -> None:
         """End the agents, give the resources back, and end a Ray of our own."""

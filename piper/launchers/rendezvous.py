@@ -11,7 +11,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -58,6 +58,7 @@ class DriverAddress:
     port: int
     launch: str  # the name of the launch, under which its key is found. Empty: the environment gives the key
     width: int  # streams of a device, at most
+    agents: bool  # it wants an agent of each rank, which starts workers, instead of a worker
 
 
 @cache  # a process is in one world; rank 0 keeps the store that all meet at, unless torchrun does
@@ -122,7 +123,7 @@ def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
         address = DriverAddress(**found)
     except (ValueError, TypeError) as error:
         raise apart(world, f"the store holds no address: {error}") from error
-    kinds = {"host": str, "port": int, "launch": str, "width": int}
+    kinds = {"host": str, "port": int, "launch": str, "width": int, "agents": bool}
     if any(type(found[name]) is not kind for name, kind in kinds.items()) or not 0 < address.width <= MOST:
         raise apart(world, "the store holds no address")
     return address
@@ -281,6 +282,25 @@ def fetched_key(launch: str, rank: int) -> bytes:
         by=f"rank {rank}",
         facts={"why": "rank 0 made one in a file of its own machine and user, and it is not here"},
         hint=HOW,
+    )
+
+
+def key_of(world: RankEnvironment, address: DriverAddress) -> bytes:
+    """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
+    key = given_key()
+    if key is not None and not address.launch:
+        return key
+    if not world.one_machine:
+        raise key_missing(world.rank)
+    return fetched_key(address.launch, world.rank)
+
+
+def ranks_absent(ranks: Iterable[int]) -> LaunchError:
+    """Return the error of ranks that do not connect."""
+    return LaunchError(
+        f"rank {', '.join(map(str, ranks))} did not launch within {PATIENCE:g} s",
+        by="launch",
+        hint="every rank runs the same script: let all of them come to launch",
     )
 
 

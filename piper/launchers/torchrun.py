@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from piper.errors import LaunchError, PiperError, WorkerError
+from piper.errors import PiperError, WorkerError
 from piper.launchers.driver import RemoteRun, SocketWorkerGroup
 from piper.launchers.failures import private_marks
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, RankInfo, RankZeroResult, StoreAddress
@@ -25,6 +25,7 @@ from piper.launchers.rendezvous import (
     offered_key,
     own_address,
     publish_address,
+    ranks_absent,
     store_on,
 )
 from piper.launchers.torchrun_worker import BackgroundWorker
@@ -75,13 +76,14 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
             key = given if given is not None else held.enter_context(offered_key(launch))
             listener = held.enter_context(Listener(self.own, key, self.options.timeout, CODEC))
             host, port = listener.address
-            address = DriverAddress(host=host, port=port, launch=launch, width=width)
+            address = DriverAddress(host=host, port=port, launch=launch, width=width, agents=False)
             publish_address(self.world, next_launch(self.world), address)
             while len(self.ranks) < self.world.size - 1:
                 if (arrived := listener.accept(1.0)) is not None:
                     self._accept_rank(*arrived)
                 if monotonic() > until:
-                    raise self.absent()
+                    missing = [n for n, device in enumerate(self.devices) if n and device not in self.ranks]
+                    raise ranks_absent(missing)
 
     def _accept_rank(self, rank: int, channel: Channel) -> None:
         try:
@@ -96,15 +98,6 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
         if (marks := info.marks.open()) is not None:
             self.marks[device] = map_marks(marks)
             os.close(marks)
-
-    def absent(self) -> LaunchError:
-        """Return the error of ranks that do not connect."""
-        missing = [str(rank) for rank, d in enumerate(self.devices) if rank and d not in self.ranks]
-        return LaunchError(
-            f"rank {', '.join(missing)} did not launch within {PATIENCE:g} s",
-            by="launch",
-            hint="every rank runs the same script: let all of them come to launch",
-        )
 
     def assignment(
         self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]

@@ -26,13 +26,12 @@ from piper.launchers.rendezvous import (
     addresses,
     check_key,
     ending,
-    fetched_key,
     find_address,
-    given_key,
-    key_missing,
+    key_of,
     next_launch,
     own_address,
 )
+from piper.launchers.torchrun_agents import serve_agent
 from piper.launchers.transport.channel import Channel, ClosedError, connect
 from piper.launchers.transport.nameless_files import map_marks, new_marks
 from piper.launchers.transport.open_sockets import OpenSockets
@@ -149,16 +148,6 @@ class BackgroundWorker:
         self.channel.close()
 
 
-def key_for(world: RankEnvironment, address: DriverAddress) -> bytes:
-    """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
-    key = given_key()
-    if key is not None and not address.launch:
-        return key
-    if not world.one_machine:
-        raise key_missing(world.rank)
-    return fetched_key(address.launch, world.rank)
-
-
 def join(
     world: RankEnvironment,
     address: DriverAddress,
@@ -166,7 +155,7 @@ def join(
     termination: Termination | None = None,
 ) -> BackgroundWorker:
     """Connect to the driver of a launch as one of its workers."""
-    key = key_for(world, address)
+    key = key_of(world, address)
     try:
         channel = connect((address.host, address.port), key, world.rank, PATIENCE, CODEC)
     except ClosedError as error:
@@ -223,6 +212,9 @@ def attend(world: RankEnvironment) -> int:
         return termination.asked and not any(worker.busy() for worker in workers)
 
     for address in addresses(world, leaves):
+        if address.agents:
+            serve_agent(world, address)
+            continue
         with suppress(OSError):  # rank 0 no longer listens
             workers.append(join(world, address, None, termination))
     for worker in workers:

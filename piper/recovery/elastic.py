@@ -2,10 +2,12 @@
 
 A device is lost for good when its process is lost and no retry is left, or when it is lost a second time at
 the same instruction of the same step. Exceptions are no loss of a device: they would come on others too.
-After `REFILL` good steps all devices are tried again.
+A machine that has no replacement is lost with its devices. After `REFILL` good steps all devices are tried
+again, on several machines as many as there is room for.
 
-The state, or its newest version where workers are lost, is written as a checkpoint into memory, and the
-workers of the other layout load it: what reads checkpoints reads any layout.
+The state, or its newest version where workers are lost, is written as a checkpoint into memory, or beside the
+run's checkpoints if there are several machines, and the workers of the other layout load it: what reads
+checkpoints reads any layout.
 """
 
 import os
@@ -58,9 +60,8 @@ class ElasticRun(RecoveringRun):
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
-        if self.shrunk and self.good >= REFILL:
-            self.resize(self.sizes.most)
-            self.left = self.good = 0  # a device that fails soon has not come back
+        if self.shrunk and self.good and self.good % REFILL == 0:
+            self._grow()
         result = super().step(batch)
         self._drop()  # there is a version in the new layout now
         return result
@@ -76,11 +77,11 @@ class ElasticRun(RecoveringRun):
                 facts={"elastic": f"{self.sizes.fewest} to {self.sizes.most} devices"},
                 hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
             )
-        if not self.starter.near:
+        if not self._can_move():
             raise ConfigError(
-                "the number of devices cannot change on several machines",
+                "the number of devices cannot change on several machines without checkpoints",
                 by="resize",
-                hint="start again with --resume and a strategy for as many devices",
+                hint="give the job a folder that all machines see: piper.Job(checkpoint=...)",
             )
         program, before = self.sizes.program(devices), len(self.places)
         state = self._folder() / "state"
@@ -89,17 +90,35 @@ class ElasticRun(RecoveringRun):
         self.failed_at, self.phases = monotonic(), {}
         self._move(state, self.done, program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
-        self.shrunk = False
+        self.shrunk = devices < self.sizes.most and self.shrunk
         self._call(self._protect)
+
+    def _grow(self) -> None:
+        """Try all devices, or as many as there is room for."""
+        room = self.starter.room(warm=True)
+        size = self.sizes.most if room is None else self._largest(room)
+        if size is not None and size > len(self.places):
+            self.resize(size)
+            self.left = self.good = 0  # a device that fails soon has not come back
 
     def take(self, size: int, turn: int) -> None:
         """Begin with another size, in which a driver before this one has left the state."""
         if (size, turn) != (len(self.places), self.turn):
             self._use(self.sizes.program(size), range(size), turn)
 
+    def _can_move(self) -> bool:
+        """Return whether there is a folder that all workers see, to move the state in."""
+        return self.starter.near or self.disk is not None
+
     def _folder(self) -> Path:
-        """Return a new folder in memory."""
+        """Return a new folder in memory, or where all machines see it."""
         where = MEMORY if MEMORY.is_dir() else None
+        if not self.starter.near:
+            assert self.disk is not None
+            where = self.disk.folder
+            for old in where.glob(f"{MOVED}*"):  # of a driver that was killed
+                if old != self.folder:
+                    rmtree(old)
         return Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
@@ -115,7 +134,7 @@ class ElasticRun(RecoveringRun):
         """Take another program and the memory of its versions. No worker may run."""
         if self.versions not in self.memory:
             self.versions.close()
-        self.versions, self.turn = type(self.versions)(program.plans), turn
+        self.versions, self.turn = self.versions.of(program.plans), turn
         if self.memory:
             files = self.memory[turn].descriptors
             self.versions.close()
@@ -138,30 +157,52 @@ class ElasticRun(RecoveringRun):
     def _shrink(self, error: WorkerError | LaunchError) -> bool:
         """Return whether the run can go on with fewer devices, and prepare it."""
         device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
-        version = self.versions.newest()
         raised = isinstance(error, WorkerError) and error.kind == "error"
-        if raised or device is None or version is None or not self._held(version) or not self.starter.near:
+        size = self._largest(len(self.places) - 1)
+        if raised or device is None or size is None or not self._has_state():
             return False
-        found = self._smaller()
-        if found is None:
-            return False
-        before, left = len(self.places), [place for n, place in enumerate(self.places) if n != device]
-        self.left, self.last, self.shrunk = self.retries, None, True
+        self.left, self.last = self.retries, None
         self.notify(failure(error, self.at, self.left))
-        size = len(devices_of(found.plans))
-        state = self._folder() / "state"
-        write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
-        self._move(state, version, found, left[:size])
-        self.notify(resized(self.at, before, size, f"device {device} is lost"))
+        left = [place for n, place in enumerate(self.places) if n != device]
+        self._go_on_with(left[:size], f"device {device} is lost")
         return True
 
-    def _smaller(self) -> ProgramLike | None:
-        """Return the program of the largest smaller size that the strategy has. None: there is none."""
-        for size in range(len(self.places) - 1, self.sizes.fewest - 1, -1):
+    def _start(self) -> None:
+        """Start all workers, as many as there is room for if machines are lost."""
+        room = None if self.failed_at is None else self.starter.room()
+        if room is not None and room < len(self.places):
+            size = self._largest(room)
+            if size is not None and self._has_state():
+                self._go_on_with(self.places[:size], f"there is room for {room}")
+        super()._start()
+
+    def _has_state(self) -> bool:
+        """Return whether there is a state that workers of another layout can take."""
+        version = self.versions.newest()
+        held = version is not None and self._held(version) and self._can_move()
+        return held or (self.disk is not None and self.disk.newest() is not None)
+
+    def _go_on_with(self, places: Sequence[int], why: str) -> None:
+        """Take fewer devices and the newest state there is, in memory or on a disk. No worker may run."""
+        before, version, program = len(self.places), self.versions.newest(), self.sizes.program(len(places))
+        if version is not None and self._held(version) and self._can_move():
+            state = self._folder() / "state"
+            write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
+            self._move(state, version, program, places)
+        else:
+            self._use(program, places, 1 - self.turn)
+            self.protected = False
+        self.shrunk = True
+        self.notify(resized(self.at, before, len(places), why))
+
+    def _largest(self, most: int) -> int | None:
+        """Return the largest number of devices up to `most` that the strategy has a program for."""
+        for size in range(min(most, self.sizes.most), self.sizes.fewest - 1, -1):
             try:
-                return self.sizes.program(size)
+                self.sizes.program(size)
             except (ConfigError, ScheduleError):
                 continue  # a number of devices by which the batch does not divide, for example
+            return size
         return None
 
     def _drop(self) -> None:

@@ -21,6 +21,7 @@ KEPT = 50  # steps whose times are held
 class Disk:
     """The checkpoints of a run."""
 
+    folder: Path  # that all machines see
     newest: Callable[[], Path | None]  # the newest that is complete
     batches: Callable[[Resumed], Iterator[Mapping[str, Tensor]]]  # those that follow a checkpoint
 

@@ -8,11 +8,12 @@ from typing import Protocol
 from torch import Tensor
 
 from piper.errors import LaunchError
+from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
-from piper.launchers.processes import gone
+from piper.launchers.processes import RankEnvironment, gone, rank_environment
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
@@ -49,6 +50,9 @@ class Starter(Protocol):
     def start(self, options: Options) -> Recoverable:
         """Start all workers."""
 
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
+
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
 
@@ -78,6 +82,10 @@ class InlineStarter:
 
     def __init__(self, program: ProgramLike, versions: Versions) -> None:
         self.program, self.versions = program, versions
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return None: threads need no room."""
+        return None
 
     def start(self, options: Options) -> InlineRun:
         """Start all workers."""
@@ -109,6 +117,10 @@ class LocalStarter:
         self.places: Sequence[int] | None = None
         self.packed: bytes | None = None
         self.group: LocalWorkerGroup | None = None
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return None: this machine is there as long as the driver."""
+        return None
 
     def start(self, options: Options) -> RemoteRun:
         """Start all workers, and the fork server too where it is lost."""
@@ -160,12 +172,21 @@ class LocalStarter:
 
 
 def versions_of(plans: Plans, on: str) -> Versions:
-    """Return the memory for versions of a launcher: of this machine, or of all nodes of Ray."""
-    if on != "ray":
-        return Versions(plans)
-    from piper.launchers.ray_versions import RayVersions
+    """Return the memory for versions of a launcher: of this machine, or of all machines with agents."""
+    if on == "ray":
+        from piper.launchers.ray import RayCalls
 
-    return RayVersions(plans)
+        return AgentVersions(plans, RayCalls())
+    if (world := ranks_of(on)) is not None:
+        from piper.launchers.torchrun_agents import RankCalls
+
+        return AgentVersions(plans, RankCalls(world))
+    return Versions(plans)
+
+
+def ranks_of(on: str) -> RankEnvironment | None:
+    """Return the ranks of torchrun that `local` joins. None: there are none, or it is another launcher."""
+    return rank_environment() if on == "local" else None
 
 
 def starter_of(
@@ -175,6 +196,10 @@ def starter_of(
     match on:
         case "inline":
             return InlineStarter(program, versions)
+        case "local" if isinstance(versions, AgentVersions):
+            from piper.launchers.torchrun_agents import TorchrunStarter
+
+            return TorchrunStarter(program, versions, spares)
         case "local":
             return LocalStarter(program, versions, forks)
         case "ray":

@@ -121,7 +121,7 @@ def disk_of(folder: Path, job: Job) -> Disk | None:
         seek(feed, found)
         return feed
 
-    return Disk(newest=newest, batches=batches)
+    return Disk(folder=where, newest=newest, batches=batches)
 
 
 def none_left(where: Path, damaged: Sequence[DamagedError]) -> ConfigError:

@@ -19,6 +19,7 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher, recovers
+from piper.launchers.processes import rank_environment
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
 from piper.recipe import load_recipe
@@ -65,7 +66,7 @@ class TrainOptions:
     graphs: bool = False  # on CUDA each step is one graph, after the first few
     grace: float = GRACE  # seconds from SIGTERM to the end
     retries: int = 3  # failures in a row that a run may have
-    spares: int = 0  # actors more than devices, on Ray
+    spares: int = 0  # workers more than devices, on Ray or under torchrun
     replace_stragglers: bool = False  # end the worker of a straggler, and start another
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
@@ -294,7 +295,7 @@ def started(
 
 def recovering_asked(asked: TrainOptions) -> bool:
     """Return whether a run is to recover from failures, and can."""
-    return asked.retries > 0 and not asked.profile and recovers(asked.on)
+    return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
 
 
 def stopping(run: Run, interrupted: Interrupts) -> bool:
@@ -352,11 +353,12 @@ def check_seconds(asked: TrainOptions) -> None:
         raise ConfigError(
             f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
         )
-    if asked.spares < 0 or (asked.spares and asked.on != "ray"):
+    ranks = rank_environment() if asked.on == "local" else None
+    if asked.spares < 0 or (asked.spares and asked.on != "ray" and ranks is None):
         raise ConfigError(
             f"--spares {asked.spares}, on {asked.on}",
             by="piper train",
-            hint="spares are actors of Ray: --on ray --spares 1",
+            hint="spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices",
         )
     if asked.retries < 0:
         raise ConfigError(

@@ -4,6 +4,7 @@ import signal
 from dataclasses import dataclass
 from functools import partial
 
+from tests.chaos.lost_hosts import torchrun_hosts
 from tests.chaos.parts import Asked, Part, Seen, drivers, elastic, hangs, preempted, signalled
 
 
@@ -19,15 +20,15 @@ class Sized:
 
 
 def ray_hosts(asked: Asked) -> Seen:
-    from tests.chaos import lost_machines  # needs Ray
+    from tests.chaos import lost_nodes  # needs Ray
 
-    return lost_machines.ray_hosts(asked)
+    return lost_nodes.ray_hosts(asked)
 
 
 def ray_nodes(asked: Asked) -> Seen:
-    from tests.chaos import lost_machines
+    from tests.chaos import lost_nodes
 
-    return lost_machines.ray_nodes(asked)
+    return lost_nodes.ray_nodes(asked)
 
 
 PARTS = {
@@ -39,6 +40,7 @@ PARTS = {
     "sigterm-torchrun": Sized(act=partial(preempted, "torchrun"), events=20, minutes=6, p95=30, most=30),
     "sigterm-ray": Sized(act=partial(preempted, "ray"), events=20, minutes=10, p95=30, most=30),
     "ray-nodes": Sized(act=ray_nodes, events=20, minutes=6, p95=30, most=60),
+    "torchrun-hosts": Sized(act=torchrun_hosts, events=20, minutes=20, p95=30, most=60),
     "ray-hosts": Sized(act=ray_hosts, events=20, minutes=25, p95=30, most=60),
     "kills": Sized(act=partial(signalled, signal.SIGKILL), events=1000, minutes=35, p95=5, most=10),
 }

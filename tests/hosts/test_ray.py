@@ -17,11 +17,12 @@ from tests.hosts.training import (
     RECIPE,
     ROOT,
     ended,
+    events,
     losses,
     on_one_device,
     steps,
+    wait_for_events,
     wait_for_step,
-    written,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -70,19 +71,6 @@ def train(head: Host, job: str, run: Path, *words: str) -> subprocess.Popen[str]
         env={**RAY, "RAY_ADDRESS": f"{head.address}:{PORT}"},
         folder=ROOT,
     )
-
-
-def events(run: Path) -> list[tuple[object, ...]]:
-    """Return what happened to a run: each event, and where its state came from."""
-    return [(e["event"], e.get("source")) for e in written(run, "events.jsonl")]
-
-
-def wait_for_events(run: Path, count: int, driver: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + BOUND
-    while len(events(run)) < count:
-        assert driver.poll() is None, driver.communicate(timeout=BOUND)
-        assert time.monotonic() < until, f"{events(run)} of {count} events"
-        time.sleep(0.1)
 
 
 def working(host: Host) -> bool:

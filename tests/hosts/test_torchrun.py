@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.machines import Host, hosts
-from tests.hosts.training import ended, losses, on_one_device, steps, torchrun, wait_for_step
+from tests.hosts.training import (
+    ended,
+    events,
+    losses,
+    on_one_device,
+    steps,
+    torchrun,
+    wait_for_events,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -61,3 +70,23 @@ def test_a_lost_host_ends_the_run_and_resume_goes_on(
         assert [ended(process)[0] for process in again] == [0, 0]
     assert steps(run) == [*range(1, 41)]
     assert losses(run) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize(("job", "loss"), [("copied", "kill"), ("copied", "unplug"), ("pair", "kill")])
+def test_a_lost_host_is_replaced_by_a_spare(tmp_path: Path, wanted: list[float], job: str, loss: str) -> None:
+    """From the copy in memory, else from the newest checkpoint. The ranks of the lost host are gone."""
+    run = tmp_path / "run"
+    with hosts(3) as made:
+        processes = [
+            torchrun(host, number, made[0], run, "--spares", "1", job=job, hosts=3)
+            for number, host in enumerate(made)
+        ]
+        wait_for_step(run, 12, processes[0])
+        getattr(made[1], loss)()
+        wait_for_events(run, 2, processes[0])
+        wait_for_step(run, 40, processes[0])
+    assert steps(run) == [*range(1, 41)]
+    assert losses(run) == pytest.approx(wanted, abs=1e-12)
+    (failed, _), (recovered, source) = events(run)
+    assert (failed, recovered) == ("failure", "recovery")
+    assert source == "memory" if job == "copied" else "checkpoints" in str(source)

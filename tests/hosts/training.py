@@ -34,6 +34,19 @@ def steps(folder: Path) -> list[int]:
     return [int(str(line["step"])) for line in written(folder, "metrics.jsonl")]
 
 
+def events(run: Path) -> list[tuple[object, ...]]:
+    """Return what happened to a run: each event, and where its state came from."""
+    return [(e["event"], e.get("source")) for e in written(run, "events.jsonl")]
+
+
+def wait_for_events(run: Path, count: int, driver: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + BOUND
+    while len(events(run)) < count:
+        assert driver.poll() is None, driver.communicate(timeout=BOUND)
+        assert time.monotonic() < until, f"{events(run)} of {count} events"
+        time.sleep(0.1)
+
+
 def losses(folder: Path) -> list[float]:
     return [float(str(line["loss"])) for line in written(folder, "metrics.jsonl")]
 
@@ -73,12 +86,14 @@ def on_one_device(folder: Path) -> list[float]:
     return losses(folder)
 
 
-def torchrun(host: Host, number: int, head: Host, run: Path, *words: str) -> subprocess.Popen[str]:
-    """Start torchrun on one of two hosts, as docs/multi-node.md says."""
+def torchrun(
+    host: Host, number: int, head: Host, run: Path, *words: str, job: str = "pair", hosts: int = 2
+) -> subprocess.Popen[str]:
+    """Start torchrun on one of several hosts, as docs/multi-node.md says."""
     return host.start(
-        *("torchrun", "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"),
+        *("torchrun", "--nnodes", str(hosts), "--node-rank", str(number), "--nproc-per-node", "1"),
         *("--master-addr", head.address, "--master-port", "29500"),
-        *("-m", "piper", "train", f"{RECIPE}:pair", "--out", str(run), *words),
+        *("-m", "piper", "train", f"{RECIPE}:{job}", "--out", str(run), *words),
         env=ENVIRONMENT,
         folder=ROOT,
     )

@@ -147,8 +147,8 @@ def test_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_store_holds_no_secret() -> None:
-    door = DriverAddress(host="127.0.0.1", port=1, launch="a" * 32, width=2)
-    assert asdict(door) == {"host": "127.0.0.1", "port": 1, "launch": "a" * 32, "width": 2}
+    door = DriverAddress(host="127.0.0.1", port=1, launch="a" * 32, width=2, agents=False)
+    assert asdict(door) == {"host": "127.0.0.1", "port": 1, "launch": "a" * 32, "width": 2, "agents": False}
     assert read_address(HERE, json.dumps(asdict(door)).encode()) == door
 
 
@@ -159,10 +159,12 @@ def test_the_store_holds_no_secret() -> None:
         b"\x80\x04",
         b"[]",
         b'{"host": "h"}',
-        b'{"host": "h", "port": "1", "launch": "", "width": 1}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 1000000000}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 0}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 1, "key": "k"}',
+        b'{"host": "h", "port": "1", "launch": "", "width": 1, "agents": false}',
+        b'{"host": "h", "port": 1, "launch": "", "width": 1000000000, "agents": false}',
+        b'{"host": "h", "port": 1, "launch": "", "width": 0, "agents": false}',
+        b'{"host": "h", "port": 1, "launch": "", "width": 1, "agents": false, "key": "k"}',
+        b'{"host": "h", "port": 1, "launch": "", "width": 1, "agents": 1}',
+        b'{"host": "h", "port": 1, "launch": "", "width": 1}',
     ],
 )
 def test_a_store_that_somebody_else_has_written_to(text: bytes) -> None:
@@ -201,7 +203,7 @@ def false_driver() -> Iterator[tuple[str, int]]:
 def test_a_worker_reads_nothing_from_a_driver_that_does_not_know_the_key() -> None:
     launch = keys.new_launch()
     with keys.offered_key(launch), false_driver() as (host, port), pytest.raises(LaunchError) as caught:
-        join(HERE, DriverAddress(host=host, port=port, launch=launch, width=1), None)
+        join(HERE, DriverAddress(host=host, port=port, launch=launch, width=1, agents=False), None)
     assert str(caught.value) == cleandoc(f"""
         rank 1: this rank and rank 0 do not know the same key
           at:   {host}:{port}

@@ -18,10 +18,8 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.inline import launch_inline
 from piper.launchers.messages import RankZeroResult
 from piper.launchers.processes import RankEnvironment, rank_environment
-from piper.launchers.rendezvous import apart, prefix
-from piper.launchers.torchrun import TorchrunWorkerGroup
+from piper.launchers.rendezvous import apart, prefix, ranks_absent
 from piper.launchers.torchrun_worker import TorchrunWorkerRun
-from piper.runtime.worker import Options
 from tests.launchers.family import family, wait_for
 from tests.launchers.ranks import CELL
 from tests.runtime.grid import batches, job
@@ -277,7 +275,7 @@ def test_ranks_that_do_not_meet() -> None:
           why:  timed out
           hint: start every rank of WORLD_SIZE, with a MASTER_ADDR and MASTER_PORT that all can reach
     """)
-    assert str(TorchrunWorkerGroup(compile(job(CELL)), Options(), WORLD).absent()) == cleandoc("""
+    assert str(ranks_absent([1])) == cleandoc("""
         launch: rank 1 did not launch within 120 s
           hint: every rank runs the same script: let all of them come to launch
     """)

@@ -22,10 +22,10 @@ from ray.cluster_utils import Cluster
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
+from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import launch_inline
 from piper.launchers.ray import launch_ray
-from piper.launchers.ray_workers import RayWorkerGroup
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -54,9 +54,9 @@ def two_nodes() -> Iterator[None]:
     nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
-def group_of(run: object) -> RayWorkerGroup:
+def group_of(run: object) -> AgentWorkerGroup:
     assert isinstance(run, RemoteRun)
-    assert isinstance(run.group, RayWorkerGroup)
+    assert isinstance(run.group, AgentWorkerGroup)
     return run.group
 
 

@@ -82,7 +82,7 @@ def agents_of(folder: Path) -> list[int]:
 
 def of_ray(title: bytes) -> bool:
     """Return whether a process is an agent of Ray's own."""
-    return b"Agent" in title and b"MachineAgent" not in title
+    return b"Agent" in title and b"AgentProcess" not in title
 
 
 def holders(folder: Path) -> list[int]:

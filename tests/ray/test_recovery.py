@@ -4,8 +4,10 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
@@ -17,18 +19,23 @@ import ray
 from ray.cluster_utils import Cluster
 
 from piper.compiler import Program, compile
-from piper.directives import protect
+from piper.directives import Directive, protect, replicate
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers import ray as launcher
+from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
+from piper.launchers.processes import gone
 from piper.launchers.ray import RayStarter
-from piper.launchers.ray_workers import RayWorkerGroup
+from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
+from piper.train.elastic_programs import Programs
+from tests.recovery import test_elastic as elastic
 from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -76,10 +83,12 @@ def head_node() -> Iterator[Cluster]:
         made.shutdown()  # type: ignore[no-untyped-call]
 
 
-def add_nodes(head: Cluster) -> Cluster:
-    """Give a cluster three raylets with room for one worker each. Those that were lost are started again."""
+def add_nodes(head: Cluster, count: int = 3) -> Cluster:
+    """Give a cluster so many raylets with room for one worker each. Those that were lost are started again."""
     with launcher.loopback():
-        for _ in range(3 - len(head.worker_nodes)):
+        while len(head.worker_nodes) > count:
+            head.remove_node(max(head.worker_nodes, key=lambda node: node.node_id))
+        for _ in range(count - len(head.worker_nodes)):
             head.add_node(num_cpus=1)
         head.wait_for_nodes(timeout=120)
     return head
@@ -114,17 +123,20 @@ def copied() -> Program:
     return compile(protected())
 
 
-def group_of(run: RecoveringRun) -> RayWorkerGroup:
+def group_of(run: RecoveringRun) -> AgentWorkerGroup:
     assert isinstance(run.starter, RayStarter) and run.starter.group is not None
     return run.starter.group
 
 
 def lose(nodes: Cluster, run: RecoveringRun, device: int) -> str:
-    """Kill the node of a device. Return its name."""
-    where = group_of(run).locations[device].node
-    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where]
+    """Kill the node of a device, and wait until its worker has ended with it. Return its name."""
+    where, until = group_of(run).locations[device], time.monotonic() + 60
+    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where.node]
     nodes.remove_node(lost, allow_graceful=False)
-    return where
+    while not gone(where.process):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return where.node
 
 
 def test_a_lost_node_is_replaced_by_a_spare(
@@ -196,7 +208,7 @@ def test_machines_that_are_not_there_are_missed_before_training(
         ):
             pass
         assert str(caught.value) == cleandoc(text)
-    monkeypatch.setattr("piper.launchers.ray_versions.version_bytes", lambda plans, device: 2**60)
+    monkeypatch.setattr("piper.launchers.agent_versions.version_bytes", lambda plans, device: 2**60)
     with (
         pytest.raises(ConfigError, match="there is too little shared memory to keep versions") as refused,
         recovering(copied, "ray", Options(), retries=3),
@@ -204,3 +216,52 @@ def test_machines_that_are_not_there_are_missed_before_training(
         pass
     assert refused.value.by.startswith("--retries, on /dev/shm of ")
     assert not list(Path("/dev/shm").glob("piper*"))
+
+
+def elastic_job(copies: bool) -> Job:
+    """One stage on one device, or replicas on two that are on machines of their own."""
+
+    def replicas(devices: Sequence[int]) -> list[Directive]:
+        asked = protect(at(), copies=1, devices_per_machine=1)
+        return [replicate(at(), devices, zero=1), *([asked] if copies and len(devices) > 1 else [])]
+
+    return elastic.job(strategy=replicas, elastic=(1, 2))
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
+    copies: bool, head: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state moves through a folder that all machines see, from the copy in memory or from a checkpoint."""
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr(RayStarter, "near", False)
+    monkeypatch.setattr("piper.launchers.agent_starter.SETTLE", 1.0)
+    given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"
+    disk = Disk(folder=tmp_path, newest=lambda: saved, batches=lambda found: iter(given[found.step :]))
+    program = compile(elastic_job(copies))
+    programs = Programs(program)
+    sizes = ElasticRange(fewest=1, most=2, program=programs.program)
+    make = partial(ElasticRun, sizes=sizes)
+    losses: list[float] = []
+    nodes = add_nodes(head, 2)
+    with recovering(program, "ray", Options(), retries=3, notify=events.append, disk=disk, make=make) as run:
+        assert isinstance(run, ElasticRun)
+        for batch in given:
+            if len(losses) == 3:
+                run.save(saved)
+                lose(nodes, run, 1)
+            losses.append(run.step(batch).loss)
+            time.sleep(0.5 if len(losses) > 4 else 0)  # until a node has joined and its agent is warm
+            if len(run.places) == 1 and len(nodes.worker_nodes) == 1:
+                nodes.add_node(num_cpus=1)
+            if len(run.places) == 2 and len(nodes.worker_nodes) == 2 and len(losses) > 4:
+                break
+        elastic.assert_plain(losses, run.state_dict())
+    programs.close()
+    assert [event.what for event in events if event.event == "resize"] == [
+        "going on with 1 device instead of 2: there is room for 1",
+        "going on with 2 devices instead of 1: lost ones are tried",
+    ]
+    sources = [event.source for event in events if event.event == "recovery"]
+    assert sources == (["memory", "memory"] if copies else [str(saved), "memory"])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -25,6 +25,7 @@ from piper.launchers.driver import devices_of
 from piper.launchers.inline import InlineRun
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import recovering
+from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.recovery.starters import InlineStarter, Starter
 from piper.recovery.supervisor import Ended
@@ -186,6 +187,43 @@ def test_a_device_that_is_lost_for_good(
         ("failure", 3, 0), ("failure", 5, 1), ("resize", 5, None), ("resize", 8, None),
         ("failure", 11, 1), ("resize", 11, None),
     ]  # fmt: skip
+
+
+@dataclass
+class Narrow(Broken):
+    """Several machines that have room for so many devices, each time they are asked."""
+
+    rooms: list[int] = field(default_factory=list)
+    near: bool = False
+
+    def room(self, *, warm: bool = False) -> int:
+        return self.rooms.pop(0)
+
+
+def test_a_machine_that_is_lost_and_one_that_comes(
+    program: Program, sizes: ElasticRange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on with the devices that have room, and the state moves where all machines see it."""
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    events: list[Event] = []
+    with running(program, sizes, events) as run:
+        narrow = Narrow(cast(InlineStarter, run.starter), rooms=[3, 3, 4, 4])
+        run.starter, run.run = cast(Starter, narrow), None
+        with pytest.raises(ConfigError) as caught:
+            run.resize(2)
+        run.disk = Disk(folder=tmp_path, newest=lambda: None, batches=lambda found: iter(()))
+        (tmp_path / "piper-resize-1-left").mkdir()
+        assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
+        assert narrow.starts == [4, 2, 4] and narrow.rooms == []
+    assert [(e.step, e.what) for e in events if e.event == "resize"] == [
+        (3, "going on with 2 devices instead of 4: there is room for 3"),
+        (10, "going on with 4 devices instead of 2: lost ones are tried"),
+    ]
+    assert [*tmp_path.iterdir()] == []
+    assert str(caught.value) == cleandoc("""
+        resize: the number of devices cannot change on several machines without checkpoints
+          hint: give the job a folder that all machines see: piper.Job(checkpoint=...)
+    """)
 
 
 @pytest.mark.slow

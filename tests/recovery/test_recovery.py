@@ -63,6 +63,9 @@ class Script:
         self.do("start blank" if options.blank else "start")
         return cast(Recoverable, Counting(self))
 
+    def room(self, *, warm: bool = False) -> int | None:
+        return None
+
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         raise AssertionError("no script resizes")
 
@@ -306,6 +309,7 @@ def test_a_state_that_is_lost_is_said() -> None:
 def test_where_memory_is_lost_the_newest_checkpoint_is_taken() -> None:
     script = Script(fails={"step 9": [lost()]}, kept=False)
     disk = Disk(
+        folder=Path("run"),
         newest=lambda: Path("saved"),
         batches=lambda found: iter([batch(n) for n in range(found.step + 1, 99)]),
     )

@@ -264,7 +264,7 @@ class _Visitor:
 class Listener:
     """A socket at which workers arrive. Connections that reset, stay idle or send garbage delay no other."""
 
-    def __init__(self, address: str, key: bytes, timeout: float, codec: Codec = PLAIN) -> None:
+    def __init__(self, address: str, key: bytes, timeout: float | None, codec: Codec = PLAIN) -> None:
         """Listen on a free port of an address; `timeout`: of the channels to the workers."""
         self.key, self.timeout, self.codec = key, timeout, codec
         self.socket = socket.create_server((address, 0), backlog=1024)

@@ -232,6 +232,10 @@ class Versions:
             check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
+    def of(self, plans: Plans) -> "Versions":
+        """Return memory for another program, of the same kind."""
+        return Versions(plans)
+
     @property
     def files(self) -> dict[int, tuple[SharedFile, ...]]:
         """Return where workers find the memory."""

@@ -1,13 +1,13 @@
 """Lose machines of a Ray cluster: hosts made of namespaces, and nodes that share this machine."""
 
-import tempfile
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
-
 
 from piper.compiler import compile
 from piper.launchers.base import StepResult
@@ -15,41 +15,23 @@ from piper.launchers.inline import launch_inline
 from piper.recovery.recovering_run import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
+from tests.chaos.lost_hosts import lose_hosts
 from tests.chaos.parts import Asked, Seen, mismatches, recoveries
 from tests.hosts import test_ray as on_hosts
-from tests.hosts.machines import hosts, obstacle
-from tests.hosts.training import on_one_device, wait_for_step
+from tests.hosts.machines import Host
 from tests.ray import test_recovery as on_nodes
 from tests.runtime.grid import batches
 
 
 def ray_hosts(asked: Asked) -> Seen:
-    """Kill or unplug one of three hosts. The third one takes its place, from a copy in memory."""
-    if (why := obstacle()) is not None:
-        pytest.skip(why)
-    seen = Seen(identical=True)
-    with tempfile.TemporaryDirectory() as name:
-        wanted = on_one_device(Path(name) / "alone")
-        for number in asked.numbers():
-            run = Path(name) / f"run-{number}"
-            with hosts(3) as made:
-                for host in made:
-                    on_hosts.join(host, made[0])
-                driver = on_hosts.train(made[0], "copied", run, "--spares", "1")
-                wait_for_step(run, 12, driver)
-                lost, began = on_hosts.other_working(made), time.monotonic()
-                (lost.kill if number % 2 else lost.unplug)()
-                seen.events += 1
-                on_hosts.wait_for_events(run, 2, driver)
-                took = time.monotonic() - began
-                try:
-                    on_hosts.check(run, driver, wanted)
-                except AssertionError:
-                    seen.identical = False
-            if on_hosts.events(run) == [("failure", None), ("recovery", "memory")]:
-                seen.recovered += 1
-                seen.seconds.append(took)
-    return seen
+    """Lose hosts of a Ray cluster that has a spare."""
+
+    def begin(made: Sequence[Host], run: Path) -> subprocess.Popen[str]:
+        for host in made:
+            on_hosts.join(host, made[0])
+        return on_hosts.train(made[0], "copied", run, "--spares", "1")
+
+    return lose_hosts(asked, begin, on_hosts.other_working)
 
 
 def ray_nodes(asked: Asked) -> Seen:

@@ -8,12 +8,9 @@ an agent that cannot be reached are missing. Sections go from agent to agent whe
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
-
+from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
 from piper.launchers.messages import PATIENCE
 from piper.launchers.processes import SharedFile
@@ -22,36 +19,14 @@ from piper.launchers.transport.versions import Versions, too_little, version_byt
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS
 
-REACH = 3.0  # seconds in which an agent answers if its machine can be reached
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agent:
-    """An agent, and where it runs."""
-
-    actor: Any
-    node: str
-    address: str
-
-
-def answers(calls: Mapping[int, Any], timeout: float) -> dict[int, object]:
-    """Return what calls of agents return, without those whose agent is lost or does not answer in time."""
-    ray.wait([*calls.values()], num_returns=len(calls), timeout=timeout) if calls else None
-    found: dict[int, object] = {}
-    for name, call in calls.items():
-        try:
-            found[name] = ray.get(call, timeout=0.1)
-        except (RayError, GetTimeoutError):
-            continue
-    return found
-
-
-class RayVersions(Versions):
+class AgentVersions(Versions):
     """The driver's side of versions that agents hold."""
 
-    def __init__(self, plans: Plans) -> None:
+    def __init__(self, plans: Plans, calls: AgentCalls) -> None:
         """Prepare for agents. Each is refused if its machine has too little memory."""
         super().__init__(plans, checked=False)
+        self.calls = calls
         self.needs = {device: version_bytes(plans, device) for device in self.devices}
         self.protection = plans.protection
         self.owner = secrets.token_hex(8)
@@ -60,6 +35,10 @@ class RayVersions(Versions):
         self.found: dict[
             int, dict[int, tuple[SharedFile, ...]]
         ] = {}  # files, as the worker of a device sees them
+
+    def of(self, plans: Plans) -> "AgentVersions":
+        """Return memory for another program, with the same agents' machines."""
+        return AgentVersions(plans, self.calls)
 
     def place(self, agents: Mapping[int, Agent]) -> None:
         """Let agents hold the memory of their devices from now on."""
@@ -73,7 +52,7 @@ class RayVersions(Versions):
         }
         for devices in by_node.values():
             if any(device in new for device in devices):
-                free = ray.get(agents[devices[0]].actor.room.remote(), timeout=PATIENCE)
+                free = self.calls.get(agents[devices[0]].actor.room.remote(), PATIENCE)
                 needs = sum(self.needs[device] for device in devices if device in new)
                 if free is not None and needs > free:
                     raise too_little(needs, free, self.protection, f" of {agents[devices[0]].address}")
@@ -85,7 +64,7 @@ class RayVersions(Versions):
                     kept += [d for d in self.devices if d not in devices]
                 calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
         files = {
-            d: cast("dict[int, tuple[SharedFile, ...]]", ray.get(c, timeout=PATIENCE))
+            d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c, PATIENCE))
             for d, c in calls.items()
         }
         for devices in by_node.values():
@@ -105,7 +84,7 @@ class RayVersions(Versions):
                 if step:
                     image = agent.actor.image.remote(place, nbytes)
                     moved.append(self.agents[device].actor.take.remote(place, image, HEAD.size))
-        answers(dict(enumerate(moved)), PATIENCE)
+        self.calls.answers(dict(enumerate(moved)), PATIENCE)
 
     def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
         """Return where the worker of a device finds the memory of all devices."""
@@ -125,7 +104,7 @@ class RayVersions(Versions):
             for d, agent in self.agents.items()
             if d not in self.lost
         }
-        seen = answers(calls, REACH)
+        seen = self.calls.answers(calls, REACH)
         for device in self.devices:
             places = self._places(device)
             heads = cast("list[bytes]", seen.get(device, [b""] * len(places)))
@@ -149,7 +128,7 @@ class RayVersions(Versions):
             old = [place for place, step in steps.items() if step is not None and chosen(step)]
             if old:
                 calls[device] = agent.actor.erase.remote(old, HEAD.size)
-        answers(calls, REACH)
+        self.calls.answers(calls, REACH)
         super().forget(chosen)
 
     def share(self, step: int) -> None:
@@ -163,7 +142,8 @@ class RayVersions(Versions):
             for place in chosen
             if self.agents[place[0]].node != agent.node
         ]
-        ray.get(moved, timeout=PATIENCE)
+        for call in moved:
+            self.calls.get(call, PATIENCE)
 
     def shrink(self) -> None:
         """Give back the memory of what was brought to other machines, once workers have read it."""
@@ -184,7 +164,7 @@ class RayVersions(Versions):
             found += self.holders.rest(self.descriptors) or ()
         return [(d, self.descriptors[d].index(file), number * SPAN) for d, file, number in found]
 
-    def _image(self, place: Place) -> Any:  # noqa: ANN401  what Ray calls a reference has no type
+    def _image(self, place: Place) -> Any:  # noqa: ANN401  a call has no type in common
         """Return the call that reads a section from the agent that holds it."""
         device, generation, at = place
         nbytes = HEAD.unpack(os.pread(self.descriptors[device][generation], HEAD.size, at))[-1]
@@ -194,7 +174,7 @@ class RayVersions(Versions):
         """Return the sections of a complete version, brought to this machine."""
         for place in self._chosen(step):
             device, generation, at = place
-            image = cast(Bytes, ray.get(self._image(place), timeout=PATIENCE))
+            image = cast(Bytes, self.calls.get(self._image(place), PATIENCE))
             file = self.descriptors[device][generation]
             os.posix_fallocate(file, at, len(image))
             done = 0

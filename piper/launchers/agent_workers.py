@@ -1,21 +1,19 @@
-"""The workers of a job on nodes of Ray. Agents start and watch them; they talk to the driver over sockets."""
+"""The workers of a job on several machines. Agents start and watch them; sockets lead to the driver."""
 
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
+from piper.launchers.agent_calls import REACH, Agent, AgentCalls
+from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.driver import SocketWorkerGroup
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
 from piper.launchers.processes import ProcessStatus, SharedFile, StopWatch
 from piper.launchers.ray_support import ActorLocation, not_started
-from piper.launchers.ray_versions import REACH, Agent, RayVersions, answers
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener
 from piper.launchers.transport.shared_memory import TensorEntry, joined
@@ -29,7 +27,7 @@ SILENT = 8.0  # seconds after which an agent that does not answer counts as lost
 STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
 
 
-class RayWorkerGroup(SocketWorkerGroup):
+class AgentWorkerGroup(SocketWorkerGroup):
     """Workers that agents have forked. The agents read their progress and state."""
 
     grace = 3.0  # an agent may take its time to report a death
@@ -39,11 +37,13 @@ class RayWorkerGroup(SocketWorkerGroup):
         program: ProgramLike,
         options: Options,
         agents: Mapping[int, Agent],
-        versions: RayVersions | None = None,
+        calls: AgentCalls,
+        versions: AgentVersions | None = None,
     ) -> None:
         """Prepare a worker for each device. versions: the memory for copies. None: none are kept."""
         super().__init__(program, options)
-        self.agents, self.versions, self.protects = agents, versions, versions is not None
+        self.agents, self.calls = agents, calls
+        self.versions, self.protects = versions, versions is not None
         self.locations: dict[int, ActorLocation] = {}
         self.lost: dict[int, str] = {}
         self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
@@ -57,23 +57,23 @@ class RayWorkerGroup(SocketWorkerGroup):
         self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
     ) -> None:
         addresses = {agent.address for agent in self.agents.values()}
-        mine: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self.own = {d: LOOPBACK if len(addresses) == 1 else a.address for d, a in self.agents.items()}
-        self.reached, key = LOOPBACK if addresses == {mine} else mine, secrets.token_bytes(32)
+        self.reached = LOOPBACK if addresses == {self.calls.own} else self.calls.own
+        key, sent = self.calls.keys()
         self.store = store_on(self.reached)
         leads = {agent.node: agent for agent in self.agents.values()}
-        memory = ray.put(joined(weights, index).numpy())
+        memory = self.calls.put(joined(weights, index).numpy())
         values = {node: agent.actor.hold.remote(memory) for node, agent in leads.items()}
         with Listener(self.reached, key, self.options.timeout, CODEC) as listener:
             started = {
-                device: agent.actor.start.remote(device, listener.address, key, width, values[agent.node])
+                device: agent.actor.start.remote(device, listener.address, sent, width, values[agent.node])
                 for device, agent in self.agents.items()
             }
             until = monotonic() + PATIENCE
             while len(self.channels) < len(self.devices):
                 self._accept(listener, started, until)
         for device, agent in self.agents.items():
-            process = ray.get(started[device], timeout=PATIENCE)
+            process = self.calls.get(started[device], PATIENCE)
             self.processes[device] = process
             self.locations[device] = ActorLocation(node=agent.node, address=agent.address, process=process)
             self.status[device] = ProcessStatus(process=process)
@@ -85,11 +85,14 @@ class RayWorkerGroup(SocketWorkerGroup):
         if arrived is not None:
             device, self.channels[device] = arrived
             return
-        done, _ = ray.wait([*started.values()], num_returns=len(started), timeout=0)
-        ray.get(done)  # it raises what an agent has raised
+        done, _ = self.calls.wait([*started.values()], 0)
+        for call in done:
+            self.calls.get(call, PATIENCE)  # it raises what an agent has raised
         for device, call in started.items():
             if call in done and device not in self.channels:
-                seen = answers({device: self.agents[device].actor.look.remote()}, REACH).get(device)
+                seen = self.calls.answers({device: self.agents[device].actor.look.remote()}, REACH).get(
+                    device
+                )
                 if isinstance(seen, ProcessStatus) and seen.ended is not None:
                     raise not_started(seen.ended)
         if monotonic() > until:
@@ -103,10 +106,11 @@ class RayWorkerGroup(SocketWorkerGroup):
             files = self.versions.found[device]
         return Assignment(
             device=device,
-            local=0,
+            local=self.agents[device].local,
             store=StoreAddress(host=self.reached, port=self.store.port, own=self.own[device]),
             options=self.options,
             setup=setup,
+            shares=self.program.device == "cuda" and self.calls.crowded,
             values=index,
             versions=files,
         )
@@ -116,7 +120,7 @@ class RayWorkerGroup(SocketWorkerGroup):
         assert self.versions is not None
         try:
             self.versions.share(step)
-        except (RayError, GetTimeoutError) as error:
+        except self.calls.lost as error:
             raise not_started(str(error).splitlines()[0]) from error
         yield
         self.versions.shrink()
@@ -132,13 +136,13 @@ class RayWorkerGroup(SocketWorkerGroup):
             if now - max(self.seen_at.get(device, 0.0), self.asked) >= age:
                 self.looks[device] = (self.agents[device].actor.look.remote(), now)
         calls = {call: device for device, (call, _) in self.looks.items()}
-        done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=0) if calls else ([], [])
+        done, waiting = self.calls.wait([*calls], 0)
         for call in done:
             device, self.seen_at[calls[call]] = calls[call], now
             del self.looks[device]
             try:
-                seen = cast(ProcessStatus, ray.get(call))
-            except RayError:
+                seen = cast(ProcessStatus, self.calls.get(call, PATIENCE))
+            except self.calls.lost:
                 self._lose(device, "its agent is lost, and the process with it")
                 continue
             self.status[device] = seen
@@ -168,7 +172,7 @@ class RayWorkerGroup(SocketWorkerGroup):
         """Return what the agents see now: a worker may no longer answer."""
         self._look(0.0)
         if self.looks:
-            ray.wait([call for call, _ in self.looks.values()], num_returns=len(self.looks), timeout=1.0)
+            self.calls.wait([call for call, _ in self.looks.values()], 1.0)
         self._look(LOOK)
         return {device: replace(self.status[device], ended=self.lost.get(device)) for device in self.devices}
 
@@ -178,4 +182,6 @@ class RayWorkerGroup(SocketWorkerGroup):
         self.channels.clear()
         # An agent that cannot be reached ends its worker once it can be, if it is not ended itself.
         ends = {device: agent.actor.end.remote() for device, agent in self.agents.items()}
-        answers({device: call for device, call in ends.items() if device not in self.unreachable}, END)
+        self.calls.answers(
+            {device: call for device, call in ends.items() if device not in self.unreachable}, END
+        )

@@ -1,0 +1,153 @@
+"""Starts the workers of a program on several machines, through agents that outlive workers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from time import monotonic, sleep
+from typing import Any
+
+from piper.launchers.agent_calls import REACH, Agent, AgentCalls
+from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_workers import AgentWorkerGroup
+from piper.launchers.base import Run
+from piper.launchers.driver import RemoteRun
+from piper.launchers.ray_support import machines_of, not_started
+from piper.launchers.transport.versions import Versions
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+GROUP = 60.0  # seconds that machines may take to come
+LOOK = 2.0  # seconds between two looks at whether there is room
+SETTLE = 8.0  # seconds that agents may take to answer before their machines count as lost
+SOON = 0.1  # seconds between two looks at which agents have answered
+SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
+
+
+class AgentStarter(ABC):
+    """Starts the workers of a program again and again, through agents on the machines that are left.
+
+    A bundle has an agent for each device of a machine. Agents of spares import torch too.
+    """
+
+    def __init__(self, program: ProgramLike, versions: Versions | None, calls: AgentCalls) -> None:
+        assert versions is None or isinstance(versions, AgentVersions)
+        self.program, self.versions, self.calls = program, versions, calls
+        self.machines, self.apart = machines_of(program.plans)
+        self.width = max(map(len, self.machines))
+        self.packed: bytes | None = None
+        self.group: AgentWorkerGroup | None = None
+        self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
+        self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
+        self.used: dict[int, int] = {}  # the bundle of each machine
+        self.avoided: set[int] = set()  # bundles that are used only if there are no others
+
+    @abstractmethod
+    def _hire(self) -> None:
+        """Take agents into bundles that have none."""
+
+    @abstractmethod
+    def _lacking(self) -> Exception:
+        """Return the error of too few machines."""
+
+    @property
+    def near(self) -> bool:
+        """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
+        self._hire()
+        return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
+
+    def start(self, options: Options) -> RemoteRun:
+        """Start a worker for each device."""
+        try:
+            agents = self._agents()
+            if self.versions is not None:
+                self.versions.place(agents)
+            group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions)
+            self.group, group.packed = group, self.packed
+            try:
+                run = group.start()
+            except BaseException:
+                group.close()
+                raise
+        except self.calls.lost as error:
+            raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
+        self.packed = group.packed
+        return run
+
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on, on any bundles that live."""
+        assert isinstance(versions, AgentVersions)
+        self.program, self.versions = program, versions
+        self.machines, self.apart = machines_of(program.plans)
+        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
+
+    def avoid(self, device: int | None) -> None:
+        """Start the worker of a device on a spare next time, if there is one, with others of its machine."""
+        for machine, bundle in self.used.items():
+            if device in self.machines[machine]:
+                self.avoided = {bundle}
+
+    def _agents(self) -> dict[int, Agent]:
+        """Return an agent for each device. Those that still answer are used again, then warm ones."""
+        until = monotonic() + GROUP
+        while True:
+            self._hire()
+            ranks = self._ranks(len(self.machines))
+            before = {bundle: machine for machine, bundle in self.used.items()}
+            usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in before, ranks[b], b))
+            if len(usable) >= len(self.machines):
+                chosen = usable[: len(self.machines)]
+                kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
+                free = iter(bundle for bundle in chosen if bundle not in kept.values())
+                self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
+                return {
+                    device: agent
+                    for machine, bundle in self.used.items()
+                    for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
+                }
+            if monotonic() > until:
+                raise self._lacking()
+            sleep(LOOK)
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return for how many devices workers can be started now; `warm`: by agents that have torch."""
+        until = monotonic() + (0.0 if warm else SETTLE)
+        while True:
+            self._hire()
+            found = self._ranks(len(self.agents))
+            count = sum(not (warm and starting) for starting in found.values())
+            if count >= len(self.machines) or monotonic() > until:
+                return self.width * count
+            sleep(SOON)
+
+    def _ranks(self, wanted: int) -> dict[int, int]:
+        """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
+
+        It takes long to see that a machine is lost, so agents are asked. wanted: answers that are enough.
+        """
+        finished = self.calls.finished
+        found = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
+        asked = {
+            bundle: [agent.actor.look.remote() for agent in agents]
+            for bundle, agents in self.agents.items()
+            if bundle not in found
+        }
+        until = monotonic() + REACH
+        while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
+            finished([call for calls in asked.values() for call in calls], SOON)
+        for bundle, calls in asked.items():
+            try:
+                if finished(calls):
+                    for call in calls:
+                        self.calls.get(call, REACH)
+                    found[bundle] = 0
+            except self.calls.lost:
+                del self.agents[bundle]  # others take their place, if the machine lives
+        return found
+
+    def expect(self, run: Run, stall: float) -> None:
+        """Let a run end when nothing has moved for so many seconds; a look at all machines takes some."""
+        assert self.group is not None
+        self.group.stall = max(stall, SLOWEST)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the agents."""

@@ -1,0 +1,229 @@
+"""Ranks of torchrun more than devices: each has an agent that starts workers, or waits as a spare."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from functools import partial
+from inspect import cleandoc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from piper.compiler import Program
+from piper.errors import ConfigError, LaunchError
+from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.processes import ProcessStatus, RankEnvironment, check_size
+from piper.launchers.rendezvous import DriverAddress
+from piper.launchers.torchrun_agents import (
+    CODEC,
+    AgentLostError,
+    AgentPlace,
+    RankCalls,
+    RemoteAgent,
+    TorchrunStarter,
+    leave,
+    over,
+    serve_agent,
+)
+from piper.launchers.transport.channel import Channel, Listener
+from piper.train.session import TrainOptions, check_seconds
+from tests.hosts.training import events
+from tests.launchers.family import family
+from tests.launchers.test_max_restarts import RECIPE, written
+from tests.launchers.test_torchrun import ENVIRONMENT, free_port
+from tests.runtime.grid import Cell, compiled
+
+KEY = "k" * 32
+PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
+WORLD = RankEnvironment(rank=2, size=3, local=2, nearby=3, address="127.0.0.1", port=1)
+
+
+@contextmanager
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteAgent, Channel, Listener]]:
+    """Yield the agent of a rank that runs in a thread, the channel to it, and where it connects."""
+    monkeypatch.setenv("PIPER_KEY", KEY)
+    with Listener("127.0.0.1", KEY.encode(), None, CODEC) as listener:
+        host, port = listener.address
+        address = DriverAddress(host=host, port=port, launch="", width=1, agents=True)
+        rank = threading.Thread(target=serve_agent, args=(WORLD, address), daemon=True)
+        rank.start()
+        made, channel = accepted(listener)
+        yield made, channel, listener
+    made.close()
+    rank.join(20)
+    assert not rank.is_alive(), "it ends when the driver does not listen any more"
+
+
+def accepted(listener: Listener) -> tuple[RemoteAgent, Channel]:
+    arrived = listener.accept(20)
+    assert arrived is not None
+    name, channel = arrived
+    assert (name, channel.recv()) == (2, AgentPlace(address="127.0.0.1", local=2))
+    return RemoteAgent(partial(over, channel), partial(leave, channel)), channel
+
+
+def test_calls_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may be an argument of another one. What fails, fails in the driver."""
+    calls = RankCalls(WORLD)
+    with agent(monkeypatch) as (made, _, _):
+        assert calls.get(made.look.remote(), 20) == ProcessStatus(process=0)
+        files = calls.get(made.keep.remote("owner", [0, 1], 1), 20)
+        assert [*files] == [0, 1]
+        image = np.arange(9, dtype=np.uint8)
+        calls.get(made.take.remote((0, 0, 0), image, 4), 20)
+        moved = made.take.remote((1, 0, 0), made.image.remote((0, 0, 0), 9), 4)
+        assert calls.get(moved, 20) is None
+        assert calls.get(made.heads.remote([(1, 0, 0)], 9), 20) == [bytes(range(9))]
+        with pytest.raises(AgentLostError, match="KeyError: 7"):
+            calls.get(made.image.remote((7, 0, 0), 9), 20)
+        with pytest.raises(AgentLostError, match="agents do not answer"):
+            calls.get(made.answer.remote("look", []), 20)
+        assert calls.answers({3: made.look.remote()}, 20) == {3: ProcessStatus(process=0)}
+
+
+def test_a_lost_agent_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = RankCalls(WORLD)
+    with agent(monkeypatch) as (made, channel, listener):
+        channel.end.shutdown(socket.SHUT_RDWR)
+        assert calls.answers({0: made.look.remote()}, 20) == {}
+        assert made.gone
+        again, _ = accepted(listener)
+        assert calls.answers({0: again.look.remote()}, 20) == {0: ProcessStatus(process=0)}
+        assert calls.finished([made.look.remote()], 20), "a call that was lost has ended"
+        hung = again.image.remote((0, 0, 0), 9)
+        again.close()
+        for lost in (hung, again.look.remote()):
+            with pytest.raises((AgentLostError, CancelledError)):
+                calls.get(lost, 20)
+
+
+def test_processes_for_spares() -> None:
+    check_size(WORLD, 2, 1)
+    with pytest.raises(ConfigError) as caught:
+        check_size(WORLD, 2, 2)
+    assert str(caught.value) == cleandoc("""
+        launch: there is not one process for each device and each spare
+          processes: WORLD_SIZE=3
+          devices:   2 in the plan
+          spares:    --spares 2
+          hint:      start 4 processes
+    """)
+
+
+def test_spares_of_processes_that_piper_starts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_seconds(TrainOptions(recipe="recipe.py:job", spares=1))
+    assert str(caught.value) == cleandoc("""
+        piper train: --spares 1, on local
+          hint: spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices
+    """)
+
+
+def worker_of(pids: list[int]) -> int:
+    """Return a worker that an agent has forked."""
+    remote = [p for p in pids if b"remote_worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    parents = {p: int(Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[1]) for p in remote}
+    return max(p for p in remote if parents[p] in remote)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_lost_worker_does_not_end_its_rank(tmp_path: Path) -> None:
+    """A worker is killed, and one is stopped. torchrun does not notice, and the numbers are the same."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    run = tmp_path / "run"
+    with family() as ranks:
+        words = [sys.executable, "-m", "piper", "train", "recipe.py:pair", "--on", "inline", "--out", "alone"]
+        alone = ranks.start(words, env=ENVIRONMENT, folder=tmp_path)
+        assert alone.wait(200) == 0, alone.communicate(timeout=10)
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+        start += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        start += ["-m", "piper", "train", "recipe.py:pair", "--out", "run", "--spares", "1"]
+        process = ranks.start(start, env=ENVIRONMENT, folder=tmp_path)
+        for steps, number in ((6, signal.SIGKILL), (14, signal.SIGSTOP)):
+            while len(written(run)) < steps and process.poll() is None:
+                time.sleep(0.02)
+            os.kill(worker_of(ranks.members()), number)
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+        assert ranks.members() == []
+    assert written(run) == written(tmp_path / "alone"), "to the bit"
+    assert events(run) == 2 * [("failure", None), ("recovery", "memory")]
+
+
+@contextmanager
+def starting(
+    monkeypatch: pytest.MonkeyPatch, program: Program, nodes: list[int], *, absent: int | None = None
+) -> Iterator[TorchrunStarter]:
+    """Start from rank 0, with the other ranks as threads; `nodes`: the first rank of each one's machine."""
+    monkeypatch.setenv("PIPER_KEY", KEY)
+    world = [
+        RankEnvironment(rank=n, size=len(nodes), local=n - node, nearby=1, address="127.0.0.1", port=1)
+        for n, node in enumerate(nodes)
+    ]
+    ranks: list[threading.Thread] = []
+
+    def publish(_: RankEnvironment, launch: int, address: DriverAddress) -> None:
+        assert launch == 1
+        ranks.extend(
+            threading.Thread(target=serve_agent, args=(one, address), daemon=True)
+            for one in world[1:]
+            if one.rank != absent
+        )
+        for rank in ranks:
+            rank.start()
+
+    monkeypatch.setattr("piper.launchers.torchrun_agents.publish_address", publish)
+    monkeypatch.setattr("piper.launchers.torchrun_agents.next_launch", lambda _: 1)
+    versions = AgentVersions(program.plans, RankCalls(world[0]))
+    try:
+        made = TorchrunStarter(program, versions, len(nodes) - 2)
+        yield made
+        made.close()
+    finally:
+        versions.close()
+        for rank in ranks:
+            rank.join(20)
+    assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any rank can take a device. Where copies are kept apart, a machine takes those of one other machine."""
+    with starting(monkeypatch, compiled(PAIR), [0, 0, 2, 2]) as made:
+        assert [*made._bundles()] == [0, 1, 2, 3]
+        made.ranks[1].actor.gone = True
+        assert [*made._bundles()] == [0, 2, 3]
+        made.ranks[2].actor.gone = made.ranks[3].actor.gone = True
+        assert str(made._lacking()) == cleandoc("""
+            launch: too few ranks are left
+              needs: 2 ranks
+              has:   1
+              hint:  start all ranks again with --resume, to go on from a checkpoint; claim more spares
+        """)
+    monkeypatch.setattr("piper.launchers.agent_starter.machines_of", lambda plans: ([(0,), (1,)], True))
+    with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
+        assert [*made._bundles()] == [0, 1, 2]
+    with pytest.raises(LaunchError) as caught, starting(monkeypatch, compiled(PAIR), [0, 0, 2, 2]):
+        pass
+    assert str(caught.value) == cleandoc("""
+        launch: the cluster has too few machines to keep copies of the state apart
+          needs: 4 machines, spares included, with 1 rank each
+          has:   2 with that room
+          hint:  add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")
+    """)
+
+
+def test_a_spare_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piper.launchers.torchrun_agents.PATIENCE", 0.5)
+    with (
+        pytest.raises(LaunchError, match="rank 2 did not launch within"),
+        starting(monkeypatch, compiled(PAIR), [0, 1, 2], absent=2),
+    ):
+        pass
