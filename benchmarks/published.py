@@ -51,6 +51,7 @@ from piper.simulate.simulate import Simulation, simulate
 from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
+from piper.tuning.shorter import shorter_lengths
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import StrategySearch
 
@@ -277,12 +278,11 @@ def lowered(graph: Graph, settings: Settings, *, prove: bool) -> Plans:
 
 def step_of(row: Row, outline: CapturedModel, cluster: Cluster, *, full: bool) -> float:
     """Return the seconds of a step, extrapolated where it has many microbatches."""
-    few = row.pp
-    more = few + (row.pp if row.stages_per_rank > 1 else max(2, row.pp // 8))
-    if full or row.pp == 1 or row.microbatches <= few + more:
+    lengths = None if full else shorter_lengths(strategy_of(row, row.microbatches))
+    if lengths is None:
         return simulated(row, outline, cluster, row.microbatches).step
-    one, two = (simulated(row, outline, cluster, count).step for count in (few, more))
-    return two + (row.microbatches - more) * (two - one) / (more - few)
+    one, two = (simulated(row, outline, cluster, count).step for count in lengths.simulated)
+    return two + lengths.beyond * (two - one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

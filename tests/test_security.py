@@ -30,6 +30,7 @@ ALLOWED = {
     ("capture/compile/servers.py", "_drive", "pickle.load"),
     ("capture/compile/servers.py", "serve", "pickle.load"),
     ("capture/compile/servers.py", "compile_request", "pickle.loads"),
+    ("tuning/forked_calls.py", "result", "pickle.loads"),  # from a process that this one forked
 }
 RUN = {
     ("launchers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read

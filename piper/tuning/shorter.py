@@ -48,8 +48,9 @@ def shorter_lengths(strategy: Sequence[Directive]) -> StepLengths | None:
         return None
     placed = [directive for directive in strategy if isinstance(directive, Place | Replicate)]
     ranks = len({directive.devices for directive in placed})
-    few = max(FEWEST, ranks)
-    more = few + (few if len({directive.at for directive in placed}) > ranks else max(2, few // STEADY))
+    several = len({directive.at for directive in placed}) > ranks  # stages for each rank
+    few = max(FEWEST, 2 * ranks if several else ranks)
+    more = few + (ranks if several else max(2, few // STEADY))
     if few + more >= split.parts:
         return None
     short = shortened(strategy, more)

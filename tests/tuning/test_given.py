@@ -95,7 +95,7 @@ def test_lengths_of_shorter_steps() -> None:
     assert lengths(strategies.ddp(2, microbatches=7)) == (2, 4, 7)
     assert lengths(pipeline("1f1b", 4, 10)) is None
     assert lengths(pipeline("1f1b", 4, 32)) == (4, 6, 32)
-    assert lengths(pipeline("interleaved-1f1b", 4, 32)) == (4, 8, 32)
+    assert lengths(pipeline("interleaved-1f1b", 4, 32)) == (8, 12, 32)
     assert lengths(pipeline("gpipe", 4, 32)) is None  # all its microbatches are under way at once
     twice = [piper.split(piper.at(LAYER=0), parts=8), piper.split(piper.at(LAYER=1), parts=8)]
     assert lengths([piper.place(piper.at(), [0]), *twice]) is None
