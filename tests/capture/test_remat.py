@@ -45,6 +45,12 @@ def test_gradients_are_the_same_bits_at_every_budget(name: str, budget: float) -
             assert kept(chunk) == choice.kept_bytes <= choice.all_bytes
 
 
+def test_every_budget_uses_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    differentiate(traced("mlp"))
+    monkeypatch.setattr("piper.capture.autodiff.compose.trace_joint", None)
+    assert with_budget("mlp", 0.35).choices
+
+
 def test_bytes_follow_the_budget_and_work_moves_into_the_backward() -> None:
     plain = differentiate(traced("decoder")).outline.chunks
     before = [chunk.phases["B"].flops for chunk in plain]

@@ -65,6 +65,10 @@ def test_a_builder_says_its_grid_in_directives(name: str) -> None:
     assert all(directive.source.startswith("test_schedule_builders.py:") for directive in built)
 
 
+def test_a_grid_is_built_once() -> None:
+    assert grid_for("v-half", 4, 8) is grid_for("v-half", 4, 8)
+
+
 def test_one_order_per_rank_one_group_per_action() -> None:
     first, second, third = schedules.one_f_one_b(3, 4)
     assert third == order([at(PP=2, MB=i // 2, PASS="FB"[i % 2]) for i in range(8)])
