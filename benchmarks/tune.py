@@ -31,7 +31,7 @@ from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.tune import tune
 
 GIB = 2**30
-REPEATED = 12  # candidates that are evaluated once more for their time
+REPEATED = 12  # candidates of a search, about so many, are evaluated once more for their time
 LIMITS = {"seconds": 60.0, "each": 0.3, "shorter": 0.15}
 
 
@@ -151,8 +151,8 @@ def searched(name: str, case: Case, space: Space | None = None) -> Tuned:
 
 def again(search: StrategySearch) -> float:
     """Evaluate candidates once more, all recorded now, and return the median CPU time of one."""
-    spent = []
-    for choice, grid in list(search.evaluated)[-REPEATED:]:
+    spent, known = [], list(search.evaluated)
+    for choice, grid in known[:: max(1, len(known) // REPEATED)]:
         started = cpu_seconds()
         evaluate(search.model, choice, grid or grid_of(choice))
         spent.append(cpu_seconds() - started)
