@@ -155,7 +155,7 @@ def signalled(number: signal.Signals, asked: Asked) -> Seen:
             timer.join()
         train(4)
         seen.events = len(signals.sent)
-    seen.identical = results == undisturbed(len(results)) and not mismatches(events)
+    seen.identical = same(results, undisturbed(len(results))) and not mismatches(events)
     return seen
 
 
@@ -173,6 +173,15 @@ def count_recovered(seen: Seen, sent: Sequence[float]) -> None:
     if len(new) == 1:
         seen.seconds.append(time.monotonic() - new[0])
     seen.recovered += len(new)
+
+
+def same(found: Sequence[StepResult], wanted: Sequence[StepResult]) -> bool:
+    """Return whether results are equal. Print the first step that differs."""
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if one != other:
+            sys.stderr.write(f"step {number} differs: {one} where it should be {other}\n")
+            return False
+    return True
 
 
 def undisturbed(count: int) -> list[StepResult]:
@@ -200,7 +209,7 @@ def hangs(asked: Asked) -> Seen:
                 if recoveries(events) > known:
                     seen.recovered += 1
                     seen.seconds.append(time.monotonic() - began)
-    seen.identical = results == undisturbed(len(results)) and not mismatches(events)
+    seen.identical = same(results, undisturbed(len(results))) and not mismatches(events)
     return seen
 
 
