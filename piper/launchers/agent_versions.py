@@ -111,10 +111,10 @@ class AgentVersions(Versions):
             for (_, generation, at), head in zip(places, heads, strict=True):
                 os.pwrite(self.descriptors[device][generation], head.ljust(HEAD.size, b"\0"), at)
 
-    def newest(self) -> int | None:
-        """Return the newest step of which all elements can be reached. None: there is none."""
+    def newest(self, last: int | None = None) -> int | None:
+        """Return the newest step, up to `last`, of which all elements can be reached. None: there is none."""
         self._look()
-        return super().newest()
+        return super().newest(last)
 
     def forget(self, chosen: Callable[[int], bool]) -> None:
         """Drop the versions of chosen steps. No worker may live."""

@@ -178,13 +178,13 @@ class ElasticRun(RecoveringRun):
 
     def _has_state(self) -> bool:
         """Return whether there is a state that workers of another layout can take."""
-        version = self.versions.newest()
+        version = self._newest()
         held = version is not None and self._held(version) and self._can_move()
         return held or (self.disk is not None and self.disk.newest() is not None)
 
     def _go_on_with(self, places: Sequence[int], why: str) -> None:
         """Take fewer devices and the newest state there is, in memory or on a disk. No worker may run."""
-        before, version, program = len(self.places), self.versions.newest(), self.sizes.program(len(places))
+        before, version, program = len(self.places), self._newest(), self.sizes.program(len(places))
         if version is not None and self._held(version) and self._can_move():
             state = self._folder() / "state"
             write_version(self.program, self.versions, version, state, unread=self.unread, data=None)

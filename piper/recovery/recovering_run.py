@@ -150,7 +150,7 @@ class RecoveringRun(Trains):
 
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
-        version = self.versions.newest()
+        version = self._newest()
         path, first = self.begun
         fresh = version is None and self._unchanged(first)
         if not fresh and (version is None or not self._held(version)):
@@ -195,6 +195,10 @@ class RecoveringRun(Trains):
                 self._set_again(self.run, step)
         self.source = str(path)
         self._recovered(found.step)
+
+    def _newest(self) -> int | None:
+        """Return the newest complete version of a step whose result was returned. None: there is none."""
+        return self.versions.newest(self.done)
 
     def _unchanged(self, first: int) -> bool:
         """Return whether the state that the run began with, after step `first`, leads to the next step."""
@@ -350,7 +354,7 @@ class RecoveringRun(Trains):
         None: there is no version in memory.
         """
         self._end()
-        step = self.versions.newest()
+        step = self._newest()
         if step is not None and not whole(path := step_path(folder, step)):
             data = with_states(self.program.job.callbacks, positions.get(step))
             write_version(self.program, self.versions, step, path, unread=self.unread, data=data)

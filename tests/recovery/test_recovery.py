@@ -22,6 +22,7 @@ from piper.errors import LaunchError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
+from piper.recovery import recovering_run
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
@@ -53,6 +54,7 @@ class Script:
     kept: bool = True  # whether versions are written
     stalls: list[float] = field(default_factory=list)
     near: bool = True
+    unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 
     def do(self, what: str) -> None:
         self.log.append(what)
@@ -78,8 +80,8 @@ class Script:
     def close(self) -> None:
         self.log.append("closed")
 
-    def newest(self) -> int | None:
-        return max(self.memory.values(), default=None)
+    def newest(self, last: int | None = None) -> int | None:
+        return max((step for step in self.memory.values() if last is None or step <= last), default=None)
 
     def forget(self, chosen: object) -> None:
         self.log.append("forget")
@@ -96,6 +98,9 @@ class Counting:
         self.script.do(f"step {self.done + 1}")
         self.done += 1
         self.protect()
+        if self.done in self.script.unheard:
+            self.script.unheard.remove(self.done)
+            raise lost()
         return StepResult(loss=float(batch["x"]), grad_norm=1.0)
 
     def protect(self) -> None:
@@ -163,6 +168,27 @@ def test_a_lost_worker_costs_one_restart_and_the_step() -> None:
     ]
     assert (events[1].version, events[1].replayed, events[1].source) == (2, 0, "memory")
     assert [*events[1].phases] == ["end", "start", "load", "replay"]
+
+
+def test_a_step_whose_answer_is_lost_is_repeated_from_the_version_before_it() -> None:
+    """All workers had written the version of step 3 when one was killed, before the driver read its answer."""
+    script = Script(unheard=[3])
+    run, events = scripted(script)
+    assert train(run, 1, 4) == [1.0, 2.0, 3.0, 4.0]
+    assert script.log == [
+        "start", "step 1", "step 2", "step 3", "end",
+        "start blank", "forget", "restore 2", "step 3", "step 4",
+    ]  # fmt: skip
+    assert (events[1].version, events[1].replayed) == (2, 0)
+
+
+def test_a_step_whose_answer_is_lost_is_not_in_what_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = scripted(Script(unheard=[3]), retries=0)
+    with pytest.raises(WorkerError):
+        train(run, 1, 3)
+    written: list[int] = []
+    monkeypatch.setattr(recovering_run, "write_version", lambda *given, **more: written.append(given[2]))
+    assert run.flush(Path("none"), {}) == 2 and written == [2]
 
 
 def test_steps_since_the_version_are_repeated_and_a_failure_there_is_one_more() -> None:
@@ -415,6 +441,32 @@ def test_threads_recover(programs: dict[str, Program], cell: Cell) -> None:
         for given in batches(cell, 5):
             whole.step(given)
         assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+
+
+@pytest.mark.parametrize("on", ["inline", "local"])
+def test_an_answer_that_is_lost_costs_no_bit(
+    programs: dict[str, Program], on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version of the third step is complete on all devices, but a worker is lost before the driver knows."""
+    wanted, events = undisturbed(programs[str(SHARDED)], SHARDED, 5), list[Event]()
+    first, second, third, *others = batches(SHARDED, 5)
+    with recovering(programs[str(SHARDED)], on, Options(), retries=1, notify=events.append) as run:
+        got = [run.step(first), run.step(second)]
+        workers, until = run.run, time.monotonic() + 60
+        assert workers is not None
+        step = workers.step
+
+        def unheard(given: Mapping[str, Tensor]) -> StepResult:
+            step(given)
+            while run.versions.newest() != 3:  # processes write it after they have answered
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            raise lost()
+
+        monkeypatch.setattr(workers, "step", unheard)
+        got += [run.step(given) for given in (third, *others)]
+    assert got == wanted
+    assert [(e.event, e.step, e.version) for e in events] == [("failure", 3, None), ("recovery", 3, 2)]
 
 
 def test_a_run_over_several_shapes_recovers(programs: dict[str, Program]) -> None:

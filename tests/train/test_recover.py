@@ -12,10 +12,18 @@ from tests.train.conftest import Piper, command
 
 LOST = """
 import os, signal
+from contextlib import suppress
 from pathlib import Path
 
 def descendants(pid):
-    children = [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+    try:
+        threads = [thread / "children" for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:
+        return []  # the process has just ended
+    children = []
+    for path in threads:
+        with suppress(FileNotFoundError):  # the thread has just ended
+            children += map(int, path.read_text().split())
     return children + [found for child in children for found in descendants(child)]
 
 def lost():
@@ -81,8 +89,8 @@ def test_a_killed_worker_and_a_killed_driver_leave_no_trace_in_the_metrics(
     (tmp_path / "lost.py").write_text(recipe.read_text() + LOST)
     assert piper("lost.py:job", "--out", "whole").returncode == 0
     words = ["train", "lost.py:lost", "--on", "local", "--out", "run"]
-    assert supervised(words, tmp_path / "shown") == 0
-    shown = (tmp_path / "shown").read_text()
+    code, shown = supervised(words, tmp_path / "shown"), (tmp_path / "shown").read_text()
+    assert code == 0, shown
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert [m[0] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -8,7 +8,9 @@ written over the older of its two generations: first a 0 into its head, and the 
 all is copied, so a section of a step is complete or absent. A version of the job is complete when its
 sections hold every element. A device begins step k + 1 only when all devices have ended step k, and with it
 the copy that was made during it. So while any device overwrites an older version, the one after it is
-complete. Versions are read only when no worker lives that could write.
+complete. Versions are read only when no worker lives that could write. A version may be complete although
+the driver never heard that its step has ended: a worker was lost before all answers were read. Such a step is
+repeated from the version before it.
 """
 
 import os
@@ -246,16 +248,19 @@ class Versions:
         """Return whether what no step writes is in memory too, so that workers can begin without values."""
         return self.holders.state is None or self.holders.rest(self.descriptors) is not None
 
-    def newest(self) -> int | None:
-        """Return the newest step of which all elements are complete. None: there is none."""
+    def newest(self, last: int | None = None) -> int | None:
+        """Return the newest step of which all elements are complete. None: there is none.
+
+        last: the newest step that may be chosen. None: any may.
+        """
         steps = {
             step_in(descriptor, number)
             for device, pair in self.descriptors.items()
             for descriptor in pair
             for number in self.holders.numbers(device)
         }
-        found = (step for step in steps if step is not None and self.holders.of(self.descriptors, step))
-        return max(found, default=None)
+        wanted = (step for step in steps if step is not None and (last is None or step <= last))
+        return max((step for step in wanted if self.holders.of(self.descriptors, step)), default=None)
 
     def forget(self, chosen: Callable[[int], bool]) -> None:
         """Drop the versions of chosen steps. No worker may live."""

@@ -76,6 +76,7 @@ class Scene {
     this.waiting = true;
     requestAnimationFrame(() => {
       this.waiting = false;
+      if (state.printing) return; // it began after this frame was asked for, and has drawn what paper shows
       if (this.height !== this.view.height()) return this.resize();
       this.paint();
     });
