@@ -211,7 +211,7 @@ def test_a_machine_that_is_lost_and_one_that_comes(
         run.starter, run.run = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
-        run.disk = Disk(folder=tmp_path, newest=lambda: None, batches=lambda found: iter(()))
+        run.disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
         (tmp_path / "piper-resize-1-left").mkdir()
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []
