@@ -71,6 +71,7 @@ class ElasticRun(RecoveringRun):
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
         self.memory: Sequence[Versions] = ()  # two, in turn, whose files outlive this process. None: its own
         self.turn = 0
+        self.folders: set[Path] = set()  # of states that have moved
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
@@ -78,7 +79,7 @@ class ElasticRun(RecoveringRun):
             self._grow()
         result = super().step(batch)
         if not self.memory:
-            self._drop()  # there is a version in the new layout now
+            self._drop(None)  # there is a version in the new layout now
         return result
 
     def resize(self, devices: int) -> None:
@@ -125,7 +126,9 @@ class ElasticRun(RecoveringRun):
         if (layout.size, layout.turn) != (len(self.places), self.turn):
             self._use(self.sizes.program(layout.size), range(layout.size), layout.turn)
         self.safe, self.shrunk = layout.turn, layout.shrunk
-        self.moved = None if layout.moved is None else (Path(layout.moved[0]), layout.moved[1])
+        if layout.moved is not None:
+            self.moved = Path(layout.moved[0]), layout.moved[1]
+            self.folders.add(self.moved[0].parent)
 
     def layout(self) -> Layout:
         """Return the layout. The state that has moved is needed until there is a version."""
@@ -140,8 +143,7 @@ class ElasticRun(RecoveringRun):
     def noted(self, layout: Layout) -> None:
         """Take note that the driver after this one would go on with a layout."""
         self.safe = layout.turn
-        if layout.moved is None:
-            self._drop()
+        self._drop(None if layout.moved is None else Path(layout.moved[0]))
 
     def _can_move(self) -> bool:
         """Return whether there is a folder that all workers see, to move the state in."""
@@ -158,19 +160,21 @@ class ElasticRun(RecoveringRun):
             assert self.disk is not None
             where = self.disk.folder
             for old in where.glob(f"{MOVED}*"):  # of a driver that was killed
-                if self.moved is None or old != self.moved[0].parent:
+                if old not in self.folders:
                     rmtree(old)
         made = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
         try:
             yield made / "state"
         finally:
-            if self.moved is None or self.moved[0].parent != made:
+            if made not in self.folders:
                 rmtree(made, ignore_errors=True)
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
-        self._drop()
         self.moved = (state, step)
+        self.folders.add(state.parent)
+        if not self.memory:
+            self._drop(state)
         self._switch(program, places)
 
     def _switch(self, program: ProgramLike, places: Sequence[int]) -> None:
@@ -265,16 +269,18 @@ class ElasticRun(RecoveringRun):
             return size
         return None
 
-    def _drop(self) -> None:
-        """Give back the memory of a state that has moved."""
-        if self.moved is not None:
-            rmtree(self.moved[0].parent)
-            self.moved = None
+    def _drop(self, needed: Path | None) -> None:
+        """Give back the memory of states that have moved, but for the one that is needed."""
+        self.moved = None if needed is None else self.moved
+        for folder in [*self.folders]:
+            if needed is None or folder != needed.parent:
+                rmtree(folder)
+                self.folders.discard(folder)
 
     def close(self) -> None:
         """End every worker. Idempotent."""
         super().close()
-        self._drop()
+        self._drop(None)
         self.versions.close()
 
 
