@@ -12,7 +12,7 @@ checkpoints reads any layout.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -290,8 +290,8 @@ def resized(step: int, before: int, after: int, why: str) -> Event:
     return Event(event="resize", step=step, what=what)
 
 
-def clear(process: int, kept: Path | None) -> None:
-    """Remove the states that a process was moving when it was killed, but for one that is `kept`."""
-    for folder in MEMORY.glob(f"{MOVED}{process}-*"):
+def clear(processes: Iterable[int], kept: Path | None) -> None:
+    """Remove the states that processes were moving when they were killed, but for one that is `kept`."""
+    for folder in (folder for process in processes for folder in MEMORY.glob(f"{MOVED}{process}-*")):
         if kept is None or folder != kept.parent:
             rmtree(folder, ignore_errors=True)

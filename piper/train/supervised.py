@@ -177,7 +177,7 @@ def supervise(
         held.callback(journal.close)
         held.callback(lambda: servers[0].close())
         killed: list[int] = []
-        held.callback(lambda: [clear(process, None) for process in killed])
+        held.callback(clear, killed, None)
         while True:
             if gone(servers[0].server):
                 servers[0].close()
@@ -199,8 +199,7 @@ def supervise(
                 raise PreemptedError if supervisor.preempted else KeyboardInterrupt
             progress, failed_at = journal.progress(), monotonic()
             killed.append(ended.process)
-            for process in killed:
-                clear(process, moved(progress))
+            clear(killed, moved(progress))
             done = 0 if progress is None else progress.done
             if progress is not None and (before is None or before[1] != done):
                 left = progress.left

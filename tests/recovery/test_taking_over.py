@@ -89,7 +89,7 @@ class Drivers:
             if isinstance(run, ElasticRun):
                 run.folders.clear()  # a killed process removes nothing
         self.killed += 1
-        clear(os.getpid(), moved(self.journal.progress()))
+        clear([os.getpid()], moved(self.journal.progress()))
 
     def _lent(self, versions: Versions) -> Versions:
         """Return the same memory, as a forked process has it."""
