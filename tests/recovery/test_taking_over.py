@@ -241,24 +241,25 @@ def test_a_driver_that_is_killed_while_the_state_moves(sized: tuple[Program, Ela
 
 def test_workers_of_an_earlier_connection_are_gone_when_it_is_cleared() -> None:
     """Also those of a fork server that is stopped, which could write versions when it goes on."""
-    server = ForkServer("tests.launchers.idle", "json")
-    try:
-        first = server.lend()
-        worker = first.fork([first.fileno()])
-        second = server.lend()
-        second.clear()
-        assert not Path(f"/proc/{worker}").exists()
-        last = second.fork([second.fileno()])
-        os.kill(server.server, signal.SIGSTOP)
-        third = server.lend()
-        third.clear()
-        until = monotonic() + 60
-        while Path(f"/proc/{last}").exists():
-            assert monotonic() < until
-        for connection in (first, second, third):
-            connection.close()
-    finally:
-        server.close()
+    server, (here, there) = ForkServer("tests.launchers.idle", "json"), socket.socketpair()
+    with here, there:
+        try:
+            first = server.lend()
+            worker = first.fork([there.fileno()])
+            second = server.lend()
+            second.clear()
+            assert not Path(f"/proc/{worker}").exists()
+            last = second.fork([there.fileno()])
+            os.kill(server.server, signal.SIGSTOP)
+            third = server.lend()
+            third.clear()
+            until = monotonic() + 60
+            while Path(f"/proc/{last}").exists():
+                assert monotonic() < until
+            for connection in (first, second, third):
+                connection.close()
+        finally:
+            server.close()
 
 
 def test_a_process_with_the_number_of_one_that_has_ended_lives() -> None:
