@@ -60,6 +60,9 @@ class Policy:
         return self.shardings.get(name, WHOLE)
 
 
+NO_POLICY = Policy()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRun:
     """One chunk on one microbatch: the node of each of its phases, and its saved values."""
@@ -175,7 +178,7 @@ class Graph:
 
     def policy(self, chunk: str) -> Policy:
         """Return how a chunk's parameters live: the default where no directive set it."""
-        return self.policies.get(chunk, Policy())
+        return self.policies.get(chunk, NO_POLICY)
 
     def with_policies(self, nodes: Iterable[Compute], change: Callable[[str, Policy], Policy]) -> "Graph":
         """Return the graph with the policies of nodes changed: of their chunks, or of microbatches alone.

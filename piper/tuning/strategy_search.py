@@ -9,6 +9,7 @@ from math import floor, log
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
+from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.synthesise import synthesis
 from piper.tuning.bounds import (
     LeastMemory,
@@ -18,7 +19,7 @@ from piper.tuning.bounds import (
     loads_of,
     memory_bound,
     order_bound,
-    rank_held,
+    rank_memory,
     stage_costs,
     synthesis_memory,
     work_bound,
@@ -36,6 +37,7 @@ REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
 CandidateKey = tuple[StrategyChoice, Grid | None]
+Asked = tuple[StageCosts, Placement, int, Memory, int]  # of a synthesis
 AHEAD = 32  # entries of the queue among which processes find candidates to evaluate
 
 
@@ -135,6 +137,7 @@ class StrategySearch:
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
+    grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
     best: Evaluation | None = None  # of the last or present run
@@ -350,13 +353,13 @@ class StrategySearch:
             return [(0,) * choice.ranks]
         found = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
-            layers, grid = self.layers(choice), grid_of(choice)
+            layers, grid, state = self.layers(choice), grid_of(choice), self.model.state
             lowest = [
                 next(
                     (
                         level
                         for level in sorted(self.space.zeros)
-                        if rank_held(choice, layers, self.model.state, grid, rank, level) <= FULL * limit
+                        if rank_memory(choice, layers, state, grid, rank, level).total <= FULL * limit
                     ),
                     max(self.space.zeros),
                 )
@@ -374,9 +377,12 @@ class StrategySearch:
         if memory is None or costs is None:
             self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
             return
-        made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=trials)
-        bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, made.grid))
-        yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
+        asked = (costs, choice.placement, choice.microbatches, memory, trials)
+        if asked not in self.grids:
+            self.grids[asked] = synthesis(*asked[:4], trials=trials).grid
+        grid = self.grids[asked]
+        bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, grid))
+        yield replace(leaf, grid=grid, bound=bound, tries=leaf.tries + 1)
 
 
 def captured_for(choice: StrategyChoice) -> tuple[object, ...]:
