@@ -53,7 +53,7 @@ class Policy:
     @property
     def degree(self) -> int:
         """Return the number of devices that share the same samples."""
-        return math.prod(held.degree for held in self.axes)
+        return math.prod(held.degree for held in self.axes) if self.axes else 1
 
     def sharding(self, name: str) -> Sharding:
         """Return how a parameter or a buffer is divided."""
