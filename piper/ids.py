@@ -86,6 +86,7 @@ PASS = re.compile(rf"(?P<phase>BI|BW|F|B|R)\[(?P<chunk>{NAME}?)(?P<part>(?: \w+=
 PLAIN = re.compile(r"(?!(?:batch|buffer|constant|place|host_place)\.)[\w./=#@,'+*:-]+(?: [\w./=#@,'+*:-]+)*")
 
 
+@lru_cache(maxsize=4096)
 def show_part(part: Tags) -> str:
     """Write a microbatch: ` MB=0`, or nothing for all samples."""
     return "".join(f" {axis}={index}" for axis, index in part)
@@ -161,11 +162,7 @@ class SlotId(str):
         piece: int = -1,
     ) -> "SlotId":
         """Make the id of a slot."""
-        text = base_text(kind, owner, position, number, reader, devices, again)
-        base = str.__new__(cls, text)
-        base.kind, base.owner, base.position, base.number = kind, owner, position, number
-        base.reader, base.devices, base.again = reader, devices, again
-        base.part, base.run, base.piece, base.base = (), None, -1, base
+        base = base_slot(kind, owner, position, number, reader, devices, again)
         return base._within(part, run, piece) if part or run is not None or piece >= 0 else base
 
     def _within(self, part: Tags, run: Pass | None, piece: int = -1) -> "SlotId":
@@ -215,6 +212,24 @@ class SlotId(str):
 def suffix_of(part: Tags) -> str:
     """Write the microbatch of a slot: `[MB=0]`, or nothing for all samples."""
     return f"[{show_pairs(part)}]" if part else ""
+
+
+@lru_cache(maxsize=2**15)  # compilations of one model ask for the same ones
+def base_slot(
+    kind: SlotKind,
+    owner: str,
+    position: int,
+    number: int,
+    reader: str,
+    devices: tuple[Devices, ...],
+    again: bool,
+) -> SlotId:
+    """Return the id of a slot for all microbatches."""
+    base = str.__new__(SlotId, base_text(kind, owner, position, number, reader, devices, again))
+    base.kind, base.owner, base.position, base.number = kind, owner, position, number
+    base.reader, base.devices, base.again = reader, devices, again
+    base.part, base.run, base.piece, base.base = (), None, -1, base
+    return base
 
 
 def base_text(

@@ -11,6 +11,9 @@ from torch import nn
 import piper
 from piper import at, remat, replicate, shard, split, strategies
 from piper.capture import recordings
+from piper.capture.autodiff import compose
+from piper.capture.autodiff.joint import trace_joint
+from piper.capture.trace.piece import Body
 from piper.capture.trace.trace import trace
 from piper.compiler import Program, compile
 from piper.directives import Directive
@@ -158,16 +161,27 @@ def test_captured_must_be_a_program(first: Program) -> None:
 
 
 def test_experts_share_a_recording() -> None:
+    """The code of experts serves any number of rows: another microbatch size has its own sizes, but no trace."""
     found = zoo.case("moe")
     job = piper.Job(model=found.model, loss=found.loss, data=lambda: [found.batch(8, 0)])
     ways: list[list[Directive]] = [
-        [replicate(at(), range(4)), shard(at(EP="*"), range(4), ways=count)] for count in (2, 4)
+        [replicate(at(), range(4)), shard(at(EP="*"), range(4), ways=count), split(at(), parts=parts)]
+        for count, parts in ((2, 1), (4, 1), (2, 2))
     ]
+    traced: list[int] = []
+
+    def counted(body: Body, *given: object, **more: object) -> object:
+        traced.append(given[2] if body.experts else 0)  # type: ignore[arg-type]
+        return trace_joint(body, *given, **more)  # type: ignore[arg-type]
+
     first = compile(replace(job, strategy=ways[0]))
     for strategy in ways:
         wanted = compile(replace(job, strategy=strategy))
-        made = compile(replace(job, strategy=strategy), captured=first)
+        with patch.object(compose, "trace_joint", counted):
+            made = compile(replace(job, strategy=strategy), captured=first)
         assert show_plans(made.plans) == show_plans(wanted.plans)
+        assert made.outline == wanted.outline
+    assert list(filter(None, traced)) == [4]  # of how many devices divided the experts whose code was traced
 
 
 def test_a_recording_of_experts_is_divided_twice() -> None:

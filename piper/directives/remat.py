@@ -59,8 +59,9 @@ class Remat(Directive):
         if self.across is None:
             return {}
         regions: dict[str, str] = {}
+        chunks = graph.chunks
         for name in names:
-            tags = graph.chunks[name].tags
+            tags = chunks[name].tags
             place = next((i for i, (tag, _) in enumerate(tags) if tag == self.across), None)
             if place is None:
                 around = ", ".join(

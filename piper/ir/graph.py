@@ -53,11 +53,14 @@ class Policy:
     @property
     def degree(self) -> int:
         """Return the number of devices that share the same samples."""
-        return math.prod(held.degree for held in self.axes)
+        return math.prod(held.degree for held in self.axes) if self.axes else 1
 
     def sharding(self, name: str) -> Sharding:
         """Return how a parameter or a buffer is divided."""
         return self.shardings.get(name, WHOLE)
+
+
+NO_POLICY = Policy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ class Graph:
 
     def policy(self, chunk: str) -> Policy:
         """Return how a chunk's parameters live: the default where no directive set it."""
-        return self.policies.get(chunk, Policy())
+        return self.policies.get(chunk, NO_POLICY)
 
     def with_policies(self, nodes: Iterable[Compute], change: Callable[[str, Policy], Policy]) -> "Graph":
         """Return the graph with the policies of nodes changed: of their chunks, or of microbatches alone.

@@ -81,15 +81,22 @@ class Roofline:
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, 0.0
         fast = cluster.attained if cluster.attained_memory is None else cluster.attained_memory
         self.bandwidth = cluster.memory_bandwidth * fast
+        self._known: dict[int, tuple[tuple[Kernel, ...], float]] = {}  # by identity: equal layers share them
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the seconds of a phase: the sum over its kernels."""
         assert chunk is not None, "a roofline needs the outline"
         spec = chunk.phases[phase]
-        kernels = spec.kernels
-        if not kernels and (spec.flops or spec.bytes_moved):  # of a chunk of which only sums are known
+        if not spec.kernels and (spec.flops or spec.bytes_moved):  # of a chunk of which only sums are known
             dtype = type_of(chunk)
-            kernels = (Kernel(kind="product", dtype=dtype, flops=spec.flops, nbytes=spec.bytes_moved),)
+            return self._seconds(
+                (Kernel(kind="product", dtype=dtype, flops=spec.flops, nbytes=spec.bytes_moved),)
+            )
+        if id(spec.kernels) not in self._known:
+            self._known[id(spec.kernels)] = spec.kernels, self._seconds(spec.kernels)
+        return self._known[id(spec.kernels)][1]
+
+    def _seconds(self, kernels: tuple[Kernel, ...]) -> float:
         device = sum(kernel.count * self.kernel(kernel) for kernel in kernels)
         host = self.cluster.issue * sum(kernel.count for kernel in kernels)
         return self.cluster.launch + max(device, host)

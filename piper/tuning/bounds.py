@@ -11,7 +11,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
@@ -19,14 +19,14 @@ import numpy as np
 
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
-from piper.schedules.action import Action
-from piper.schedules.grid import Grid
+from piper.schedules.action import Action, Group
+from piper.schedules.grid import Grid, Row
 from piper.schedules.stages import Memory, StageCosts
 from piper.schedules.synthesis.bound import bound as least_makespan
 from piper.schedules.timing import makespan
 from piper.simulate.costs import Costs
 from piper.tuning.choice import Divide, StrategyChoice
-from piper.tuning.model_layers import LayerParameters, ModelLayers, Stage, union
+from piper.tuning.model_layers import ModelLayers, Stage, Walk
 from piper.tuning.space import Sizes
 
 PICO = 1e12
@@ -256,86 +256,70 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
     return found
 
 
-def memory_bound(
-    choice: StrategyChoice,
-    layers: ModelLayers,
-    state: State,
-    grid: Grid | None,
-    ranks: Sequence[int] | None = None,
-) -> LeastMemory:
-    """Return the least that the fullest rank holds, of all or of some."""
-    stages = stages_of(choice, layers)
+def memory_bound(choice: StrategyChoice, layers: ModelLayers, state: State, grid: Grid | None) -> LeastMemory:
+    """Return the least that the fullest rank holds."""
     worst = LeastMemory()
-    for rank in range(choice.ranks) if ranks is None else ranks:
-        mine = choice.placement.stages_of(rank)
-        kept = resident(choice, [stages[number] for number in mine], choice.zeros[rank], state, rank)
-        row: Sequence[Action]
-        if grid is None:
-            row = one_at_a_time(mine, choice.microbatches)
-        else:
-            row = [action for group in grid.rows[rank] for action in group]
-        found = peak_of(row, stages, kept, choice)
+    for rank, level in enumerate(choice.zeros):
+        found = rank_memory(choice, layers, state, grid, rank, level)
         if found.total > worst.total:
             worst = found
     return worst
 
 
-def rank_held(
+def rank_memory(
     choice: StrategyChoice, layers: ModelLayers, state: State, grid: Grid | None, rank: int, level: int
-) -> int:
+) -> LeastMemory:
     """Return the least that one rank holds under a ZeRO level."""
-    zeros = tuple(level if number == rank else 3 for number in range(choice.ranks))
-    alone = replace(choice, zeros=zeros)
-    return memory_bound(alone, layers, state, grid, ranks=(rank,)).total
+    mine, ranges = choice.placement.stages_of(rank), choice.stages
+    held = tuple(ranges[number] for number in mine)
+    kept = resident(choice, layers, held, level, state, rank)
+    stages = {number: layers.stage(ranges[number]) for number in mine}
+    key = (id(grid), rank, held, min(2, choice.microbatches))
+    if key not in layers.walks:
+        row = one_at_a_time(mine, choice.microbatches) if grid is None else grid.rows[rank]
+        layers.walks[key] = grid, walked(row, stages)
+    return peak_of(layers.walks[key][1], stages, kept)
 
 
-def one_at_a_time(stages: Sequence[int], microbatches: int) -> list[Action]:
+def one_at_a_time(stages: Sequence[int], microbatches: int) -> Row:
     """Return the passes of a rank in the order that holds the least: one microbatch after another."""
-    row: list[Action] = []
+    row: list[Group] = []
     for microbatch in range(min(2, microbatches)):
-        row += [Action(stage=stage, phase="F", microbatch=microbatch) for stage in stages]
-        row += [Action(stage=stage, phase="B", microbatch=microbatch) for stage in reversed(stages)]
-    return row
+        row += [(Action(stage=stage, phase="F", microbatch=microbatch),) for stage in stages]
+        row += [(Action(stage=stage, phase="B", microbatch=microbatch),) for stage in reversed(stages)]
+    return tuple(row)
 
 
 def resident(
-    choice: StrategyChoice, stages: Sequence[Stage], zero: int, state: State, rank: int
+    choice: StrategyChoice,
+    layers: ModelLayers,
+    stages: tuple[range, ...],
+    zero: int,
+    state: State,
+    rank: int,
 ) -> LeastMemory:
-    """Return what a rank holds between steps, and the gradients it sums during one."""
-    parameters: Mapping[str, LayerParameters] = union(stage.parameters for stage in stages)
-    whole = sum(one.nbytes for one in parameters.values())
-    trained = sum(one.trained for one in parameters.values())
-    gradients = sum(one.trained_bytes for one in parameters.values())
+    """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
+    sums = layers.sums(stages)
     replicas = choice.replicas * choice.context  # ZeRO may shard over both
     return LeastMemory(
-        parameters=whole // replicas if zero == 3 else whole,
-        optimizer=trained * state.optimizer // (replicas if zero else 1),
-        gradients=gradients // (replicas if zero >= 2 else 1),
+        parameters=sums.nbytes // replicas if zero == 3 else sums.nbytes,
+        optimizer=sums.trained * state.optimizer // (replicas if zero else 1),
+        gradients=sums.trained_bytes // (replicas if zero >= 2 else 1),
         rank=rank,
     )
 
 
-def peak_of(
-    row: Sequence[Action], stages: Sequence[Stage], kept: LeastMemory, choice: StrategyChoice
-) -> LeastMemory:
-    """Walk the passes of a rank and return what it holds at the fullest moment."""
-    live = most = 0
-    gradients = 0  # of stages that a backward has run of
-    begun: set[int] = set()
-    share = {
-        number: sum(p.trained_bytes for p in stages[number].parameters.values())
-        for number in {action.stage for action in row}
-    }
-    total = sum(share.values()) or 1
-    worst, at_worst = -1, (0, 0)
-    for action in row:
+def walked(row: Row, stages: Mapping[int, Stage]) -> Walk:
+    """Walk the passes of a rank, and return the most activations while the same stages have gradients."""
+    live, most = 0, -1
+    begun: tuple[int, ...] = ()
+    found: list[tuple[tuple[int, ...], int]] = []
+    for action in (action for group in row for action in group):
         stage = stages[action.stage]
         phase: Phase = action.phase
         if phase == "F":
             live += stage.held
-        most = live + max(0, stage.extra[phase]) if phase == "BW" else live + stage.extra[phase]
-        if gradients + most > worst:
-            worst, at_worst = gradients + most, (gradients, max(0, most))
+        most = max(most, live + (max(0, stage.extra[phase]) if phase == "BW" else stage.extra[phase]))
         if phase == "B":
             live -= stage.held
         elif phase == "BI":
@@ -343,8 +327,19 @@ def peak_of(
         elif phase == "BW":
             live -= min(stage.late, stage.held)
         if phase in ("B", "BW") and action.stage not in begun:
-            begun.add(action.stage)
-            gradients += kept.gradients * share[action.stage] // total
+            found.append((begun, most))
+            begun, most = (*begun, action.stage), -1
+    return tuple(found) if most < 0 else (*found, (begun, most))  # no pass may follow the last gradient
+
+
+def peak_of(walk: Walk, stages: Mapping[int, Stage], kept: LeastMemory) -> LeastMemory:
+    """Return what a rank holds at the fullest moment of a walk over its passes. stages: by number."""
+    total = sum(stage.trained_bytes for stage in stages.values()) or 1
+    worst, at_worst = -1, (0, 0)
+    for begun, most in walk:
+        gradients = sum(kept.gradients * stages[number].trained_bytes // total for number in begun)
+        if gradients + most > worst:
+            worst, at_worst = gradients + most, (gradients, max(0, most))
     summed, active = at_worst
     return LeastMemory(
         parameters=kept.parameters,
@@ -366,16 +361,19 @@ def synthesis_memory(
 
     beyond: bytes that each rank is known to hold beyond what is counted here.
     """
-    stages = stages_of(choice, layers)
+    stages, ranges = stages_of(choice, layers), choice.stages
     limits = []
     for rank in range(choice.ranks):
-        mine = [stages[number] for number in choice.placement.stages_of(rank)]
-        kept = resident(choice, mine, choice.zeros[rank], state, rank)
+        numbers = choice.placement.stages_of(rank)
+        mine = [stages[number] for number in numbers]
+        held_by_rank = tuple(ranges[number] for number in numbers)
+        kept = resident(choice, layers, held_by_rank, choice.zeros[rank], state, rank)
         transient = max(stage.extra[phase] for stage in mine for phase in ("F", "B", "BI"))
         left = limit - kept.total - max(0, transient) - (beyond[rank] if beyond else 0)
-        if left < sum(stage.held for stage in mine):
+        held = sum(stage.held for stage in mine)
+        if left < held:
             return None
-        limits.append(left)
+        limits.append(min(left, choice.microbatches * held))  # more than all of them hold makes no difference
     return Memory(
         saved=[stage.held for stage in stages],
         carried=[min(stage.late, stage.held) for stage in stages],

@@ -76,6 +76,11 @@ class StrategyChoice:
         return self.ranks * self.width
 
     @property
+    def divided(self) -> bool:
+        """Return whether tensor or context parallelism divides the model."""
+        return self.tensor * self.context > 1
+
+    @property
     def placement(self) -> Placement:
         """Return which rank runs each stage."""
         kind = Placement.v if self.shape == "v" else Placement.loop

@@ -12,7 +12,7 @@ from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.simulate.costs import Costs
 from piper.tuning.bounds import State
-from piper.tuning.choice import Divide, Recompute
+from piper.tuning.choice import Divide, Recompute, StrategyChoice
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.scaling import scaled
 
@@ -85,6 +85,11 @@ class Model:
         if recompute != Recompute():
             budgets = {c.name: recompute.budget for c in chunks if c.kind in ("compute", "expert")}
         return self.capturing.differentiated(rows, (), ways, budgets).outline
+
+    def capture(self, choice: StrategyChoice) -> None:
+        """Capture the model as a candidate needs it, if it was not and nothing divides its layers."""
+        if not choice.divided:
+            self._differentiated(choice.rows, choice.recompute, choice.experts)
 
     def shortened(self, samples: int) -> "Model":
         """Return the model with the first samples of its batch."""

@@ -12,11 +12,13 @@ from math import prod
 from typing import TypeVar
 
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSpec, bundles
+from piper.schedules.grid import Grid
 from piper.simulate.costs import Costs
 
 COMPUTES = ("compute", "expert")  # the kinds of chunks that have code
 CHAINED: tuple[Phase, ...] = ("F", "B", "BI")  # phases that pass on what the next stage waits for
 Storage = tuple[str, str, int]  # chunk, kind, number
+Walk = tuple[tuple[tuple[int, ...], int], ...]  # stages of which a backward has run, and activations at most
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -92,12 +94,14 @@ class ModelLayers:
         self.known = {parameter.name: parameter for parameter in outline.parameters}
         self.layers = [self._layer(number) for number in range(len(self.chunks))]
         self._stages: dict[range, Stage] = {}
+        self._sums: dict[tuple[range, ...], LayerParameters] = {}
+        self.walks: dict[tuple[object, ...], tuple[Grid | None, Walk]] = {}  # by the identity of a grid
 
     def divided(self, tensor: int, context: int) -> "ModelLayers":
         """Return the layers as one of the devices that divide them has them: at least so much of all."""
         made = copy(self)
         made.layers = [layer.divided(tensor, context) for layer in self.layers]
-        made._stages = {}
+        made._stages, made._sums, made.walks = {}, {}, {}
         return made
 
     def stage(self, layers: range) -> "Stage":
@@ -105,6 +109,17 @@ class ModelLayers:
         if layers not in self._stages:
             self._stages[layers] = Stage(layers=tuple(self.layers[number] for number in layers))
         return self._stages[layers]
+
+    def sums(self, stages: tuple[range, ...]) -> LayerParameters:
+        """Return the sums over the parameters of some stages; a tied one counts once."""
+        if stages not in self._sums:
+            found = union(self.stage(stage).parameters for stage in stages).values()
+            self._sums[stages] = LayerParameters(
+                nbytes=sum(one.nbytes for one in found),
+                trained=sum(one.trained for one in found),
+                trained_bytes=sum(one.trained_bytes for one in found),
+            )
+        return self._sums[stages]
 
     def _layer(self, number: int) -> Layer:
         chunks = self.chunks[number]
@@ -305,6 +320,11 @@ class Stage:
     def parameters(self) -> Mapping[str, LayerParameters]:
         """Return the parameters by name; a tied one counts once."""
         return union(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Return the bytes of a gradient of all its parameters."""
+        return sum(parameters.trained_bytes for parameters in self.parameters.values())
 
 
 def union(found: Iterable[Mapping[K, V]]) -> dict[K, V]:

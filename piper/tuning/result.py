@@ -8,8 +8,9 @@ from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.format import percent, seconds, size
 from piper.tuning.bounds import LeastMemory
+from piper.tuning.candidates import Discard
 from piper.tuning.evaluate import Evaluation
-from piper.tuning.strategy_search import Discard, StrategySearch
+from piper.tuning.strategy_search import StrategySearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

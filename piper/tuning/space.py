@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -192,6 +193,7 @@ def grid_of(choice: StrategyChoice) -> Grid | None:
     return grid_for(choice.schedule, choice.ranks, choice.microbatches, choice.stages_per_rank)
 
 
+@cache
 def exists(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> bool:
     """Return whether a named schedule exists for so many ranks and microbatches."""
     try:

@@ -1,14 +1,13 @@
 """Best-first search: the candidate with the lowest bound next, until no bound is below the best step."""
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
-from math import floor, log
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
+from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.synthesise import synthesis
 from piper.tuning.bounds import (
     LeastMemory,
@@ -18,10 +17,19 @@ from piper.tuning.bounds import (
     loads_of,
     memory_bound,
     order_bound,
-    rank_held,
+    rank_memory,
     stage_costs,
     synthesis_memory,
     work_bound,
+)
+from piper.tuning.candidates import (
+    CandidateGroup,
+    CandidateKey,
+    Discard,
+    Leaf,
+    Queue,
+    captured_for,
+    discarded,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
 from piper.tuning.evaluate import Evaluation, attempt, evaluate_strategy
@@ -35,82 +43,7 @@ FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bou
 REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
-CandidateKey = tuple[StrategyChoice, Grid | None]
-AHEAD = 32  # entries of the queue among which processes find candidates to evaluate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateGroup:
-    """Candidates that differ only in the order of passes, in ZeRO levels and in how devices are numbered."""
-
-    choice: StrategyChoice  # the plainest of them
-    bound: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """One candidate with its bounds."""
-
-    choice: StrategyChoice
-    bound: float
-    held: LeastMemory
-    grid: Grid | None = None
-    tries: int = 0  # syntheses so far
-    beyond: tuple[int, ...] = ()  # by rank: bytes that its plans held beyond the limit
-
-    @property
-    def key(self) -> CandidateKey:
-        """Return what tells its evaluation from others: a named schedule has one order."""
-        return self.choice, self.grid if self.choice.schedule == SYNTHESISED else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Discard:
-    """A candidate, or a group of them, that was discarded without compiling it."""
-
-    choice: StrategyChoice
-    bound: float
-    held: LeastMemory | None = None  # it does not fit; None: its bound is above the best step
-    grouped: bool = False  # a whole group, of which `choice` is the plainest
-    refused: str = ""  # it cannot be compiled: why
-
-
-@dataclass(slots=True)
-class Queue:
-    """Candidates in the order of their bounds.
-
-    Of those whose bounds differ by less than `gap`, microbatch sizes that are recorded already come first,
-    then the plainest.
-    """
-
-    gap: float
-    recorded: Callable[[int], bool]
-    entries: list[tuple[float, bool, bool, tuple[object, ...], int, CandidateGroup | Leaf]] = field(
-        default_factory=list
-    )
-    pushed: int = 0
-
-    def extend(self, entries: Iterable[CandidateGroup | Leaf]) -> None:
-        """Add candidates."""
-        for entry in entries:
-            self.pushed += 1
-            choice = entry.choice
-            level = floor(log(entry.bound) / self.gap) if self.gap and entry.bound else entry.bound
-            fresh = not self.recorded(choice.rows)
-            item = (level, isinstance(entry, Leaf) and fresh, fresh, choice.key, self.pushed, entry)
-            heapq.heappush(self.entries, item)
-
-    def pop(self) -> CandidateGroup | Leaf:
-        """Take out the next candidate."""
-        return heapq.heappop(self.entries)[-1]
-
-    def next_leaves(self) -> list[Leaf]:
-        """Return candidates among the next entries, in order."""
-        return [entry[-1] for entry in heapq.nsmallest(AHEAD, self.entries) if isinstance(entry[-1], Leaf)]
-
-    def rest(self) -> list[CandidateGroup | Leaf]:
-        """Return what is left, in order."""
-        return [entry for *_, entry in sorted(self.entries)]
+Asked = tuple[StageCosts, Placement, int, Memory, int]  # of a synthesis
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,6 +68,8 @@ class StrategySearch:
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
+    expanded: dict[CandidateGroup, tuple[list[Leaf], list[Discard]]] = field(default_factory=dict)
+    grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
     best: Evaluation | None = None  # of the last or present run
@@ -148,6 +83,7 @@ class StrategySearch:
         best: the best so far.
         """
         self.discarded, self.lowest, self.best = [], float("inf"), best
+        self.expanded.clear()
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
         syntheses = SYNTHESES * trials
@@ -156,10 +92,13 @@ class StrategySearch:
             if self.best is not None and entry.bound >= self.best.step * (1 - self.gap):
                 self.discarded.append(discarded(entry))
             elif isinstance(entry, CandidateGroup):
-                queue.extend(self.leaves(entry, limit))
-            elif entry.choice.schedule == SYNTHESISED and entry.grid is None:
+                leaves, unfit = self.leaves(entry, limit)
+                self.discarded += unfit
+                queue.extend(leaves)
+            elif entry.open:
                 if syntheses > 0:
-                    queue.extend(self.synthesised(entry, limit))
+                    following = self.following(queue, limit)
+                    queue.extend(self.synthesised(entry, limit, following=following))
                 else:
                     self.lowest = min(self.lowest, entry.bound)
                     self.discarded.append(discarded(entry))
@@ -173,7 +112,7 @@ class StrategySearch:
                     break
                 if found is None:
                     trials -= 1
-                    found = self.evaluate(entry, queue.next_leaves()[:trials])
+                    found = self.evaluate(entry, islice(self.following(queue, limit), trials))
                 if found is not None:
                     queue.extend(self.take(entry, found, limit))
         return self.best
@@ -218,7 +157,7 @@ class StrategySearch:
         self.report(self, found)
         return found if found.needs <= limit else None
 
-    def evaluate(self, leaf: Leaf, following: Sequence[Leaf] = ()) -> Evaluation | None:
+    def evaluate(self, leaf: Leaf, following: Iterable[Leaf] = ()) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
 
         following: candidates that may be next, see [Note: candidates evaluated ahead].
@@ -226,8 +165,12 @@ class StrategySearch:
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.holds.clear()  # some were estimated from other sizes
+            self.expanded.clear()
         if leaf.key not in self.ahead:
-            leaves = [leaf, *islice(filter(self.can_be_ahead, following), self.workers - 1)]
+            able = (one for one in following if self.can_be_ahead(one, leaf)) if self.workers > 1 else ()
+            leaves = [leaf, *islice(able, self.workers - 1)]
+            for one in leaves if len(leaves) > 1 else ():
+                self.model.capture(one.choice)  # what a forked process captures is lost with it
             made = made_together([partial(attempt, self.model, one.choice, one.grid) for one in leaves])
             self.ahead |= {one.key: found for one, found in zip(leaves, made, strict=True) if found}
             self.captured.add(captured_for(leaf.choice))
@@ -239,17 +182,26 @@ class StrategySearch:
         self.report(self, found)
         return found
 
-    def can_be_ahead(self, leaf: Leaf) -> bool:
-        """Return whether a candidate that may be next can be evaluated before the search comes to it.
+    def following(self, queue: Queue, limit: int) -> Iterator[Leaf]:
+        """Yield the candidates that the search comes to next, unless what it finds meanwhile rules them out.
 
-        Its capture must be known, for a trace in a forked process is lost with it.
+        Groups are expanded on the way, once for this and for the search.
         """
-        if leaf.choice.schedule == SYNTHESISED and leaf.grid is None:
+        until = float("inf") if self.best is None else self.best.step * (1 - self.gap)
+        return queue.upcoming(until, lambda group: self.leaves(group, limit)[0])
+
+    def can_be_ahead(self, leaf: Leaf, first: Leaf) -> bool:
+        """Return whether a candidate that may be next can be evaluated while another, the first, is.
+
+        Its size must be recorded: that may change the order of candidates. A division of the model that is
+        not captured yet is captured in the forked process, unless it is also that of the first.
+        """
+        if leaf.open or leaf.choice.rows not in self.model.recorded:
             return False
-        if self.best is not None and leaf.bound >= self.best.step * (1 - self.gap):
+        if leaf.key in self.evaluated or leaf.key in self.ahead or leaf.key == first.key:
             return False
-        unknown = leaf.key not in self.evaluated and leaf.key not in self.ahead
-        return unknown and captured_for(leaf.choice) in self.captured
+        asked = captured_for(leaf.choice)
+        return not leaf.choice.divided or asked in self.captured or asked != captured_for(first.choice)
 
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
@@ -260,7 +212,7 @@ class StrategySearch:
     def _groups(self, divided: bool) -> Iterator[CandidateGroup]:
         seen: set[tuple[StrategyChoice, int, str]] = set()
         for mesh in meshes(self.space, self.shapes):
-            if (mesh.tensor * mesh.context > 1) != divided:
+            if mesh.divided != divided:
                 continue
             for _, count, shape in schedules_of(self.space, mesh.ranks):
                 if mesh.ranks * count > self.shapes.layers or (mesh, count, shape) in seen:
@@ -301,22 +253,31 @@ class StrategySearch:
             self.sizes[key] = tuple(dict.fromkeys(found[name] for name in self.space.boundaries))
         return list(self.sizes[key])
 
-    def leaves(self, group: CandidateGroup, limit: int) -> Iterator[Leaf]:
-        """Yield the candidates of a group that may fit, each with its bounds; note the others."""
-        for choice in self.choices(group.choice, limit):
-            layers, grid = self.layers(choice), grid_of(choice)
-            held = self.held(choice)
-            if held.total > limit:
-                self.discarded.append(Discard(choice=choice, bound=group.bound, held=held))
-                continue
-            time = max(group.bound, link_bound(choice, layers, self.model.costs))
-            if choice.tensor * choice.context == 1:
-                time = max(time, work_bound(choice, layers, self.model.costs, sums=True))
-            if grid is not None:
-                time = max(time, order_bound(choice, layers, self.model.costs, grid))
-            elif choice.ranks > 1:
-                time = max(time, any_order_bound(choice, layers, self.model.costs))
-            yield Leaf(choice=choice, bound=time, held=held, grid=grid)
+    def leaves(self, group: CandidateGroup, limit: int) -> tuple[list[Leaf], list[Discard]]:
+        """Return the candidates of a group that may fit, each with its bounds, and the others."""
+        if group not in self.expanded:
+            fitting: list[Leaf] = []
+            unfit: list[Discard] = []
+            for choice in self.choices(group.choice, limit):
+                held = self.held(choice)
+                if held.total > limit:
+                    unfit.append(Discard(choice=choice, bound=group.bound, held=held))
+                else:
+                    fitting.append(self.leaf(choice, group.bound, held))
+            self.expanded[group] = fitting, unfit
+        return self.expanded[group]
+
+    def leaf(self, choice: StrategyChoice, least: float, held: LeastMemory) -> Leaf:
+        """Return a candidate with its bounds. least: the bound of its group."""
+        layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
+        time = max(least, link_bound(choice, layers, costs))
+        if not choice.divided:
+            time = max(time, work_bound(choice, layers, costs, sums=True))
+        if grid is not None:
+            time = max(time, order_bound(choice, layers, costs, grid))
+        elif choice.ranks > 1:
+            time = max(time, any_order_bound(choice, layers, costs))
+        return Leaf(choice=choice, bound=time, held=held, grid=grid)
 
     def held(self, choice: StrategyChoice) -> LeastMemory:
         """Return the least that a candidate holds, which does not depend on how its devices are numbered."""
@@ -350,13 +311,13 @@ class StrategySearch:
             return [(0,) * choice.ranks]
         found = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
-            layers, grid = self.layers(choice), grid_of(choice)
+            layers, grid, state = self.layers(choice), grid_of(choice), self.model.state
             lowest = [
                 next(
                     (
                         level
                         for level in sorted(self.space.zeros)
-                        if rank_held(choice, layers, self.model.state, grid, rank, level) <= FULL * limit
+                        if rank_memory(choice, layers, state, grid, rank, level).total <= FULL * limit
                     ),
                     max(self.space.zeros),
                 )
@@ -365,27 +326,40 @@ class StrategySearch:
             found.append(tuple(lowest))
         return list(dict.fromkeys(found))
 
-    def synthesised(self, leaf: Leaf, limit: int, trials: int | None = None) -> Iterator[Leaf]:
-        """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
-        trials = self.synthesis_trials if trials is None else trials
+    def synthesised(
+        self, leaf: Leaf, limit: int, trials: int | None = None, following: Iterable[Leaf] = ()
+    ) -> Iterator[Leaf]:
+        """Yield a candidate with an order within the memory that its ranks have left, if there is one.
+
+        following: candidates that may be next. Other processes search for their orders meanwhile.
+        """
+        asked = self.asked(leaf, limit, trials)
+        if asked is None:
+            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, held=leaf.held))
+            return
+        if asked not in self.grids:
+            wanted = (self.asked(one, limit, trials) for one in following if one.open)
+            others = (one for one in wanted if one is not None and one != asked and one not in self.grids)
+            every = [asked, *dict.fromkeys(islice(others, self.workers - 1))]
+            made = made_together([partial(grid_found, *one) for one in every])
+            self.grids |= {one: grid for one, grid in zip(every, made, strict=True) if grid is not None}
+        choice, grid = leaf.choice, self.grids[asked]
+        bound = max(leaf.bound, order_bound(choice, self.layers(choice), self.model.costs, grid))
+        yield replace(leaf, grid=grid, bound=bound, tries=leaf.tries + 1)
+
+    def asked(self, leaf: Leaf, limit: int, trials: int | None) -> Asked | None:
+        """Return what a synthesis is asked for a candidate. None: a rank cannot hold one microbatch."""
         choice, layers = leaf.choice, self.layers(leaf.choice)
         memory = synthesis_memory(choice, layers, self.model.state, limit, leaf.beyond)
         costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
         if memory is None or costs is None:
-            self.discarded.append(Discard(choice=choice, bound=leaf.bound, held=leaf.held))
-            return
-        made = synthesis(costs, choice.placement, choice.microbatches, memory, trials=trials)
-        bound = max(leaf.bound, order_bound(choice, layers, self.model.costs, made.grid))
-        yield replace(leaf, grid=made.grid, bound=bound, tries=leaf.tries + 1)
+            return None
+        trials = self.synthesis_trials if trials is None else trials
+        return costs, choice.placement, choice.microbatches, memory, trials
 
 
-def captured_for(choice: StrategyChoice) -> tuple[object, ...]:
-    """Return what decides how a model is captured for a candidate."""
-    divided = (choice.tensor, choice.context, choice.between, choice.ranks, choice.sizes)
-    plain = (choice.rows, choice.recompute, choice.experts)
-    return (*plain, *divided) if choice.tensor * choice.context > 1 else plain
-
-
-def discarded(entry: CandidateGroup | Leaf) -> Discard:
-    """Return the record of a candidate whose bound is above the best step."""
-    return Discard(choice=entry.choice, bound=entry.bound, grouped=isinstance(entry, CandidateGroup))
+def grid_found(
+    costs: StageCosts, placement: Placement, microbatches: int, memory: Memory, trials: int
+) -> Grid:
+    """Return the shortest schedule that a synthesis finds."""
+    return synthesis(costs, placement, microbatches, memory, trials=trials).grid

@@ -10,10 +10,11 @@ import piper
 from piper.capture.recordings import Recordings
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
+from piper.tuning.candidates import Leaf
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation, evaluate
 from piper.tuning.space import Space
-from piper.tuning.strategy_search import Leaf, StrategySearch
+from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.tune import captured_model, shapes_of
 
 DIM = 64
@@ -97,8 +98,8 @@ def everything(search: StrategySearch, limit: int) -> Everything:
     """Try all of a space: no bound discards anything."""
     made = Everything(search)
     for group in search.groups():
-        for leaf in search.leaves(group, limit):
-            done = list(search.synthesised(leaf, limit)) if leaf.choice.schedule == "synthesised" else [leaf]
+        for leaf in search.leaves(group, limit)[0]:
+            done = list(search.synthesised(leaf, limit)) if leaf.open else [leaf]
             for one in done:
                 made.leaves.append(one)
                 made.found.append(evaluate(search.model, one.choice, one.grid, one.bound))

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 import piper
 from piper.cli import app
 from piper.cli.tune_report import read_size
+from piper.tuning.candidates import Leaf
 from piper.tuning.evaluate import Evaluation
-from piper.tuning.strategy_search import Leaf, StrategySearch
+from piper.tuning.strategy_search import StrategySearch
 
 RECIPE = """
 import torch
@@ -67,7 +68,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe: str, monkeypatch: pytest.MonkeyPa
     evaluate = StrategySearch.evaluate
 
     def until_the_second(
-        search: StrategySearch, leaf: Leaf, following: Sequence[Leaf] = ()
+        search: StrategySearch, leaf: Leaf, following: Iterable[Leaf] = ()
     ) -> Evaluation | None:
         found = evaluate(search, leaf, following)
         if len(search.evaluated) == 2:

@@ -1,8 +1,9 @@
 """The search finds what trying everything finds, and its bounds hold."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,18 @@ import pytest
 import piper
 from piper.compiler import compile
 from piper.runtime.cuda.memory_release import predicted_peak
+from piper.schedules.synthesis.synthesise import Synthesis, synthesis
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
+from piper.tuning.bounds import LeastMemory
+from piper.tuning.candidates import CandidateGroup, Leaf, Queue
 from piper.tuning.choice import Recompute, StrategyChoice
+from piper.tuning.evaluate import attempt
 from piper.tuning.forked_calls import made_together
 from piper.tuning.space import even
-from piper.tuning.strategy_search import StrategySearch
+from piper.tuning.strategy_search import StrategySearch, grid_found
 from piper.tuning.tune import tune
 from tests.tuning.models import JOB, SMALL, Everything, everything, search_of
 
@@ -90,20 +95,59 @@ def test_the_same_inputs_give_the_same_file_with_any_number_of_processes(
 ) -> None:
     captured = search.model.capturing.recordings
     alone = tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured, workers=1)
-    sizes = []
+    rounds: dict[object, list[int]] = {attempt: [], grid_found: []}
 
-    def counted(calls: Sequence[Callable[[], object]]) -> list[object]:
-        sizes.append(len(calls))
+    def counted(calls: Sequence[partial[object]]) -> list[object]:
+        rounds[calls[0].func].append(len(calls))
         return made_together(calls)
 
     monkeypatch.setattr("piper.tuning.strategy_search.made_together", counted)
     several = tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured, workers=3)
-    assert max(sizes) == 3
+    assert sorted(rounds[attempt]) == [
+        1,
+        1,
+        1,
+        3,
+        3,
+        3,
+    ]  # of the 12 candidates, in spite of unexpanded groups
+    assert rounds[grid_found] == [3, 3]
     assert several.json == alone.json
     assert several.evaluated == alone.evaluated
     assert several.discarded == alone.discarded
     with pytest.raises(ChildProcessError):  # no process is left
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_candidates_of_equal_costs_share_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(*args: object, **options: object) -> Synthesis:
+        asked.append(args)
+        return synthesis(*args, **options)  # type: ignore[arg-type]
+
+    search = search_of(SMALL, 4, "h100")
+    monkeypatch.setattr("piper.tuning.strategy_search.synthesis", counted)
+    leaves = [leaf for group in search.groups() for leaf in search.leaves(group, ALL)[0] if leaf.open]
+    made = [one for leaf in leaves for one in search.synthesised(leaf, ALL)]
+    assert len(leaves) == len(made) == 48
+    assert len(asked) == 24  # gradients are added up at level 0 as at level 1, and not at levels 2 and 3
+
+
+def test_what_is_next_in_a_queue() -> None:
+    def group(bound: float, ranks: int) -> CandidateGroup:
+        choice = StrategyChoice(ranks=ranks, replicas=1, rows=1, microbatches=1, sizes=(4,))
+        return CandidateGroup(choice=choice, bound=bound)
+
+    def leaves(group: CandidateGroup) -> list[Leaf]:
+        bounds = (group.bound, group.bound + 2)
+        return [Leaf(choice=group.choice, bound=bound, held=LeastMemory()) for bound in bounds]
+
+    queue = Queue(0.0, lambda rows: True)
+    queue.extend([group(2.0, 2), group(1.0, 1), group(9.0, 4)])
+    found = [(leaf.choice.ranks, leaf.bound) for leaf in queue.upcoming(4.0, leaves)]
+    assert found == [(1, 1.0), (2, 2.0), (1, 3.0)]
+    assert [(entry.choice.ranks, entry.bound) for entry in queue.rest()] == [(1, 1.0), (2, 2.0), (4, 9.0)]
 
 
 def test_ctrl_c_gives_the_best_so_far(search: StrategySearch) -> None:

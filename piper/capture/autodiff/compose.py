@@ -6,6 +6,7 @@ where several segments give a gradient for one value these are added in the orde
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -50,12 +51,15 @@ class Joints:
         return _Composer(piece, parts[::-1], tangents).run()
 
     def _of_body(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int = 1) -> Joint:
-        key = structural_key(body, trained, tangents, ways, self.device)
+        experts = body.experts
+        alike = body if experts is None else replace(body, experts=replace(experts, rows=0))
+        key = structural_key(alike, trained, tangents, ways, self.device)
         if key not in self.traced:
             self.traced[key] = trace_joint(
                 body, trained, tangents, ways, self.device, decompose=self.decompose
             )
-        return self.traced[key]
+        found = self.traced[key]  # of an expert region it serves any number of rows
+        return found if experts is None else replace(found, sizes=found.sizes.for_rows(experts.rows))
 
 
 class _Composer:
