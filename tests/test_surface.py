@@ -178,6 +178,7 @@ def test_verbs_and_flags() -> None:
             "--devices",
             "--extrapolate",
             "--json",
+            "--measure",
             "--memory",
             "--out",
             "--page",
