@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "piper"
 PACKAGES = {
+    "attributes",
     "callbacks",
     "version",
     "strategies",
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": {"errors"},
     "errors": set(),
     "gc_pause": set(),
+    "attributes": set(),
     "devices": set(),
     "sharding": set(),
     "protection": set(),  # how copies of the state are kept: graphs and plans share it
@@ -84,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",
     },  # simulate: when things happen
     "capture": {
+        "attributes",
         "sharding",
         "usercode",
         "private_files",
@@ -98,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"devices", "callbacks", "usercode", "errors", "ir", "directives", "torch"},
     "checkpoint": {"sharding", "ids", "errors", "devices", "ir", "plan", "runtime", "torch"},
     "runtime": {
+        "attributes",
         "callbacks",  # a job has some
         "sharding",
         "devices",
@@ -109,6 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
+        "attributes",
         "protection",  # in a message about it
         "callbacks",
         "usercode",

@@ -10,7 +10,7 @@ from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import Run
 from piper.launchers.driver import RemoteRun
-from piper.launchers.ray_support import machines_of, not_started
+from piper.launchers.machines import machines_of, not_started
 from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -11,9 +11,9 @@ from torch import Tensor
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.driver import SocketWorkerGroup
+from piper.launchers.machines import WorkerLocation, not_started
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
 from piper.launchers.processes import ProcessStatus, SharedFile, StopWatch
-from piper.launchers.ray_support import ActorLocation, not_started
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener
 from piper.launchers.transport.shared_memory import TensorEntry, joined
@@ -44,7 +44,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
         super().__init__(program, options)
         self.agents, self.calls = agents, calls
         self.versions, self.protects = versions, versions is not None
-        self.locations: dict[int, ActorLocation] = {}
+        self.locations: dict[int, WorkerLocation] = {}
         self.lost: dict[int, str] = {}
         self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
         self.stops = StopWatch(STOPPED)
@@ -75,7 +75,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
         for device, agent in self.agents.items():
             process = self.calls.get(started[device], PATIENCE)
             self.processes[device] = process
-            self.locations[device] = ActorLocation(node=agent.node, address=agent.address, process=process)
+            self.locations[device] = WorkerLocation(node=agent.node, address=agent.address, process=process)
             self.status[device] = ProcessStatus(process=process)
         for agent in leads.values():
             held.callback(agent.actor.release.remote)

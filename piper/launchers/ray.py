@@ -3,6 +3,9 @@
 import logging
 import os
 import secrets
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,20 +21,40 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from piper.attributes import replaced
 from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.driver import RemoteRun
 from piper.launchers.machine_agent import AgentProcess
-from piper.launchers.ray_support import (
-    bundle_of,
-    folder_of_ray,
-    no_room,
-)
+from piper.launchers.machines import no_room
 from piper.launchers.transport.versions import Versions
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
+END = 10.0  # seconds that removing the folder of our own Ray may take
+REMOVER = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+folder, word = Path(sys.argv[1]), sys.stdin.read()
+def of_ray(process):  # Ray writes new titles over command lines and environments; its logs stay open
+    program = os.readlink(process / "exe")
+    files = [os.readlink(file) for file in (process / "fd").iterdir()]
+    ours = program == os.path.realpath(sys.executable) or "/ray/core/" in program
+    return ours and any(file.startswith(f"{folder}/") for file in files)
+until, absent = time.monotonic() + 60, 0
+while time.monotonic() < until and absent < (1 if word else 8):
+    if not word:  # the driver was killed: some processes of its Ray may still run, and write
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if of_ray(process):
+                    os.kill(int(process.name), signal.SIGKILL)
+            except OSError:
+                continue
+    shutil.rmtree(folder, ignore_errors=True)
+    absent = 0 if folder.exists() else absent + 1
+    time.sleep(0 if word else 0.5)
+"""
 
 
 @contextmanager
@@ -59,17 +82,25 @@ def cluster(devices: int) -> Iterator[None]:
 
 
 @contextmanager
+def folder_of_ray() -> Iterator[str]:
+    """Make a folder that another process removes after the block, or when this process is killed."""
+    folder = tempfile.mkdtemp(prefix="piper-ray-")
+    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True) as remover:
+        try:
+            yield folder
+        finally:
+            remover.communicate("now", timeout=END)
+
+
+@contextmanager
 def loopback() -> Iterator[None]:
     """Let a Ray that is started inside listen on this machine only.
 
     Ray does so by itself where it supports no clusters; given a loopback address it takes another instead.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    with replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager
@@ -147,7 +178,8 @@ class RayStarter(AgentStarter):
         """Claim resources for every device and for spares; a cluster without room for all is refused."""
         super().__init__(program, versions, RayCalls())
         self.gpus = int(setup_of(program).device.type == "cuda")
-        self.bundle = {name: self.width * amount for name, amount in bundle_of(self.gpus).items()}
+        room = float(self.width)
+        self.bundle = {"CPU": room, "GPU": room} if self.gpus else {"CPU": room}
         self.held = ExitStack()
         count = len(self.machines) + -(-spares // self.width)
         try:

@@ -22,9 +22,9 @@ from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.driver import devices_of
 from piper.launchers.machine_agent import MachineAgent
+from piper.launchers.machines import no_room
 from piper.launchers.messages import PATIENCE
 from piper.launchers.processes import ProcessStatus, RankEnvironment, SharedFile, check_size
-from piper.launchers.ray_support import no_room
 from piper.launchers.rendezvous import (
     DriverAddress,
     check_key,

@@ -19,7 +19,6 @@ from piper.checkpoint.folder import verify
 from piper.compiler import compile
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
-from piper.launchers.processes import stat_field
 from piper.recovery.elastic import ElasticRange
 from piper.recovery.recovering_run import recovering
 from piper.recovery.run_events import Event
@@ -301,8 +300,7 @@ def pids(members: Family, process: subprocess.Popen[str], on: str, target: str) 
         return members.members()
     if on == "torchrun":
         return [ranks_of(members, "train")["1"]]
-    forked = {pid for pid in members.members() if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    return [max(pid for pid in forked if int(stat_field(pid, 1)) in forked)]
+    return members.forked("fork_server")[-1:]
 
 
 def drivers(asked: Asked) -> Seen:

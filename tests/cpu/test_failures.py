@@ -22,6 +22,7 @@ from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers.driver import RemoteRun
 from piper.launchers.local import LocalWorkerGroup, launch_local
+from piper.launchers.processes import StopWatch
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.setup import ProgramLike
@@ -216,8 +217,11 @@ def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, fo
 
 def test_a_worker_that_is_stopped_for_a_moment_is_not_lost(program: Program, forks: ForkServer) -> None:
     with launch_local(program, LONG, forks) as run:
+        group = run.group
+        assert isinstance(group, LocalWorkerGroup)
+        group.stops = StopWatch(50.0)  # the timer below may be late
         os.kill(pids_of(run)[0], signal.SIGSTOP)
-        threading.Timer(2.0, os.kill, (pids_of(run)[0], signal.SIGCONT)).start()
+        threading.Timer(1.0, os.kill, (pids_of(run)[0], signal.SIGCONT)).start()
         assert run.step(BATCHES[0]).loss > 0
 
 

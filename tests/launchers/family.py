@@ -2,12 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from uuid import uuid4
+
+from piper.launchers.processes import stat_field
 
 MARK = "PIPER_TEST_FAMILY"
 ENDING = 20.0  # seconds that ending all of them may take
@@ -51,6 +55,11 @@ class Family:
                 continue  # it has just ended, or is somebody else's
         return found
 
+    def forked(self, module: str) -> list[int]:
+        """Those that run a module and were forked by another one that does, from the first to the last."""
+        found = {str(pid) for pid in self.members() if module.encode() in command_of(pid)}
+        return sorted(int(pid) for pid in found if stat_field(int(pid), 1) in found)
+
     def end(self) -> None:
         """End all of them, also those that start while this looks."""
         until = time.monotonic() + ENDING
@@ -78,6 +87,22 @@ def family() -> Iterator[Family]:
         yield members
     finally:
         members.end()
+
+
+def command_of(process: int) -> bytes:
+    """The command line of a process; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def free_port() -> int:
+    """A port of this machine, below those that the system gives to connections: nobody takes it meanwhile."""
+    for port in Random().sample(range(20_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("a hundred ports are all in use")
 
 
 def wait_for(files: list[Path], bound: float) -> None:

@@ -8,16 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from piper.launchers.messages import CODEC, Assignment, Heartbeat
-from piper.launchers.processes import Termination, stat_field
+from piper.launchers.processes import Termination
 from piper.launchers.transport.channel import Channel
 from piper.launchers.worker_server import WorkerServer, serve
-from tests.launchers.family import Family, family
+from tests.launchers.family import Family, command_of, family
 from tests.launchers.test_torchrun import BOUND, ENVIRONMENT, command
 
 RECIPE = """
@@ -90,13 +91,11 @@ def ranks_of(members: Family, module: str) -> dict[str, int]:
     """The processes of a family that run a module, by their rank."""
     found: dict[str, int] = {}
     for pid in members.members():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        environment = dict(
-            item.partition("=")[::2]
-            for item in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        )
-        if module.encode() in words and "RANK" in environment:
-            found[environment["RANK"]] = pid
+        with suppress(OSError):  # it has just ended
+            environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            ranks = [item.removeprefix("RANK=") for item in environment if item.startswith("RANK=")]
+            if ranks and module.encode() in command_of(pid).split(b"\0"):
+                found[ranks[0]] = pid
     return found
 
 
@@ -158,10 +157,7 @@ def test_a_run_on_ray(tmp_path: Path, who: str) -> None:
     with family() as members:
         driver = members.start([sys.executable, *words], env=ENVIRONMENT, folder=tmp_path)
         wait_for_steps(driver, tmp_path / "run" / "metrics.jsonl", 3)
-        forked = [
-            pid for pid in members.members() if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        workers = [pid for pid in forked if int(stat_field(pid, 1)) in forked]
+        workers = members.forked("fork_server")
         assert len(workers) == 2
         os.kill(driver.pid if who == "driver" else workers[1], signal.SIGTERM)
         _, err = driver.communicate(timeout=60)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from inspect import cleandoc
@@ -20,7 +19,7 @@ from piper.launchers.messages import RankZeroResult
 from piper.launchers.processes import RankEnvironment, rank_environment
 from piper.launchers.rendezvous import apart, prefix, ranks_absent
 from piper.launchers.torchrun_worker import TorchrunWorkerRun
-from tests.launchers.family import family, wait_for
+from tests.launchers.family import family, free_port, wait_for
 from tests.launchers.ranks import CELL
 from tests.runtime.grid import batches, job
 
@@ -59,11 +58,6 @@ def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         process = ranks.start(command(*words), env=ENVIRONMENT, folder=folder)
         out, err = process.communicate(timeout=BOUND)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def seen(folder: Path, what: str, rank: int) -> dict[str, object]:

@@ -35,9 +35,9 @@ from piper.launchers.torchrun_agents import (
 from piper.launchers.transport.channel import Channel, Listener
 from piper.train.session import TrainOptions, check_seconds
 from tests.hosts.training import events
-from tests.launchers.family import family
+from tests.launchers.family import family, free_port
 from tests.launchers.test_max_restarts import RECIPE, written
-from tests.launchers.test_torchrun import ENVIRONMENT, free_port
+from tests.launchers.test_torchrun import ENVIRONMENT
 from tests.runtime.grid import Cell, compiled
 
 KEY = "k" * 32
@@ -126,13 +126,6 @@ def test_spares_of_processes_that_piper_starts() -> None:
     """)
 
 
-def worker_of(pids: list[int]) -> int:
-    """Return a worker that an agent has forked."""
-    remote = [p for p in pids if b"remote_worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    parents = {p: int(Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[1]) for p in remote}
-    return max(p for p in remote if parents[p] in remote)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_worker_does_not_end_its_rank(tmp_path: Path) -> None:
@@ -150,7 +143,7 @@ def test_a_lost_worker_does_not_end_its_rank(tmp_path: Path) -> None:
         for steps, number in ((6, signal.SIGKILL), (14, signal.SIGSTOP)):
             while len(written(run)) < steps and process.poll() is None:
                 time.sleep(0.02)
-            os.kill(worker_of(ranks.members()), number)
+            os.kill(ranks.forked("remote_worker")[-1], number)
         _, said = process.communicate(timeout=200)
         assert process.returncode == 0, said
         assert ranks.members() == []

@@ -16,7 +16,7 @@ import ray
 
 from piper.compiler import compile
 from piper.launchers.launch import launch
-from tests.launchers.family import family
+from tests.launchers.family import command_of, family
 from tests.runtime.grid import Cell, batches, job
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def agents_of(folder: Path) -> list[int]:
     """Return the two agents of a node of Ray, once Ray has renamed them."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
-        found = [pid for pid in holders(folder) if of_ray(Path(f"/proc/{pid}/cmdline").read_bytes())]
+        found = [pid for pid in holders(folder) if of_ray(command_of(pid))]
         if len(found) == 2:
             return found
         time.sleep(0.2)

@@ -18,7 +18,7 @@ from piper.compiler import Program
 from piper.recovery.journal import Note, Progress
 from piper.recovery.supervisor import Supervisor
 from piper.train.supervised import supervises
-from tests.launchers.family import family
+from tests.launchers.family import command_of, family
 from tests.train.test_kill import RECIPE
 
 ROOT = Path(__file__).parents[2]
@@ -164,10 +164,7 @@ def test_twenty_drivers_are_killed(tmp_path: Path) -> None:
 
 
 def is_driver(pid: int) -> bool:
-    try:
-        return b"net.py:job" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return b"net.py:job" in command_of(pid)
 
 
 def told(out: Path) -> list[tuple[int, float, float, float]]:

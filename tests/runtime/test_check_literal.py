@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from piper.compiler import Program
+from piper import Job, at, replicate
+from piper.compiler import Program, compile
 from piper.launchers.inline import launch_inline
 from piper.runtime.debug.check import check
 from piper.runtime.debug.distance import differences, distance, relative
@@ -116,3 +117,38 @@ def test_check_says_no_to_a_small_difference_a_nan_and_a_missing_name(
     assert report.ok is ok
     assert ok or not report.max_grad_diff <= 9e-7 or math.isnan(scale)
     assert (report.first_bad is None) is ok
+
+
+class Copies(nn.Module):
+    """Writes a product into memory of its own: `copy_` in place, which a trace holds as an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.empty_like(x)
+        place.copy_(self.linear(x))
+        return place * x
+
+
+def test_check_names_a_difference_of_a_model_that_copies_in_place() -> None:
+    """The chunks run under autograd to find it."""
+    made = compile(
+        Job(
+            model=Copies,
+            loss=lambda model, batch: model(batch["x"]).square().mean(),
+            data=lambda: [{"x": torch.arange(16.0).view(4, 4)}],
+            strategy=[replicate(at(), [0, 1])],
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            precision="fp64",
+        )
+    )
+
+    @contextmanager
+    def launch(given: ProgramLike, options: Options) -> Iterator[Wrong]:
+        with launch_inline(given, options) as run:
+            yield Wrong(run=run, scale=2.0)
+
+    report = check(made, launch, [{"x": torch.arange(16.0).view(4, 4)}])
+    assert report.first_bad is not None and "linear" in report.first_bad

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, FloatRect, Page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+expect = sync_api.expect  # waits until what it expects is there
 CHROMIUM = browser()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium")
 SLOW_NODE = "B[PP=3 MB=1]"
@@ -34,6 +35,7 @@ class Opened:
 @pytest.fixture(scope="module")
 def chromium() -> "Iterator[Browser]":
     with sync_api.sync_playwright() as playwright:
+        expect.set_options(timeout=30_000)
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started
         started.close()
@@ -71,22 +73,48 @@ def opened(window: Opened, file: Path) -> Iterator[Opened]:
 
 
 def ink(page: "Page", scene: str) -> str:
-    """What a canvas shows now."""
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    drawn: str = page.evaluate("(scene) => document.querySelector(`#${scene} canvas`).toDataURL()", scene)
+    """What a canvas shows, once it is drawn and the next frame is the same: it is drawn when it is seen to be in sight."""
+    drawn: str | None = page.evaluate(
+        """async (scene) => {
+            const canvas = document.querySelector(`#${scene} canvas`);
+            let last = null;
+            for (let frame = 0; frame < 600; frame += 1) {
+                await new Promise((done) => requestAnimationFrame(done));
+                const now = canvas.toDataURL();
+                const empty = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+                if (now === last && now !== empty.toDataURL()) return now;
+                last = now;
+            }
+            return null;
+        }""",
+        scene,
+    )
+    assert drawn is not None, f"{scene} is not drawn, or never comes to rest"
     return drawn
 
 
-def ink_after(page: "Page", scene: str, act: Callable[[], None]) -> str:
-    """What a canvas shows when something has changed it.
+def ink_other_than(page: "Page", scene: str, *known: str) -> str:
+    """What a canvas shows as soon as it is none of these: what acts on a page returns before the page has answered."""
+    for _ in range(100):
+        if (now := ink(page, scene)) not in known:
+            return now
+    raise AssertionError(f"{scene} shows what it did before")
 
-    A wheel returns before the page has heard of it, and one that comes while the page scrolls is not for the
-    canvas: it is turned again.
-    """
+
+def expect_ink(page: "Page", scene: str, wanted: str) -> None:
+    """Wait until a canvas shows this."""
+    for _ in range(100):
+        if ink(page, scene) == wanted:
+            return
+    raise AssertionError(f"{scene} does not show what it did before")
+
+
+def ink_after_wheel(page: "Page", scene: str, turned: int) -> str:
+    """What a canvas shows when a wheel has changed it: one that comes while the page scrolls is turned again."""
     before = ink(page, scene)
     for _ in range(20):
-        act()
-        for _ in range(20):
+        page.mouse.wheel(0, turned)
+        for _ in range(10):
             if (now := ink(page, scene)) != before:
                 return now
     raise AssertionError("the canvas shows what it did before")
@@ -96,6 +124,7 @@ def box_of(page: "Page", scene: str) -> "FloatRect":
     """Where a drawing is on the screen."""
     canvas = page.locator(f"#{scene} canvas")
     canvas.scroll_into_view_if_needed()
+    ink(page, scene)  # what is drawn for the first time may grow
     box = canvas.bounding_box()
     assert box is not None
     return box
@@ -136,19 +165,16 @@ def test_wheel_drag_and_buttons_zoom_and_pan(opened: Opened) -> None:
     whole = ink(page, "pipeline")
     box = box_of(page, "pipeline")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
-    ink_after(page, "pipeline", lambda: page.mouse.wheel(0, -400))
-
-    def drag() -> None:
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] / 2 - 150, box["y"] + 20, steps=4)
-        page.mouse.up()
-
-    assert ink_after(page, "pipeline", drag) != whole
+    zoomed = ink_after_wheel(page, "pipeline", -400)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2 - 150, box["y"] + 20, steps=4)
+    page.mouse.up()
+    ink_other_than(page, "pipeline", zoomed, whole)
     page.mouse.move(2, 2)
     page.get_by_role("button", name="Show all: pipeline").click()
-    assert ink(page, "pipeline") == whole
+    expect_ink(page, "pipeline", whole)
     page.get_by_role("button", name="Zoom in: pipeline").click()
-    assert ink(page, "pipeline") != whole
+    ink_other_than(page, "pipeline", whole)
 
 
 def test_a_wheel_that_has_nothing_to_zoom_out_of_scrolls_the_page(opened: Opened) -> None:
@@ -156,9 +182,9 @@ def test_a_wheel_that_has_nothing_to_zoom_out_of_scrolls_the_page(opened: Opened
     box = box_of(page, "pipeline")
     page.mouse.move(box["x"] + 300, box["y"] + 20)
     page.mouse.wheel(0, 300)
-    scrolled = page.evaluate(
+    scrolled = page.evaluate(  # not by `wait_for_function`: the page allows no evaluation of strings
         """async () => {
-            for (let i = 0; i < 200 && scrollY <= 100; i += 1) await new Promise((done) => setTimeout(done, 20));
+            for (let i = 0; i < 1500 && scrollY <= 100; i += 1) await new Promise((done) => setTimeout(done, 20));
             return scrollY;
         }"""
     )
@@ -169,12 +195,11 @@ def test_pointing_at_a_directive_lights_up_what_it_touched(opened: Opened) -> No
     page = opened.page
     plain = ink(page, "pipeline")
     page.locator("[data-directive='0']").hover()
-    lit = ink(page, "pipeline")
-    assert lit != plain
+    lit = ink_other_than(page, "pipeline", plain)
     page.locator("[data-directive='2']").hover()
-    assert ink(page, "pipeline") not in (lit, plain)
+    ink_other_than(page, "pipeline", lit, plain)
     page.mouse.move(2, 2)
-    assert ink(page, "pipeline") == plain
+    expect_ink(page, "pipeline", plain)
 
 
 def test_a_click_leads_from_a_cell_to_the_directive_and_its_line(opened: Opened) -> None:
@@ -182,12 +207,12 @@ def test_a_click_leads_from_a_cell_to_the_directive_and_its_line(opened: Opened)
     box = box_of(page, "pipeline")
     page.mouse.click(box["x"] + box["width"] - 16, box["y"] + 20)  # the last cell ends where the drawing does
     details = page.locator("#details")
-    assert details.locator(".what").inner_text() == "BW[PP=0 #1 MB=3]"
+    expect(details.locator(".what")).to_have_text("BW[PP=0 #1 MB=3]")
     details.get_by_role("button", name="replicate #0 (moe.py:4)").click()
-    assert page.locator("#strategy .pinned").get_attribute("data-directive") == "0"
-    assert page.locator("#source .lit").get_attribute("data-line") == "4"
+    expect(page.locator("#strategy .pinned")).to_have_attribute("data-directive", "0")
+    expect(page.locator("#source .lit")).to_have_attribute("data-line", "4")
     details.get_by_role("button", name="BI[PP=0 #1 MB=3]").first.click()
-    assert details.locator(".what").inner_text() == "BI[PP=0 #1 MB=3]"
+    expect(details.locator(".what")).to_have_text("BI[PP=0 #1 MB=3]")
 
 
 def test_the_pipeline_is_drawn_in_units_and_in_simulated_time(opened: Opened) -> None:
@@ -195,15 +220,14 @@ def test_the_pipeline_is_drawn_in_units_and_in_simulated_time(opened: Opened) ->
     caption, units = page.locator("#pipeline-caption"), ink(page, "pipeline")
     assert caption.inner_text() == "25 units, 4.0 % idle"
     page.get_by_role("button", name="Simulated time").click()
-    timed = ink(page, "pipeline")
-    assert timed != units
+    ink_other_than(page, "pipeline", units)
     idle = page.locator("#figures div:nth-child(3) dd").inner_text()
     assert caption.inner_text().endswith(f" on h100, {idle} idle"), "the figure at the top"
     press(page, "pipeline", "End")
-    assert page.locator("#details .what").inner_text() == "BW[PP=0 #1 MB=3]"
+    expect(page.locator("#details .what")).to_have_text("BW[PP=0 #1 MB=3]")
     press(page, "pipeline", "Escape")
     page.get_by_role("button", name="Units").click()
-    assert ink(page, "pipeline") == units
+    expect_ink(page, "pipeline", units)
     assert idle in page.locator("#idles").inner_text()
     assert "4.0 %" in page.locator("#idles").inner_text()
 
@@ -215,18 +239,19 @@ def test_all_devices_stand_on_one_axis(opened: Opened) -> None:
     middle, tip = box["x"] + box["width"] / 2, page.locator("#tip")
     for row, name in enumerate(["devices 0,1", "device 0", "devices 2,3", "device 2"]):
         page.mouse.move(middle, box["y"] + 15 + 39 * row)
-        assert tip.inner_text().splitlines()[-1] == name
+        expect(tip.locator("div").last).to_have_text(name)
+    page.locator("#timeline canvas").scroll_into_view_if_needed()
     whole = ink(page, "devices"), ink(page, "timeline")
     page.get_by_role("button", name="Zoom in: devices").click()
-    assert ink(page, "devices") != whole[0]
+    ink_other_than(page, "devices", whole[0])
     page.locator("#timeline canvas").scroll_into_view_if_needed()
-    assert ink(page, "timeline") != whole[1], "the streams follow"
+    ink_other_than(page, "timeline", whole[1])  # the streams follow
     page.get_by_role("button", name="Show all: devices").click()
     page.mouse.click(middle, box_of(page, "devices")["y"] + 15 + 39 * 3)
-    assert page.locator("#device").input_value() == "2"
-    assert "on\ndevices 2,3, stream compute" in page.locator("#details").inner_text()
+    expect(page.locator("#device")).to_have_value("2")
+    expect(page.locator("#details")).to_contain_text("on devices 2,3, stream compute", use_inner_text=True)
     press(page, "devices", "ArrowUp")
-    assert page.locator("#device").input_value() == "0"
+    expect(page.locator("#device")).to_have_value("0")
 
 
 def test_planned_and_measured_are_compared_in_words(opened: Opened) -> None:
@@ -240,15 +265,15 @@ def test_a_selection_dims_all_but_what_it_needs_and_what_needs_it(opened: Opened
     page = opened.page
     plain = ink(page, "pipeline"), ink(page, "devices")
     press(page, "pipeline", "Home")
-    assert page.locator("#details .what").inner_text() == "F[PP=0 MB=0]"
-    chosen = ink(page, "pipeline"), ink(page, "devices")
-    assert chosen[0] != plain[0]
-    assert chosen[1] != plain[1]
+    expect(page.locator("#details .what")).to_have_text("F[PP=0 MB=0]")
+    ink_other_than(page, "pipeline", plain[0])
+    ink_other_than(page, "devices", plain[1])
     first, second = (colours_at(page, "pipeline", unit) for unit in (0, 1))
     assert first == {"195,219,254"}, "F of microbatch 0 in its own colour"
     assert second != {"182,232,191"}, "F of microbatch 1 is dimmed"
     press(page, "pipeline", "Escape")
-    assert (ink(page, "pipeline"), ink(page, "devices")) == plain
+    expect_ink(page, "pipeline", plain[0])
+    expect_ink(page, "devices", plain[1])
     assert colours_at(page, "pipeline", 1) == {"182,232,191"}
 
 
@@ -256,12 +281,12 @@ def test_a_transfer_leads_to_the_device_at_its_other_end(opened: Opened) -> None
     page = opened.page
     details = page.locator("#details")
     press(page, "pipeline", "ArrowDown", "ArrowDown", "Home")
-    assert details.locator(".what").inner_text() == "F[PP=1 MB=0]"
+    expect(details.locator(".what")).to_have_text("F[PP=1 MB=0]")
     details.get_by_role("button", name="transfer[PP=0 #1.out0[MB=0] @0,1 -> @2,3]").click()
-    assert "receive" in details.inner_text()
+    expect(details).to_contain_text("receive")
     details.get_by_role("button", name="send on devices 0,1").click()
-    assert page.locator("#device").input_value() == "0"
-    assert details.get_by_role("button", name="receive on devices 2,3").count() == 1
+    expect(page.locator("#device")).to_have_value("0")
+    expect(details.get_by_role("button", name="receive on devices 2,3")).to_have_count(1)
 
 
 def test_strategy_and_source_scroll_and_follow_the_selection(chromium: "Browser", tmp_path: Path) -> None:
@@ -283,6 +308,7 @@ def test_strategy_and_source_scroll_and_follow_the_selection(chromium: "Browser"
         )
     press(opened, "pipeline", "End")
     lit = opened.locator("#source .lit")
+    expect(lit.first).to_be_attached()
     made = opened.locator("#details .link", has_text="moe.py:").all_inner_texts()
     wanted = sorted({int(title.rpartition(":")[2].rstrip(")")) for title in made})
     assert lit.evaluate_all("(lines) => lines.map((line) => Number(line.dataset.line))") == wanted
@@ -295,7 +321,7 @@ def test_strategy_and_source_scroll_and_follow_the_selection(chromium: "Browser"
             }"""
         )
     press(opened, "pipeline", "Escape")
-    assert lit.count() == 0
+    expect(lit).to_have_count(0)
     opened.close()
 
 
@@ -337,8 +363,8 @@ def test_paper_has_every_drawing_with_all_dependencies_and_no_selection(
     ), "the panel holds the whole strategy"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
-    assert lines.count() == 0
-    assert page.locator("#details .what").inner_text() == "F[PP=0 MB=0]"
+    expect(lines).to_have_count(0)
+    expect(page.locator("#details .what")).to_have_text("F[PP=0 MB=0]")
     page.close()
 
 
@@ -347,11 +373,11 @@ def test_the_tip_tells_planned_and_measured(opened: Opened) -> None:
     box = box_of(page, "timeline")
     page.mouse.move(box["x"] + 150, box["y"] + 12)
     tip = page.locator("#tip")
-    assert tip.is_visible()
-    assert "planned at" in tip.inner_text()
-    assert "measured at" in tip.inner_text()
+    expect(tip).to_be_visible()
+    expect(tip).to_contain_text("planned at")
+    expect(tip).to_contain_text("measured at")
     page.mouse.move(2, 2)
-    assert not tip.is_visible()
+    expect(tip).to_be_hidden()
 
 
 def test_differences_are_listed_and_lead_to_their_node(opened: Opened) -> None:
@@ -359,8 +385,8 @@ def test_differences_are_listed_and_lead_to_their_node(opened: Opened) -> None:
     first = page.locator("#differences-table tbody tr").first
     assert first.locator("td").first.inner_text() == SLOW_NODE
     first.get_by_role("button").click()
-    assert page.locator("#details .what").inner_text() == SLOW_NODE
-    assert "times its planned share of the step" in page.locator("#details").inner_text()
+    expect(page.locator("#details .what")).to_have_text(SLOW_NODE)
+    expect(page.locator("#details")).to_contain_text("times its planned share of the step")
 
 
 def test_the_keyboard_reaches_everything(opened: Opened) -> None:
@@ -369,31 +395,32 @@ def test_the_keyboard_reaches_everything(opened: Opened) -> None:
     press(page, "timeline", "ArrowRight")
     first = what.inner_text()
     press(page, "timeline", "ArrowRight")
-    assert what.inner_text() != first
+    expect(what).not_to_have_text(first)
     press(page, "timeline", "ArrowLeft")
-    assert what.inner_text() == first
-    assert page.locator("#live").inner_text().startswith(first)
+    expect(what).to_have_text(first)
+    expect(page.locator("#live")).to_contain_text(first)
     press(page, "timeline", "ArrowDown")
-    assert "stream compute" not in page.locator("#details").inner_text()
+    expect(page.locator("#details")).not_to_contain_text("stream compute")
     whole = ink(page, "timeline")
     press(page, "timeline", "+", "+")
-    assert ink(page, "timeline") != whole
+    ink_other_than(page, "timeline", whole)
     press(page, "timeline", "0")
-    assert ink(page, "timeline") == whole
+    expect_ink(page, "timeline", whole)
     press(page, "dag", "End", "Enter")
-    assert page.evaluate("document.activeElement.id") == "details-title"
+    expect(page.locator("#details-title")).to_be_focused()
     press(page, "pipeline", "Home")
-    assert what.inner_text().startswith("F[PP=0 MB=0]")
+    expect(what).to_contain_text("F[PP=0 MB=0]")
     press(page, "pipeline", "Escape")
-    assert what.count() == 0
+    expect(what).to_have_count(0)
 
 
 def test_another_device_changes_every_drawing_of_one_device(opened: Opened) -> None:
     page = opened.page
+    page.locator("#timeline canvas").scroll_into_view_if_needed()
     before = ink(page, "timeline")
     page.select_option("#device", "2")
-    assert ink(page, "timeline") != before
-    assert "devices 2,3" in page.locator("#memory-caption").inner_text()
+    ink_other_than(page, "timeline", before)
+    expect(page.locator("#memory-caption")).to_contain_text("devices 2,3")
 
 
 def test_tables_say_what_drawings_show(opened: Opened) -> None:
@@ -438,9 +465,9 @@ def test_a_forward_that_runs_again_is_told_from_the_first(
     assert first < second, "lines over the same fill"
     press(opened, "pipeline", "Home", "ArrowRight", "ArrowRight")
     details = opened.locator("#details")
-    assert details.locator(".what").inner_text() == "R[PP=0 MB=0]"
-    assert "compute, forward again" in details.inner_text()
-    assert details.get_by_role("button", name="remat #2 (moe.py:4)").count() == 1
+    expect(details.locator(".what")).to_have_text("R[PP=0 MB=0]")
+    expect(details).to_contain_text("compute, forward again")
+    expect(details.get_by_role("button", name="remat #2 (moe.py:4)")).to_have_count(1)
     opened.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert "0F0 0F1 0R0 0B0" in opened.locator("#pipeline-table").inner_text()
     assert "compute, forward again" in opened.locator("#path").inner_text()
@@ -512,7 +539,7 @@ def test_a_touch_screen_pans(chromium: "Browser", file: Path) -> None:
     page.goto(file.as_uri())
     box = box_of(page, "pipeline")
     page.touchscreen.tap(box["x"] + 120, box["y"] + 20)
-    assert page.locator("#details .what").count() == 1
+    expect(page.locator("#details .what")).to_have_count(1)
     context.close()
 
 

@@ -71,7 +71,7 @@ def trace_joint(
         try:
             rows = _unknown_rows(shapes) if body.experts else None
             fakes = _fakes(body, trained, ways, mode, device, rows)
-            table = {**decompositions()} if decompose else {}
+            table = {**decompositions()} if decompose else {torch.ops.aten.copy.default: _copied}
             exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
             traced = exported.graph_module
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
@@ -82,6 +82,11 @@ def trace_joint(
         merge_rounding(traced.graph)
     label_memory(traced.graph)
     return _described(traced, body, _sizes(body, rows))
+
+
+def _copied(place: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return what `copy_` leaves in a place, by operations with derivatives: `aten.copy` has none."""
+    return value.to(place.dtype).expand(place.shape).clone()
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import sympy  # type: ignore[import-untyped]  # torch's symbols are its
 import torch
@@ -33,6 +32,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from piper.attributes import replaced
 from piper.capture.compile import operators
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
@@ -186,7 +186,7 @@ def _benchmarking_alone(lock: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             return plain(*args, **kwargs)
 
-    with patch.object(CachingAutotuner, "benchmark_all_configs", alone):
+    with replaced(CachingAutotuner, "benchmark_all_configs", alone):
         yield
 
 

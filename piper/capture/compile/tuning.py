@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, check_autotune_cache
 
+from piper.attributes import replaced
 from piper.capture.compile.cache import Cache
 from piper.errors import ConfigError
 
@@ -45,7 +45,7 @@ def tuning_in(folder: Path) -> Iterator[list[Path]]:
                 kernel.save_cache_hook = found.save
                 unmeasured.append(file)
 
-    with patch.object(CachingAutotuner, "recheck_autotune_cache", recheck_here):
+    with replaced(CachingAutotuner, "recheck_autotune_cache", recheck_here):
         yield unmeasured
 
 

@@ -7,7 +7,7 @@ samples, before the sum over slices, replicas and shards, which is another numbe
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.modules import module as modules
 
+from piper.attributes import replaced
 from piper.capture.trace.blame import tracing_line
 from piper.errors import CaptureError
 
@@ -108,15 +109,12 @@ def no_tensor_hooks() -> Iterator[None]:
 
         return method
 
-    before = {name: getattr(TensorVariable, name) for name in _INTERCEPTED}
-    for name in _INTERCEPTED:
-        setattr(TensorVariable, name, refuse(name.removeprefix("method_")))
-    try:
-        yield
-    except Exception as error:
-        if seen:  # Dynamo wraps what is raised while it traces
-            raise seen[0] from error
-        raise
-    finally:
-        for name, method in before.items():
-            setattr(TensorVariable, name, method)
+    with ExitStack() as stack:
+        for name in _INTERCEPTED:
+            stack.enter_context(replaced(TensorVariable, name, refuse(name.removeprefix("method_"))))
+        try:
+            yield
+        except Exception as error:
+            if seen:  # Dynamo wraps what is raised while it traces
+                raise seen[0] from error
+            raise

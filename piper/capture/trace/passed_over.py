@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pprint import pprint
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
@@ -20,6 +19,7 @@ from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariab
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 
+from piper.attributes import replaced
 from piper.capture.trace.blame import tracing_line
 
 # Where Dynamo handles `setattr`: torch 2.13 has a class for it, torch 2.11 has none.
@@ -69,10 +69,10 @@ def passing_over() -> Iterator[list[str]]:
         return value if wanted else requiring(value, tx, requires_grad)
 
     with (
-        patch.object(CheckpointHigherOrderVariable, "_call_function", checkpointed),
-        patch.object(LoggingLoggerVariable, "call_method", logged),
-        patch.object(*SETATTR, set_attribute),
-        patch.object(TensorVariable, "method_requires_grad_", require),
+        replaced(CheckpointHigherOrderVariable, "_call_function", checkpointed),
+        replaced(LoggingLoggerVariable, "call_method", logged),
+        replaced(*SETATTR, set_attribute),
+        replaced(TensorVariable, "method_requires_grad_", require),
         torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):
         yield lines

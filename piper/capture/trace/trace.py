@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from piper.attributes import replaced
 from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.divide.request import Request, divide_model
 from piper.capture.trace.assemble import Assembler
@@ -348,7 +348,7 @@ def _converting() -> Iterator[None]:
         else:
             before(first, second)
 
-    with patch.object(torch.utils, "swap_tensors", swap):
+    with replaced(torch.utils, "swap_tensors", swap):
         yield
 
 

@@ -9,7 +9,6 @@ plans cut a batch (`slicing.py`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
+from piper.attributes import replaced
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.debug.buffer_histories import BufferHistories
 from piper.runtime.debug.fp8_products import Fp8Products
@@ -249,8 +249,8 @@ def nothing_recomputed() -> Iterator[None]:
         yield
 
     with (
-        patch.object(checkpoint, "CheckpointFunction", Directly),
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing),
+        replaced(checkpoint, "CheckpointFunction", Directly),
+        replaced(checkpoint, "_checkpoint_without_reentrant_generator", nothing),
     ):
         yield
 

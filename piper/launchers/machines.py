@@ -1,55 +1,15 @@
-"""Parts of the Ray launcher that need no Ray: where actors are, errors, and the folder of our own Ray."""
+"""Machines that agents start workers on: which devices share one, where a worker is, what is missing."""
 
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.errors import LaunchError
 from piper.launchers.driver import devices_of
 from piper.plan.plan import Plans
 
-END = 10.0  # seconds that removing it may take
-REMOVER = """
-import os, shutil, signal, sys, time
-from pathlib import Path
-folder, word = Path(sys.argv[1]), sys.stdin.read()
-def of_ray(process):  # Ray writes new titles over command lines and environments; its logs stay open
-    program = os.readlink(process / "exe")
-    files = [os.readlink(file) for file in (process / "fd").iterdir()]
-    ours = program == os.path.realpath(sys.executable) or "/ray/core/" in program
-    return ours and any(file.startswith(f"{folder}/") for file in files)
-until, absent = time.monotonic() + 60, 0
-while time.monotonic() < until and absent < (1 if word else 8):
-    if not word:  # the driver was killed: some processes of its Ray may still run, and write
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if of_ray(process):
-                    os.kill(int(process.name), signal.SIGKILL)
-            except OSError:
-                continue
-    shutil.rmtree(folder, ignore_errors=True)
-    absent = 0 if folder.exists() else absent + 1
-    time.sleep(0 if word else 0.5)
-"""
-
-
-@contextmanager
-def folder_of_ray() -> Iterator[str]:
-    """Make a folder that another process removes after the block, or when this process is killed."""
-    folder = tempfile.mkdtemp(prefix="piper-ray-")
-    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True) as remover:
-        try:
-            yield folder
-        finally:
-            remover.communicate("now", timeout=END)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorLocation:
+class WorkerLocation:
     """The process of a worker."""
 
     node: str
@@ -58,18 +18,13 @@ class ActorLocation:
 
 
 def not_started(why: str) -> LaunchError:
-    """Return the error of an actor that does not become a worker."""
+    """Return the error of a worker that does not start."""
     return LaunchError(
-        "an actor did not start",
+        "a worker did not start",
         by="launch",
         facts={"why": why},
         hint="every node needs the same Python, torch and piper, and a way to the driver",
     )
-
-
-def bundle_of(gpus: int) -> dict[str, float]:
-    """Return the resources of one actor."""
-    return {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
 
 
 def no_room(
