@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1] / "piper"
 PACKAGES = {
     "attributes",
     "callbacks",
+    "custom_operators",
     "version",
     "strategies",
     "private_files",
@@ -60,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "gc_pause": set(),
     "attributes": set(),
+    "custom_operators": {"torch"},
     "devices": set(),
     "sharding": set(),
     "protection": set(),  # how copies of the state are kept: graphs and plans share it
@@ -87,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # simulate: when things happen
     "capture": {
         "attributes",
+        "custom_operators",
         "sharding",
         "usercode",
         "private_files",
@@ -114,6 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },  # ir: what each phase of a chunk reads and writes
     "launchers": {
         "attributes",
+        "custom_operators",
         "protection",  # in a message about it
         "callbacks",
         "usercode",

@@ -28,14 +28,12 @@ def job_of(made: Architecture) -> piper.Job:
     )
 
 
-def outcome(made: Architecture) -> str:
+def outcome(made: Architecture, on: str = "inline") -> str:
     """Return "the numbers of one device", what differs, or the first line of a refusal."""
     job = job_of(made)
     try:
         program = piper.compile(job)
-        report = check(
-            program, lambda started, options: launcher(started, "inline", options), list(job.data())
-        )
+        report = check(program, lambda started, options: launcher(started, on, options), list(job.data()))
     except PiperError as error:
         return f"refused: {error.what}"
     return PASSES if report.ok else f"differs: {report.first_bad}"

@@ -144,6 +144,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Granite": decoder("GraniteForCausalLM", "GraniteConfig"),
     "Phi-3": decoder("Phi3ForCausalLM", "Phi3Config"),
     "OLMo 2": decoder("Olmo2ForCausalLM", "Olmo2Config"),
+    "GLM-4": decoder("Glm4ForCausalLM", "Glm4Config"),
+    "Nemotron": decoder("NemotronForCausalLM", "NemotronConfig"),
+    "EXAONE 4": decoder(
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "LFM2": decoder("Lfm2ForCausalLM", "Lfm2Config"),
+    "RecurrentGemma": decoder(
+        "RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", lru_width=32, attention_window_size=6
+    ),
     "GPT-2": Architecture(
         kind="decoder",
         model="GPT2LMHeadModel",
@@ -187,6 +199,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, state_size=4),
         batch=words,
     ),
+    "Mamba 2": Architecture(
+        kind="decoder",
+        model="Mamba2ForCausalLM",
+        config=lambda: hf.Mamba2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=4,
+            state_size=8,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            chunk_size=4,
+        ),
+        batch=words,
+    ),
     "BERT": Architecture(
         kind="encoder", model="BertForMaskedLM", config=lambda: hf.BertConfig(**BERT), batch=masked
     ),
@@ -216,6 +243,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=lambda: hf.ModernBertConfig(
             **{**BERT, "cls_token_id": 1, "sep_token_id": 2}, local_attention=8, global_attn_every_n_layers=2
         ),
+        batch=masked,
+    ),
+    "DeBERTa-v2": Architecture(
+        kind="encoder",
+        model="DebertaV2ForMaskedLM",
+        config=lambda: hf.DebertaV2Config(**BERT, relative_attention=True, pos_att_type=["p2c", "c2p"]),
         batch=masked,
     ),
     "T5": Architecture(
@@ -268,6 +301,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         model="ResNetForImageClassification",
         config=lambda: hf.ResNetConfig(
             embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], num_labels=6
+        ),
+        batch=images,
+    ),
+    "ConvNeXt": Architecture(
+        kind="vision",
+        model="ConvNextForImageClassification",
+        config=lambda: hf.ConvNextConfig(
+            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 2, 1], num_labels=6, image_size=16, patch_size=2
         ),
         batch=images,
     ),
@@ -331,5 +372,37 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "OLMoE": decoder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, **EXPERTS),
     "Qwen3-MoE": decoder(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", num_experts=4, moe_intermediate_size=16, **EXPERTS
+    ),
+    "ERNIE 4.5 MoE": decoder(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=16,
+        moe_num_shared_experts=1,
+    ),
+    "Granite 4": decoder(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_chunk_size=4,
+        layer_types=["mamba", "attention"] * 2,
+        position_embedding_type="rope",
+    ),
+    "Jamba": decoder(
+        "JambaForCausalLM",
+        "JambaConfig",
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+        attn_layer_period=2,
+        attn_layer_offset=1,
     ),
 }

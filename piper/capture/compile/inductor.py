@@ -9,9 +9,7 @@ import functools
 import importlib
 import inspect
 import logging
-import pickle
 import platform
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +26,15 @@ from torch._inductor import standalone_compile
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir, temporary_cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.attributes import replaced
-from piper.capture.compile import operators
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
 from piper.capture.compile.tuning import keep_measured, tuning_in
 from piper.capture.trace.blame import quiet, reason
+from piper.custom_operators import check_importable, modules_of
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
 from piper.private_files import private_folder
@@ -105,9 +102,7 @@ class Compiled:
         return tuple(self.boxed(list(arguments)))
 
     def __reduce__(self) -> tuple[type["Compiled"], tuple[str, bytes, Cache, tuple[str, ...]]]:
-        for module in self.modules:
-            if not _importable(module):
-                raise pickle.PicklingError(f"{module} defines an operator, and no worker can import it")
+        check_importable(self.modules)
         return Compiled, (self.name, self.artifact, self.cache, self.modules)
 
 
@@ -272,26 +267,9 @@ def _machine(device: str) -> str:
     return f"{device} {CacheBase.get_system()}"
 
 
-def modules_of(graph: fx.Graph) -> Iterator[str]:
-    """Yield the modules that define the custom operators which a graph calls."""
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            defined = OPDEFS.get(node.target.name().partition(".")[0])
-            if defined is not None:
-                yield defined._init_fn.__module__
-            elif node.target is operators.mm_into:
-                yield operators.__name__
-
-
 def is_traced(value: Tensor) -> bool:
     """Return whether autograd follows a value."""
     return value.requires_grad
-
-
-def _importable(module: str) -> bool:
-    """Return whether another process can import a module by its name."""
-    top = module.partition(".")[0]
-    return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
 
 
 def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:

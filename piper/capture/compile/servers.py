@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from piper.capture.compile.cache import Cache
+from piper.custom_operators import modules_of
 from piper.errors import PiperError
 from piper.ir.chunk import Phase
 
@@ -93,8 +94,6 @@ class CompileRequest:
 
 def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | None:
     """Return a graph as a request. None: it cannot be sent, reads attributes, or has unknown sizes."""
-    from piper.capture.compile.inductor import modules_of
-
     sizes = [size for value in source.arguments for size in (*value.shape, *value.stride())]
     attributes = any(node.op == "get_attr" for node in source.module.graph.nodes)
     if attributes or any(isinstance(size, torch.SymInt) for size in sizes):
@@ -106,7 +105,7 @@ def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | No
     described = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in source.arguments]
     return CompileRequest(
         name=name,
-        modules=tuple(modules_of(source.module.graph)),
+        modules=tuple(sorted(modules_of(source.module.graph))),
         nodes=nodes,
         arguments=tuple(described),
         chunk=source.chunk,

@@ -24,9 +24,8 @@ from typing import Any, cast
 import cloudpickle
 import torch
 from torch import Tensor, fx, nn
-from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
 
+from piper.custom_operators import check_importable, importable, modules_of
 from piper.ids import SlotId
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
@@ -307,26 +306,9 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
         for node in module.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
-    return CapturedSource, (code.src, dict(code.globals), held, modules_of(module.graph), module.meta)
-
-
-def modules_of(graph: fx.Graph) -> list[str]:
-    """Return the modules that define the user's operators of a graph. Callers must import them first."""
-    called = {
-        node.target.name().partition(".")[0] for node in graph.nodes if isinstance(node.target, OpOverload)
-    }
-    found = {name: OPDEFS[name]._init_fn.__module__ for name in called if name in OPDEFS}
-    for name, module in found.items():
-        if not importable(module):
-            raise pickle.PicklingError(f"{name} is defined in {module}, which a worker cannot import")
-    return sorted(set(found.values()))
-
-
-def importable(module: str) -> bool:
-    """Return whether another process can import a module by its name."""
-    top = module.partition(".")[0]
-    # not importlib.util.find_spec: it answers for what is loaded here, such as a recipe, however it was found
-    return top != "__main__" and any(finder.find_spec(top, None) for finder in sys.meta_path)
+    modules = sorted(modules_of(module.graph))  # a worker imports them first
+    check_importable(modules)
+    return CapturedSource, (code.src, dict(code.globals), held, modules, module.meta)
 
 
 def attribute(module: nn.Module, path: str) -> object:
