@@ -54,6 +54,8 @@ def progress_on(console: Console, trials: int) -> "Iterator[Report]":
             text = f"{count(len(search.evaluated), 'candidate')} compiled"
             if best is not None:
                 text += f", best {seconds(best)}"
+            if search.measuring:
+                text += f", measuring {search.measuring}"
             bar.update(task, completed=len(search.evaluated), description=text)
 
         yield report

@@ -138,6 +138,7 @@ class StrategySearch:
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
     wanted: int = 1  # how many of the shortest are searched for
+    measuring: int = 0  # how many run on this machine now
     shortest: list[Evaluation] = field(default_factory=list)  # as many that fit, of the last or present run
 
     @property
@@ -162,8 +163,7 @@ class StrategySearch:
         divided: only candidates with tensor or context parallelism, else only those without.
         further: begin with the shortest so far.
         """
-        self.discarded, self.lowest = [], float("inf")
-        self.shortest = self.shortest if further else []
+        self.discarded, self.lowest, self.shortest = [], float("inf"), self.shortest if further else []
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
         syntheses = SYNTHESES * trials

@@ -310,6 +310,8 @@ def measured_here(
         with launch(program(number), on="local") as run:
             yield lambda: run.step(model.capturing.batch)
 
+    search.measuring = len(chosen)
+    search.report(search, chosen[0])
     starts = [partial(started, number) for number in range(len(chosen))]
     return run_candidates(chosen, starts, together=fit_together(chosen, machine, devices, limit))
 

@@ -311,7 +311,18 @@ def test_the_best_of_a_search_is_the_one_measured_fastest(monkeypatch: pytest.Mo
     job = replace(
         tower(), strategy=lambda devices: strategies.ddp(len(devices), microbatches=4), elastic=(1, 2)
     )
-    found = piper.tune(job, "cpu", 2, space=TWO, front=False, workers=1, measure=2)
+    seen: list[int] = []
+    found = piper.tune(
+        job,
+        "cpu",
+        2,
+        space=TWO,
+        front=False,
+        workers=1,
+        measure=2,
+        progress=lambda search, one: seen.append(search.measuring),
+    )
+    assert seen == [0, 0, 0, 0, 3]
     assert found.trial is not None
     by_prediction = sorted(found.evaluated, key=lambda one: one.step)
     assert ran == [list(one.strategy) for one in (*by_prediction[:2], by_prediction[-1])]
