@@ -174,6 +174,7 @@ def test_verbs_and_flags() -> None:
         ],
         "tune": [
             "--cluster",
+            "--compile",
             "--costs",
             "--devices",
             "--extrapolate",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.options import AsJson, CostsFile, Recipe
+from piper.cli.options import AsJson, Compile, CostsFile, Recipe
 
 
 def tune(
@@ -43,6 +43,7 @@ def tune(
         int | None,
         typer.Option(help="Run the best K on this machine too, and choose the fastest.", metavar="K"),
     ] = None,
+    compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Search for the strategy of a recipe with the shortest simulated step that fits in memory.
@@ -74,6 +75,7 @@ def tune(
             trials=trials,
             start=first,
             extrapolate=extrapolate,
+            compile=compiled,
             progress=progress,
             workers=workers,
             measure=measure,

@@ -101,6 +101,8 @@ class Tuned:
             return f"measured {run.step / shortest:.3f} of the best"
         if loser.needs > self.limit:
             return f"does not fit: {size(loser.needs)} of {size(self.limit)}"
+        if self.trial is not None and loser.step <= self.best.step:
+            return "not measured"
         more = {
             "bubble": loser.idle - self.best.idle,
             "exposed communication": loser.exposed - self.best.exposed,

@@ -85,7 +85,7 @@ def tune(
     start: a strategy that you have. It is evaluated first, and if it fits, none is chosen that takes longer.
     Tensor and context parallelism divide the weights and fields that it divides.
     extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
-    compile: the chunks will be compiled, so operations that Inductor fuses cost one kernel.
+    compile: the chunks are or will be compiled, so operations that Inductor fuses cost one kernel.
     workers: processes that evaluate candidates. None: one for each core, up to eight. The result is the same.
     measure: how many of the shortest run on this machine, which must be one of the cluster, with `start` or
     else the job's own strategy. The one whose steps are the shortest here is chosen. None: none runs.

@@ -264,7 +264,9 @@ def tuned(runs: tuple[TrialRun, ...], evaluated: tuple[Evaluation, ...]) -> Tune
 
 
 def test_a_table_has_measured_before_predicted_steps() -> None:
-    first, second, third, fourth = evaluated = tuple(evaluation(step) for step in (1.0, 2.0, 3.0, 4.0))
+    first, second, third, fourth, fifth = evaluated = tuple(
+        evaluation(step) for step in (1.0, 2.0, 3.0, 4.0, 2.0)
+    )
     found = tuned(
         (
             TrialRun(found=second, times=(2.5, 2.0, 9.0)),
@@ -273,11 +275,12 @@ def test_a_table_has_measured_before_predicted_steps() -> None:
         ),
         evaluated,
     )
-    assert found.ranked == [second, first, third, fourth]
-    assert [found.measured(one) for one in found.ranked] == [2.5, 3.0, None, None]
+    assert list(map(id, found.ranked)) == list(map(id, (second, first, fifth, third, fourth)))
+    assert [found.measured(one) for one in found.ranked] == [2.5, 3.0, None, None, None]
     assert [found.reason(one) for one in found.ranked] == [
         "best, measured",
         "measured 1.200 of the best",
+        "not measured",
         "failed when it was measured: device 0: the worker is lost",
         "computes 2 s longer",
     ]
@@ -311,7 +314,7 @@ def test_the_best_of_a_search_is_the_one_measured_fastest(monkeypatch: pytest.Mo
     job = replace(
         tower(), strategy=lambda devices: strategies.ddp(len(devices), microbatches=4), elastic=(1, 2)
     )
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     found = piper.tune(
         job,
         "cpu",
@@ -320,9 +323,9 @@ def test_the_best_of_a_search_is_the_one_measured_fastest(monkeypatch: pytest.Mo
         front=False,
         workers=1,
         measure=2,
-        progress=lambda search, one: seen.append(search.measuring),
+        progress=lambda search, one: seen.append((search.wanted, search.measuring)),
     )
-    assert seen == [0, 0, 0, 0, 3]
+    assert seen == [*[(2, 0)] * 4, (2, 3)]
     assert found.trial is not None
     by_prediction = sorted(found.evaluated, key=lambda one: one.step)
     assert ran == [list(one.strategy) for one in (*by_prediction[:2], by_prediction[-1])]
