@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from piper.errors import LaunchError
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
 from piper.launchers.messages import PATIENCE
@@ -159,9 +160,11 @@ class AgentVersions(Versions):
 
     def _chosen(self, step: int) -> list[Place]:
         """Return where the sections of a complete version begin."""
-        found = [*(self.holders.of(self.descriptors, step) or ())]
-        if self.holders.state is not None:
-            found += self.holders.rest(self.descriptors) or ()
+        found = self.holders.of(self.descriptors, step)
+        rest = self.holders.rest(self.descriptors) if self.holders.state is not None else []
+        if found is None or rest is None:
+            raise version_lost(step)
+        found += rest
         return [(d, self.descriptors[d].index(file), number * SPAN) for d, file, number in found]
 
     def _image(self, place: Place) -> Any:  # noqa: ANN401  a call has no type in common
@@ -174,10 +177,22 @@ class AgentVersions(Versions):
         """Return the sections of a complete version, brought to this machine."""
         for place in self._chosen(step):
             device, generation, at = place
-            image = cast(Bytes, self.calls.get(self._image(place), PATIENCE))
+            try:
+                image = cast(Bytes, self.calls.get(self._image(place), PATIENCE))
+            except self.calls.lost as error:
+                raise version_lost(step) from error
             file = self.descriptors[device][generation]
             os.posix_fallocate(file, at, len(image))
             done = 0
             while done < len(image):  # one call writes 2 GiB at most
                 done += os.pwrite(file, image[done:].data, at + done)
         return super()._held(step)
+
+
+def version_lost(step: int) -> LaunchError:
+    """Return the error of a version whose agent was lost after the version was chosen."""
+    return LaunchError(
+        f"the state after step {step} is lost with a machine that held it",
+        by="recovery",
+        hint="keep copies: protect(at(), copies=1); --resume goes on from the newest checkpoint",
+    )

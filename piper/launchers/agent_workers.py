@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
-from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_versions import AgentVersions, version_lost
 from piper.launchers.driver import SocketWorkerGroup
 from piper.launchers.machines import WorkerLocation, not_started
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
@@ -121,7 +121,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
         try:
             self.versions.share(step)
         except self.calls.lost as error:
-            raise not_started(str(error).splitlines()[0]) from error
+            raise version_lost(step) from error
         yield
         self.versions.shrink()
 

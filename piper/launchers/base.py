@@ -94,8 +94,9 @@ class Trains(ABC):
         self.stopping = False
         last = self.done + (self.program.job.steps if steps is None else steps)
         for batch in islice(self.batches, last - self.done):
+            step = self.done + 1  # a run that recovers counts by itself
             result = self.step(batch)
-            self.after_step(self.done + 1, result, last)
+            self.after_step(step, result, last)
             yield result
             if self.stopping:
                 break

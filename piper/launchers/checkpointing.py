@@ -237,10 +237,14 @@ def trainer_names(program: ProgramLike) -> Trainer:
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
 
 
-def with_states(callbacks: Sequence[Callback], data: object) -> object:
-    """Return the data of a checkpoint, with the states of callbacks if they have any."""
+def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, object]]:
+    """Return the states of callbacks by their names, of those that have any."""
     states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
-    states = {name: state for name, state in states.items() if state}
+    return {name: state for name, state in states.items() if state}
+
+
+def with_states(states: Mapping[str, object], data: object) -> object:
+    """Return the data of a checkpoint, with the states of callbacks if they have any."""
     return {CALLBACKS: states, DATA: data} if states else data
 
 
@@ -253,7 +257,8 @@ class CheckpointedRun(ABC):
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
         """Write a checkpoint, with the states of the job's callbacks."""
-        self.write(path, with_states(self.checkpoints.program.job.callbacks, data), wait=wait, keep=keep)
+        states = states_of(self.checkpoints.program.job.callbacks)
+        self.write(path, with_states(states, data), wait=wait, keep=keep)
 
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
         """Write a checkpoint; `data`: with the states of callbacks, if they have any."""

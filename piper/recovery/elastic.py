@@ -12,7 +12,8 @@ checkpoints reads any layout.
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -31,6 +32,7 @@ from piper.recovery.recovering_run import REFILL, RecoveringRun
 from piper.recovery.run_events import Event, failure
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
 
 MOVED = "piper-resize-"  # begins the names of folders in which a state moves
 
@@ -44,11 +46,23 @@ class ElasticRange:
     program: Callable[[int], ProgramLike]  # raises an error if the strategy has none for so many devices
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The layout of an elastic run, as the driver that goes on with it needs it."""
+
+    size: int  # devices
+    turn: int  # which of two memories it uses
+    shrunk: bool
+    moved: tuple[str, int] | None
+
+
 class ElasticRun(RecoveringRun):
     """A run whose number of devices can change between steps."""
 
     shrunk = False  # a device was lost; all of them are tried again later
-    folder: Path | None = None  # of the state that moves to another layout
+    moved: tuple[Path, int] | None = None  # the state that moves to another layout, and its step
+    fewer: tuple[Sequence[int], str] | None = None  # accelerators to go on with when workers start, and why
+    safe = 0  # the memory that the driver after this one would use
 
     def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
         """Prepare a run that begins with all devices."""
@@ -57,13 +71,15 @@ class ElasticRun(RecoveringRun):
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
         self.memory: Sequence[Versions] = ()  # two, in turn, whose files outlive this process. None: its own
         self.turn = 0
+        self.folders: set[Path] = set()  # of states that have moved
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
         if self.shrunk and self.good and self.good % REFILL == 0:
             self._grow()
         result = super().step(batch)
-        self._drop()  # there is a version in the new layout now
+        if not self.memory:
+            self._drop(None)  # there is a version in the new layout now
         return result
 
     def resize(self, devices: int) -> None:
@@ -84,11 +100,15 @@ class ElasticRun(RecoveringRun):
                 hint="give the job a folder that all machines see: piper.Job(checkpoint=...)",
             )
         program, before = self.sizes.program(devices), len(self.places)
-        state = self._folder() / "state"
-        self._call(lambda run: run.write(state, None, wait=True, keep=None))
-        self._end()
-        self.failed_at, self.phases = monotonic(), {}
-        self._move(state, self.done, program, range(devices))
+        try:
+            self.settle()
+        except ConfigError as error:
+            self.unsaved = error  # of a checkpoint, which this change does not need
+        with self._folder() as state:
+            self._call(lambda run: run.write(state, None, wait=True, keep=None))
+            self._end()
+            self.failed_at, self.phases = monotonic(), {}
+            self._move(state, self.done, program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = devices < self.sizes.most and self.shrunk
         self._call(self._protect)
@@ -101,34 +121,67 @@ class ElasticRun(RecoveringRun):
             self.resize(size)
             self.left = self.good = 0  # a device that fails soon has not come back
 
-    def take(self, size: int, turn: int) -> None:
-        """Begin with another size, in which a driver before this one has left the state."""
-        if (size, turn) != (len(self.places), self.turn):
-            self._use(self.sizes.program(size), range(size), turn)
+    def take(self, layout: Layout) -> None:
+        """Begin with the layout in which a driver before this one has left the state."""
+        if (layout.size, layout.turn) != (len(self.places), self.turn):
+            self._use(self.sizes.program(layout.size), range(layout.size), layout.turn)
+        self.safe, self.shrunk = layout.turn, layout.shrunk
+        if layout.moved is not None:
+            self.moved = Path(layout.moved[0]), layout.moved[1]
+            self.folders.add(self.moved[0].parent)
+
+    def layout(self) -> Layout:
+        """Return the layout. The state that has moved is needed until there is a version."""
+        moved = self.moved if self.moved is not None and self._newest() is None else None
+        return Layout(
+            size=len(self.places),
+            turn=self.turn,
+            shrunk=self.shrunk,
+            moved=None if moved is None else (str(moved[0]), moved[1]),
+        )
+
+    def noted(self, layout: Layout) -> None:
+        """Take note that the driver after this one would go on with a layout."""
+        self.safe = layout.turn
+        self._drop(None if layout.moved is None else Path(layout.moved[0]))
 
     def _can_move(self) -> bool:
         """Return whether there is a folder that all workers see, to move the state in."""
         return self.starter.near or self.disk is not None
 
-    def _folder(self) -> Path:
-        """Return a new folder in memory, or where all machines see it."""
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """Yield the path for a state that moves, in memory or where all machines see it.
+
+        It is removed if it does not become the state that the run goes on from.
+        """
         where = MEMORY if MEMORY.is_dir() else None
         if not self.starter.near:
             assert self.disk is not None
             where = self.disk.folder
             for old in where.glob(f"{MOVED}*"):  # of a driver that was killed
-                if old != self.folder:
+                if old not in self.folders:
                     rmtree(old)
-        return Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
+        made = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
+        try:
+            yield made / "state"
+        finally:
+            if made not in self.folders:
+                rmtree(made, ignore_errors=True)
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
-        self._drop()
-        self.folder, self.begun = state.parent, (state, step)
-        self._use(program, places, 1 - self.turn)
+        self.moved = (state, step)
+        self.folders.add(state.parent)
+        if not self.memory:
+            self._drop(state)
+        self._switch(program, places)
+
+    def _switch(self, program: ProgramLike, places: Sequence[int]) -> None:
+        """Take another program, and memory without versions that no other driver needs. No worker may run."""
+        self._use(program, places, 1 - self.safe)
         self.versions.forget(lambda step: True)
         self.protected = False
-        self.options = replace(self.options, blank=True)
 
     def _use(self, program: ProgramLike, places: Sequence[int], turn: int) -> None:
         """Take another program and the memory of its versions. No worker may run."""
@@ -141,10 +194,15 @@ class ElasticRun(RecoveringRun):
             self.versions.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
         self.starter.use(program, self.versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
+        self.results.clear()  # sums in another order have other bits
+
+    def _origin(self) -> tuple[Path | str | None, int, Options]:
+        """Return what workers begin with where there is no version: the state that has moved, if any."""
+        return super()._origin() if self.moved is None else (*self.moved, replace(self.options, blank=True))
 
     def _unchanged(self, first: int) -> bool:
         """Return whether the state that has moved here, with steps repeated, leads to the next step."""
-        return self._held(first) if self.folder is not None else super()._unchanged(first)
+        return self._held(first) if self.moved is not None else super()._unchanged(first)
 
     def _failed(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Go on without the device that is lost for good, or raise the error."""
@@ -164,11 +222,13 @@ class ElasticRun(RecoveringRun):
         self.left, self.last = self.retries, None
         self.notify(failure(error, self.at, self.left))
         left = [place for n, place in enumerate(self.places) if n != device]
-        self._go_on_with(left[:size], f"device {device} is lost")
+        self.fewer = left[:size], f"device {device} is lost"
         return True
 
     def _start(self) -> None:
         """Start all workers, as many as there is room for if machines are lost."""
+        if self.fewer is not None:
+            self._go_on_with(*self.fewer)
         room = None if self.failed_at is None else self.starter.room()
         if room is not None and room < len(self.places):
             size = self._largest(room)
@@ -178,21 +238,25 @@ class ElasticRun(RecoveringRun):
 
     def _has_state(self) -> bool:
         """Return whether there is a state that workers of another layout can take."""
+        moved = self.moved is not None and self._held(self.moved[1])
+        return moved or self._movable() is not None or bool(self._past())
+
+    def _movable(self) -> int | None:
+        """Return the step of the newest version that another layout can take. None: there is none."""
         version = self._newest()
-        held = version is not None and self._held(version) and self._can_move()
-        return held or (self.disk is not None and self.disk.newest() is not None)
+        can = version is not None and self._held(version) and self.versions.whole and self._can_move()
+        return version if can else None
 
     def _go_on_with(self, places: Sequence[int], why: str) -> None:
         """Take fewer devices and the newest state there is, in memory or on a disk. No worker may run."""
-        before, version, program = len(self.places), self._newest(), self.sizes.program(len(places))
-        if version is not None and self._held(version) and self._can_move():
-            state = self._folder() / "state"
-            write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
-            self._move(state, version, program, places)
-        else:
-            self._use(program, places, 1 - self.turn)
-            self.protected = False
-        self.shrunk = True
+        before, version, program = len(self.places), self._movable(), self.sizes.program(len(places))
+        if version is not None:
+            with self._folder() as state:
+                write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
+                self._move(state, version, program, places)
+        else:  # what has moved already stays, else it comes from the disk
+            self._switch(program, places)
+        self.shrunk, self.fewer = True, None
         self.notify(resized(self.at, before, len(places), why))
 
     def _largest(self, most: int) -> int | None:
@@ -205,16 +269,18 @@ class ElasticRun(RecoveringRun):
             return size
         return None
 
-    def _drop(self) -> None:
-        """Give back the memory of a state that has moved."""
-        if self.folder is not None and (self.run is None or self.protected):
-            rmtree(self.folder)
-            self.folder = None
+    def _drop(self, needed: Path | None) -> None:
+        """Give back the memory of states that have moved, but for the one that is needed."""
+        self.moved = None if needed is None else self.moved
+        for folder in [*self.folders]:
+            if needed is None or folder != needed.parent:
+                rmtree(folder)
+                self.folders.discard(folder)
 
     def close(self) -> None:
         """End every worker. Idempotent."""
         super().close()
-        self._drop()
+        self._drop(None)
         self.versions.close()
 
 
@@ -224,7 +290,8 @@ def resized(step: int, before: int, after: int, why: str) -> Event:
     return Event(event="resize", step=step, what=what)
 
 
-def clear(process: int) -> None:
-    """Remove the state that a process was moving when it was killed."""
-    for folder in MEMORY.glob(f"{MOVED}{process}-*"):
-        rmtree(folder, ignore_errors=True)
+def clear(processes: Iterable[int], kept: Path | None) -> None:
+    """Remove the states that processes were moving when they were killed, but for one that is `kept`."""
+    for folder in (folder for process in processes for folder in MEMORY.glob(f"{MOVED}{process}-*")):
+        if kept is None or folder != kept.parent:
+            rmtree(folder, ignore_errors=True)

@@ -1,13 +1,15 @@
 """Writes a version of the state from memory to a disk, when no worker is left to do so."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from piper.checkpoint.folder import begin, commit, discard
-from piper.checkpoint.json_state import encode
+from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import StorageError
@@ -24,8 +26,12 @@ def write_version(
     *,
     unread: Mapping[str, Tensor],
     data: object,
+    options: Iterable[tuple[int, str, float]] = (),
 ) -> None:
-    """Write a complete version as a checkpoint; `unread`: the values that no device holds."""
+    """Write a complete version as a checkpoint.
+
+    unread: the values that no device holds. options: of the optimizer, which were set after the step.
+    """
     target = target_of(path)
     plain = encode(data, "data")
     partial = begin(target)
@@ -38,11 +44,22 @@ def write_version(
     except StorageError as error:
         discard(target)
         raise unwritten(target, str(error)) from error
+    found = versions.shelf(step, program.job.seed).record
     record = replace(
-        versions.shelf(step, program.job.seed).record,
+        found,
+        trainer=replace(found.trainer, groups=with_options(found.trainer.groups, options)),
         data=plain,
         model=model_of(program, unread),
         tensors=index_of(one.placed for one in written),
         files={name: file for one in written for name, file in one.files.items()},
     )
     commit(target, record)
+
+
+def with_options(groups: Plain, options: Iterable[tuple[int, str, float]]) -> Plain:
+    """Return the groups of an optimizer, in which options are set."""
+    found = cast("list[dict[str, object]]", decode(groups)) if groups is not None else []
+    for group, key, value in options:
+        held = found[group][key]
+        found[group][key] = torch.full_like(held, value) if isinstance(held, Tensor) else value
+    return encode(found, "optimizer.param_groups") if found else groups

@@ -18,7 +18,7 @@ from piper.errors import ConfigError
 from piper.launchers.base import StepResult
 from piper.launchers.transport.nameless_files import nameless_file
 from piper.launchers.transport.serialize import Codec
-from piper.recovery.elastic import ElasticRun
+from piper.recovery.elastic import ElasticRun, Layout
 from piper.recovery.recovering_run import RecoveringRun
 
 HEAD = struct.Struct("=qq")  # the number of the note, or 0 while it is written, and its bytes
@@ -31,6 +31,7 @@ class Beginning:
     """What stays as it was when the first driver began."""
 
     done: int  # steps before the run
+    path: str | None  # the checkpoint that it began from. None: it began with the first step
     trainer: Trainer | None  # of the checkpoint that it began from
     unread: Mapping[str, Tensor]  # values that no device holds
 
@@ -42,10 +43,9 @@ class Progress:
     done: int
     ended: bool  # that was the last step
     left: int  # retries
-    good: int  # steps since the last failure
     results: Mapping[int, StepResult]  # of the last steps
     options: Mapping[int, list[tuple[int, str, float]]]  # of the optimizer, that were set, by step
-    size: tuple[int, int] | None  # of an elastic run: its devices, and which of two memories it uses
+    layout: Layout | None  # of an elastic run
     saving: tuple[int, str, int | None] | None  # the step, the path and the `keep` of a save under way
     states: object  # encoded: positions of the data by step, states of callbacks, the data of the save
 
@@ -92,31 +92,32 @@ class Journal:
 
     def begin(self, run: RecoveringRun, trainer: Trainer | None) -> None:
         """Note how the run begins."""
-        self.first.write(Beginning(done=run.done, trainer=trainer, unread=run.unread))
+        path = None if run.begun[0] is None else str(run.begun[0])
+        self.first.write(Beginning(done=run.done, path=path, trainer=trainer, unread=run.unread))
 
-    def commit(
-        self, run: RecoveringRun, positions: Mapping[int, object], callbacks: object, *, ended: bool
-    ) -> None:
+    def commit(self, run: RecoveringRun, positions: Mapping[int, object], *, ended: bool) -> None:
         """Note that a step is complete: reported, evaluated, and saved where it is due."""
         saving = run.saving
-        states = (dict(positions), callbacks, None if saving is None else saving.data)
+        states = (dict(positions), run.completed[run.done], None if saving is None else saving.data)
         try:
             encoded = encode(states, "state")
         except ConfigError:
             return  # a state of the user's own, which a checkpoint cannot hold either
+        layout = run.layout() if isinstance(run, ElasticRun) else None
         self.last.write(
             Progress(
                 done=run.done,
                 ended=ended,
                 left=run.left,
-                good=run.good,
                 results={step: run.results[step] for step in [*run.results][-KEPT:]},
                 options=run.set_after,
-                size=(len(run.places), run.turn) if isinstance(run, ElasticRun) else None,
+                layout=layout,
                 saving=None if saving is None else (saving.step, str(saving.path), saving.keep),
                 states=encoded,
             )
         )
+        if isinstance(run, ElasticRun) and layout is not None:
+            run.noted(layout)
 
     def beginning(self) -> Beginning:
         """Return how the run began."""

@@ -6,7 +6,7 @@ and repeat the steps since then, at most two, on the batches that are still held
 state, the batch and the step's number, so it gives the same bits again. That is compared.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from piper.checkpoint.folder import step_path, whole
-from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import EvaluationResult, Resumed, StepResult, Trains
-from piper.launchers.checkpointing import with_states
+from piper.checkpoint.target import UnwrittenError
+from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
+from piper.launchers.base import Resumed, StepResult
+from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
-from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, no_version
-from piper.recovery.run_events import Event, Notify, failure, mismatch
+from piper.recovery.retried_calls import RetriedCalls
+from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, first_intact, no_version
+from piper.recovery.run_events import Notify, failure, mismatch, recovery
 from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -36,7 +36,7 @@ KEPT = 3  # batches that are held: those of steps that may be repeated, and of t
 RESULTS = 10_000  # results that are held, to compare repeated steps with
 
 
-class RecoveringRun(Trains):
+class RecoveringRun(RetriedCalls):
     """A run that goes on when workers are lost, as long as there are retries."""
 
     def __init__(
@@ -69,7 +69,9 @@ class RecoveringRun(Trains):
         self.done = self.at = 0  # steps: complete, and under way
         self.held: dict[int, Mapping[str, Tensor]] = {}
         self.results: dict[int, StepResult] = {}
+        self.completed = {0: states_of(program.job.callbacks)}  # states of callbacks after complete steps
         self.saving: Saving | None = None
+        self.unsaved: ConfigError | None = None  # why a save failed, for the next call that waits for it
         self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
         self.last: Failed | None = None
         self.failed_at: float | None = None  # since when no worker runs
@@ -81,6 +83,8 @@ class RecoveringRun(Trains):
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
+        if self.done not in self.completed:
+            self.complete()
         self.held[self.done + 1] = batch
         if self.times.begin(batch) and self.run is not None:
             self.starter.expect(self.run, self.stall)
@@ -95,10 +99,20 @@ class RecoveringRun(Trains):
         result = self._call(act, self.done + 1)
         self.done += 1
         self.results[self.done] = result
-        self.held.pop(self.done - max(KEPT, self.versions.every + 2), None)
+        self.held.pop(self.done - self._kept, None)
         self.results.pop(self.done - RESULTS, None)
         self._passed()
         return result
+
+    @property
+    def _kept(self) -> int:
+        """Return for how many steps everything is held that their repetition needs."""
+        return max(KEPT, self.versions.every + 2)
+
+    def complete(self) -> None:
+        """Note that all of the last step is done: it is evaluated, and callbacks have run."""
+        self.completed[self.done] = states_of(self.program.job.callbacks)
+        self.completed.pop(self.done - self._kept, None)
 
     def _passed(self) -> None:
         """Note a good step."""
@@ -151,18 +165,19 @@ class RecoveringRun(Trains):
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
         version = self._newest()
-        path, first = self.begun
+        path, first, options = self._origin()
         fresh = version is None and self._unchanged(first)
         if not fresh and (version is None or not self._held(version)):
             self._start_from_disk()
             return
         blank = not fresh and self.versions.whole
         with self._phase("start"):
-            self.run = self.starter.start(replace(self.options, blank=True) if blank else self.options)
+            self.run = self.starter.start(replace(options, blank=True) if blank else options)
         self.starter.expect(self.run, self.given_stall or self.options.timeout)
         with self._phase("load"):
             if path is not None and not blank:
-                self.run.read(path)
+                older = () if fresh else self._past()  # what no step writes is the same in all of them
+                first_intact(self.run.read, [Path(path), *older])
             if version is None:
                 self.unread, version = dict(self.run.unread), first
             else:
@@ -171,30 +186,33 @@ class RecoveringRun(Trains):
                     self.run.protect()  # what no step writes, which was lost
                 self.run.restore(version, self.unread)
                 self.protected = True
-        with self._phase("replay"):
-            self._replay(self.run, version)
+        self._replay(self.run, version, self.held.__getitem__)
         if self.failed_at is not None:
             self._recovered(version)
 
     def _start_from_disk(self) -> None:
         """Start all workers from the newest checkpoint, and repeat all steps since then."""
-        path = None if self.disk is None else self.disk.newest()
-        if self.disk is None or path is None:
+        past = self._past()
+        if self.disk is None or not past:
             raise no_version(self.done)
-        self.versions.forget(lambda step: True)
         with self._phase("start"):
             self.run = self.starter.start(replace(self.options, blank=True))
         with self._phase("load"):
-            found = self.run.read(path)
+            self.versions.forget(lambda step: True)  # also what new agents have held before
+            path, found = first_intact(self.run.read, past)
             self.unread, self.protected = dict(self.run.unread), False
-        with self._phase("replay"):
-            batches = self.disk.batches(found)
-            self._set_again(self.run, found.step)
-            for step in range(found.step + 1, self.done + 1):
-                self._repeat(self.run, step, next(batches))
-                self._set_again(self.run, step)
+        batches = self.disk.batches(found)
+        self._replay(self.run, found.step, lambda step: next(batches))
         self.source = str(path)
         self._recovered(found.step)
+
+    def _origin(self) -> tuple[Path | str | None, int, Options]:
+        """Return what workers begin with where there is no version: a checkpoint, its step, and options."""
+        return *self.begun, self.options
+
+    def _past(self) -> Sequence[Path]:
+        """Return the checkpoints of steps whose results were returned, the newest first."""
+        return () if self.disk is None else self.disk.past(self.done)
 
     def _newest(self) -> int | None:
         """Return the newest complete version of a step whose result was returned. None: there is none."""
@@ -208,23 +226,27 @@ class RecoveringRun(Trains):
         """Return whether the batches of the steps after a version are all held."""
         return all(step in self.held for step in range(version + 1, self.done + 1))
 
-    def _replay(self, run: Recoverable, version: int) -> None:
+    def _replay(self, run: Recoverable, version: int, batch: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Repeat the steps after a version, and the save that was under way."""
         under_way = self.at  # steps that are repeated are named by their own numbers
-        for step in range(version, self.done + 1):
-            if step > version:
-                self._repeat(run, step, self.held[step])
-            self._set_again(run, step)
-            saving = self.saving
-            if saving is not None and saving.step == step and not whole(saving.path):
-                run.write(saving.path, saving.data, wait=False, keep=saving.keep)
+        with self._phase("replay"):
+            for step in range(version, self.done + 1):
+                if step > version:
+                    self._repeat(run, step, batch(step))
+                self._set_again(run, step)
+                saving = self.saving
+                if saving is not None and saving.step == step and not whole(saving.path):
+                    try:
+                        run.write(saving.path, saving.data, wait=False, keep=saving.keep)
+                    except UnwrittenError as error:
+                        self.unsaved = error
         self.at = under_way
 
     def _repeat(self, run: Recoverable, step: int, batch: Mapping[str, Tensor]) -> None:
         """Repeat a step, and compare its result with the one that was reported."""
         self.at = step
         again, before = run.step(batch), self.results.get(step)
-        if before is not None and again != before:
+        if before is not None and repr(again) != repr(before):  # NaN equals NaN
             self.notify(mismatch(step, before, again))
 
     @contextmanager
@@ -257,22 +279,10 @@ class RecoveringRun(Trains):
 
     def _recovered(self, version: int) -> None:
         assert self.failed_at is not None
-        phases = {name: round(seconds, 3) for name, seconds in self.phases.items()}
-        seconds = round(monotonic() - self.failed_at, 3)
-        self.failed_at = None
+        seconds, self.failed_at = monotonic() - self.failed_at, None
         source, self.source = self.source, "memory"
-        self.notify(
-            Event(
-                event="recovery",
-                step=self.at,
-                version=version,
-                source=source,
-                replayed=self.done - version,
-                seconds=seconds,
-                phases=phases,
-                left=self.left,
-            )
-        )
+        replayed = self.done - version
+        self.notify(recovery(self.at, version, source, replayed, seconds, self.phases, self.left))
 
     def _protect(self, run: Recoverable) -> None:
         """Copy the state that the run begins with."""
@@ -288,7 +298,8 @@ class RecoveringRun(Trains):
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None:
         """Write a checkpoint."""
-        given = with_states(self.program.job.callbacks, data)
+        self.settle()
+        given = with_states(states_of(self.program.job.callbacks), data)
         self.saving = None if wait else Saving(step=self.done, path=Path(path), data=given, keep=keep)
         self._call(lambda run: run.write(path, given, wait=wait, keep=keep))
 
@@ -299,23 +310,27 @@ class RecoveringRun(Trains):
         assert self.run is not None
         self.unread, self.protected = dict(self.run.unread), False
         self.begun, self.done = (path, found.step), found.step
-        self.held.clear()
-        self.results.clear()
+        self.saving = None
+        for known in (self.held, self.results, self.set_after):
+            known.clear()
         return self.resumed(found)
+
+    def resumed(self, found: Resumed) -> Resumed:
+        """Continue with the steps and the states of the callbacks that a checkpoint has."""
+        super().resumed(found)
+        self.completed.clear()
+        self.complete()
+        return found
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
-        self._call(lambda run: run.settle())
-        self.saving = None
-
-    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
-        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained."""
-        given = None if batches is None else [*batches]
-        return self._call(lambda run: run.evaluate(given))
-
-    def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return the options of the optimizer's groups."""
-        return self._call(lambda run: run.optimizer_groups())
+        try:
+            self._call(lambda run: run.settle())
+        except ConfigError as error:
+            self.unsaved = error
+        unsaved, self.unsaved, self.saving = self.unsaved, None, None
+        if unsaved is not None:
+            raise unsaved
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of the optimizer, from the next step on."""
@@ -327,37 +342,18 @@ class RecoveringRun(Trains):
         for group, key, value in self.set_after.get(step, ()):
             run.set_optimizer_option(group, key, value)
 
-    def optimizer_state(self, key: str) -> dict[str, Tensor]:
-        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
-        return self._call(lambda run: run.optimizer_state(key))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer in full, by fully qualified name."""
-        return self._call(lambda run: run.state_dict())
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
-        return self._call(lambda run: run.gradients())
-
-    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
-        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
-        return self._call(lambda run: run.trails())
-
-    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
-        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
-        return self._call(lambda run: run.recordings())
-
     def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
-        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
+        """End all workers, and write the newest state of a complete step as a checkpoint. Return its step.
 
         For a step that takes longer than there is time. positions: the state of the data after each step.
         None: there is no version in memory.
         """
         self._end()
-        step = self._newest()
+        step = self.versions.newest(max(self.completed))
         if step is not None and not whole(path := step_path(folder, step)):
-            data = with_states(self.program.job.callbacks, positions.get(step))
-            write_version(self.program, self.versions, step, path, unread=self.unread, data=data)
+            data = with_states(self.completed.get(step, {}), positions.get(step))
+            unread, options = self.unread, self.set_after.get(step, ())
+            write_version(self.program, self.versions, step, path, unread=unread, data=data, options=options)
         return step
 
     def leaving(self) -> bool:

@@ -1,14 +1,15 @@
 """What recovery knows of failures, of saves under way, of checkpoints, and of how long steps take."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from torch import Tensor
 
-from piper.errors import LaunchError, WorkerError
+from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.base import Resumed
 
 STEPS = 5  # steps whose times are known before a stall is judged by them
@@ -22,7 +23,7 @@ class Disk:
     """The checkpoints of a run."""
 
     folder: Path  # that all machines see
-    newest: Callable[[], Path | None]  # the newest that is complete
+    past: Callable[[int], Sequence[Path]]  # those up to a step that are complete, the newest first
     batches: Callable[[Resumed], Iterator[Mapping[str, Tensor]]]  # those that follow a checkpoint
 
 
@@ -79,6 +80,14 @@ class StepTimes:
         """Return the seconds without progress after which a step like this has stalled, `most` at most."""
         times = self.known.get(self.shape, ())
         return most if len(times) < STEPS else min(most, max(LEAST, SLOWER * median(times)))
+
+
+def first_intact(read: Callable[[Path], Resumed], past: Sequence[Path]) -> tuple[Path, Resumed]:
+    """Return the first of some checkpoints that can be read, and what it holds."""
+    for path in past[:-1]:
+        with suppress(ConfigError):
+            return path, read(path)
+    return past[-1], read(past[-1])
 
 
 def no_version(step: int) -> WorkerError:

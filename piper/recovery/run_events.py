@@ -54,3 +54,25 @@ def mismatch(step: int, before: StepResult, again: StepResult) -> Event:
         what=f"loss {before.loss!r} and gradient norm {before.grad_norm!r} at first, "
         f"{again.loss!r} and {again.grad_norm!r} when repeated",
     )
+
+
+def recovery(
+    step: int,
+    version: int,
+    source: str,
+    replayed: int,
+    seconds: float,
+    phases: Mapping[str, float],
+    left: int,
+) -> Event:
+    """Return the event of a run whose workers run again, with the fields of `Event`."""
+    return Event(
+        event="recovery",
+        step=step,
+        version=version,
+        source=source,
+        replayed=replayed,
+        seconds=round(seconds, 3),
+        phases={name: round(took, 3) for name, took in phases.items()},
+        left=left,
+    )

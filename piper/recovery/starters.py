@@ -133,7 +133,7 @@ class LocalStarter:
             run = group.start()
         except OSError as error:  # the fork server went while it was asked
             group.close()
-            self._drop()
+            self._drop(broken=True)
             raise LaunchError(
                 "no process can be started",
                 by="launch",
@@ -143,7 +143,7 @@ class LocalStarter:
         except BaseException as error:
             group.close()
             if isinstance(error, LaunchError):
-                self._drop()
+                self._drop(broken=True)
             raise
         self.packed = group.packed
         return run
@@ -161,8 +161,10 @@ class LocalStarter:
     def avoid(self, device: int | None) -> None:
         """Do nothing: every start forks new processes."""
 
-    def _drop(self) -> None:
+    def _drop(self, *, broken: bool = False) -> None:
         if self.forks is not None:
+            if broken:
+                self.forks.kill()  # one that a supervisor has lent would keep its workers
             self.forks.close()
             self.forks = None
 

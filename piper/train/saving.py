@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from piper.checkpoint.folder import by_step, candidates, step_path
-from piper.checkpoint.metadata import DamagedError
+from piper.checkpoint.metadata import DamagedError, read_record
 from piper.checkpoint.target import UndroppedError, UnwrittenError, unwritten
 from piper.data.feed import Feed
 from piper.errors import ConfigError
@@ -113,15 +113,16 @@ def disk_of(folder: Path, job: Job) -> Disk | None:
     if where is None:
         return None
 
-    def newest() -> Path | None:
-        return next((path for path in candidates(where) if isinstance(path, Path)), None)
+    def past(last: int) -> list[Path]:
+        found = [path for path in candidates(where) if isinstance(path, Path)]
+        return [path for path in found if read_record(path).step <= last]
 
     def batches(found: ResumePoint) -> Feed:
         feed = Feed(job.data, job.seed)
         seek(feed, found)
         return feed
 
-    return Disk(folder=where, newest=newest, batches=batches)
+    return Disk(folder=where, past=past, batches=batches)
 
 
 def none_left(where: Path, damaged: Sequence[DamagedError]) -> ConfigError:

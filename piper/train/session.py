@@ -128,11 +128,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
     if not (recovering_asked(asked) and supervises(asked.on, program, console.file)):
         return train_program(folder, program, asked, console, past, None)
-
-    def drive(driver: Driver) -> Outcome:
-        again = driver.failed_at is not None and job.checkpoint is not None
-        return train_program(folder, program, asked, console, past_of(folder, job) if again else past, driver)
-
+    drive = partial(train_program, folder, program, asked, console, past)
     return supervise(drive, program, folder, asked.retries, EventLog(folder, console.print))
 
 
@@ -189,7 +185,7 @@ def train_program(
                 stopping=lambda: stopping(run, interrupted) or run.stopping,
                 culprit=culprit if asked.detect_nan else None,
                 after=after,
-                complete=lambda last: None if driver is None else driver.commit(run, positions, ended=last),
+                complete=partial(completed, run, driver, positions),
             )
             sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
             rate = Rate(job, program.plans.buckets.values(), begun.trainer, sizes)
@@ -320,6 +316,14 @@ def noting(tell: Reporter, feed: Feed, positions: dict[int, object], kept: int, 
     tell(measure)
     positions[measure.step] = feed.state_dict()
     positions.pop(measure.step - kept, None)
+
+
+def completed(run: Run, driver: Driver | None, positions: Mapping[int, object], last: bool) -> None:
+    """Note that all of a step is done: a run that ends before this repeats the step."""
+    if isinstance(run, RecoveringRun):
+        run.complete()
+    if driver is not None:
+        driver.commit(run, positions, ended=last)
 
 
 def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, cast
 
-from piper.callbacks import named_callbacks
 from piper.checkpoint.metadata import Trainer
 from piper.compiler import Program
 from piper.data.feed import Feed
@@ -57,12 +56,14 @@ class Driver:
 
     def take_over(self, run: RecoveringRun, feed: Feed, positions: dict[int, object]) -> None:
         """Let a run and its data go on where the driver before it was."""
+        if self.failed_at is not None:
+            self.forks.clear()  # no worker of that driver may write versions any more
         run.left, run.failed_at = self.left, self.failed_at
         progress = self.progress
         if isinstance(run, ElasticRun):
             run.memory = self.memory
-            if progress is not None and progress.size is not None:
-                run.take(*progress.size)
+            if progress is not None and progress.layout is not None:
+                run.take(progress.layout)
         if progress is None:
             run.versions.forget(lambda step: True)
             return
@@ -70,13 +71,17 @@ class Driver:
         positions |= found
         run.versions.forget(lambda step: step > progress.done)
         begun = self.journal.beginning()
-        run.begun, run.unread, run.results = (None, begun.done), dict(begun.unread), dict(progress.results)
+        run.begun, run.unread, run.results = (
+            (begun.path, begun.done),
+            dict(begun.unread),
+            dict(progress.results),
+        )
         run.set_after = {step: [*options] for step, options in progress.options.items()}
         if progress.saving is not None:
             step, path, keep = progress.saving
             run.saving = Saving(step=step, path=Path(path), data=data, keep=keep)
         run.resumed(Resumed(step=progress.done, callbacks=callbacks))
-        version = run.versions.newest()
+        version = run.versions.newest(progress.done)
         first = version if version in positions else progress.done
         assert first is not None
         feed.seek(first, cast("Mapping[str, object] | None", positions.get(first)))
@@ -91,9 +96,7 @@ class Driver:
     def commit(self, run: Run, positions: Mapping[int, object], *, ended: bool) -> None:
         """Note that a step is complete."""
         assert isinstance(run, RecoveringRun)
-        callbacks = named_callbacks(run.program.job.callbacks)
-        states = {name: callback.state_dict() for name, callback in callbacks.items()}
-        self.journal.commit(run, positions, states, ended=ended)
+        self.journal.commit(run, positions, ended=ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +176,8 @@ def supervise(
             held.callback(versions.close)
         held.callback(journal.close)
         held.callback(lambda: servers[0].close())
+        killed: list[int] = []
+        held.callback(clear, killed, None)
         while True:
             if gone(servers[0].server):
                 servers[0].close()
@@ -192,8 +197,9 @@ def supervise(
                 return result(ended, folder)
             if supervisor.asked:
                 raise PreemptedError if supervisor.preempted else KeyboardInterrupt
-            clear(ended.process)
             progress, failed_at = journal.progress(), monotonic()
+            killed.append(ended.process)
+            clear(killed, moved(progress))
             done = 0 if progress is None else progress.done
             if progress is not None and (before is None or before[1] != done):
                 left = progress.left
@@ -203,6 +209,12 @@ def supervise(
                 raise error
             before, left = (ended.code, done), left - 1
             events(failure(error, done + 1, left))
+
+
+def moved(progress: Progress | None) -> Path | None:
+    """Return the state that the next driver needs, as it moves to another layout. None: there is none."""
+    layout = None if progress is None else progress.layout
+    return None if layout is None or layout.moved is None else Path(layout.moved[0])
 
 
 def lost(ended: Ended, done: int) -> WorkerError:

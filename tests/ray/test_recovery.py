@@ -237,7 +237,7 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     monkeypatch.setattr(RayStarter, "near", False)
     monkeypatch.setattr("piper.launchers.agent_starter.SETTLE", 1.0)
     given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"
-    disk = Disk(folder=tmp_path, newest=lambda: saved, batches=lambda found: iter(given[found.step :]))
+    disk = Disk(folder=tmp_path, past=lambda last: [saved], batches=lambda found: iter(given[found.step :]))
     program = compile(elastic_job(copies))
     programs = Programs(program)
     sizes = ElasticRange(fewest=1, most=2, program=programs.program)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from piper.errors import LaunchError
 from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.inline import InlineRun, launch_inline
 from piper.launchers.processes import RankEnvironment
 from piper.launchers.torchrun_agents import RankAgent, RankCalls, RemoteAgent
@@ -64,3 +66,20 @@ def test_a_device_that_changes_its_agent_brings_its_versions(hired: Hired, lost:
         again.close()
         with launch_inline(compiled(PAIR)) as whole:
             assert [whole.step(batch) for batch in given][3] == result
+
+
+def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired) -> None:
+    """What it held is looked for again: a failure as any other, which is not the same as the one before it."""
+    versions, (first, second, _) = hired.versions, hired.agents
+    versions.place({0: first, 1: second})
+    run = InlineRun(compiled(PAIR), Options(), versions.files_of(0))
+    run.protect()
+    run.close()
+    assert versions.newest() == 0
+    group = AgentWorkerGroup(compiled(PAIR), Options(), {0: first, 1: second}, versions.calls, versions)
+    second.actor.close()
+    for act in (lambda: versions.share(0), lambda: versions.parts(0), group.sharing(0).__enter__):
+        with pytest.raises(LaunchError) as caught:
+            act()
+        assert caught.value.what == "the state after step 0 is lost with a machine that held it"
+    assert versions.newest() is None

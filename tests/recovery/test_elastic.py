@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import piper
 from piper.compiler import Program, compile, strategy_of
-from piper.errors import ConfigError, ScheduleError, WorkerError
+from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
 from piper.launchers.inline import InlineRun
 from piper.recovery.elastic import ElasticRange, ElasticRun
+from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
@@ -190,6 +191,49 @@ def test_a_device_that_is_lost_for_good(
 
 
 @dataclass
+class Gone(Broken):
+    """A starter for which a device is lost once, the newest version with it, and that never comes back."""
+
+    def start(self, options: Options) -> InlineRun:
+        devices = len(devices_of(self.starter.program.plans))
+        if devices == 4 and 2 in self.starts:
+            self.starts.append(0)
+            raise LaunchError("no process can be started", by="launch", hint="none")
+        return super().start(options)
+
+
+def test_a_device_that_has_not_come_back(
+    program: Program, sizes: ElasticRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that cannot start take no version. The state that has moved is there, and is what goes on.
+
+    A version that is lost while it moves is looked for again. What is repeated with other devices has other
+    bits, which is no alarm.
+    """
+    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    lost = [LaunchError("the state after step 2 is lost", by="recovery", hint="none")]
+
+    def once(*given: object, **more: object) -> None:
+        if lost:
+            run.versions.forget(lambda step: step == run.done)
+            raise lost.pop()
+        write_version(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("piper.recovery.elastic.write_version", once)
+    events, before = list[Event](), memory()
+    with running(program, sizes, events, retries=1) as run:
+        run.left = 0
+        gone = Gone(cast(InlineStarter, run.starter))
+        run.starter, run.run = cast(Starter, gone), None
+        assert_plain([run.step(batch).loss for batch in batches(9)], run.state_dict())
+        assert gone.starts == [4, 2, 0, 2] and len(run.places) == 2
+    assert [(e.event, e.step) for e in events if e.event != "recovery"] == [
+        ("failure", 3), ("failure", 3), ("resize", 3), ("resize", 6), ("failure", 6), ("resize", 6),
+    ]  # fmt: skip
+    assert memory() == before
+
+
+@dataclass
 class Narrow(Broken):
     """Several machines that have room for so many devices, each time they are asked."""
 
@@ -211,7 +255,7 @@ def test_a_machine_that_is_lost_and_one_that_comes(
         run.starter, run.run = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
-        run.disk = Disk(folder=tmp_path, newest=lambda: None, batches=lambda found: iter(()))
+        run.disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
         (tmp_path / "piper-resize-1-left").mkdir()
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []

@@ -29,6 +29,7 @@ from tests.runtime.grid import Cell, batches, job, strategy
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 SHARDED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
 BUFFERS = Cell(case="convnet", schedule="none", dp=2, zero=0)
+FROZEN = Cell(case="frozen", schedule="none", dp=2, zero=2)
 EXPERTS = Cell(case="moe", schedule="none", dp=2, zero=3, ways=2, rows=1)
 
 
@@ -104,17 +105,22 @@ def versions(buffered: Program) -> Iterator[Versions]:
     made.close()
 
 
-def trained(program: Program, versions: Versions, steps: int) -> InlineRun:
+@pytest.fixture(scope="module")
+def frozen() -> Program:
+    return protected(FROZEN, copies=1)
+
+
+def trained(program: Program, versions: Versions, steps: int, cell: Cell = BUFFERS) -> InlineRun:
     run = InlineRun(program, Options(), versions.files)
     run.protect()
-    for batch in batches(BUFFERS, steps):
+    for batch in batches(cell, steps):
         run.step(batch)
     return run
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_what_one_device_loses_another_holds(buffered: Program, versions: Versions, device: int) -> None:
-    """The memory of a device is gone. The others hold every element, and constants are made again."""
+    """The memory of a device is gone. The others hold every element."""
     run = trained(buffered, versions, 3)
     wanted, unread = run.step(batches(BUFFERS, 4)[3]), dict(run.unread)
     state = run.state_dict()
@@ -122,13 +128,32 @@ def test_what_one_device_loses_another_holds(buffered: Program, versions: Versio
     assert versions.newest() == 3 and versions.whole
     for descriptor in versions.descriptors[device]:
         os.ftruncate(descriptor, 0)
-    assert versions.newest() == 3 and not versions.whole
-    again = InlineRun(buffered, Options(), versions.files)
-    again.protect()
+    assert versions.newest() == 3 and versions.whole, "a step writes every value"
+    again = InlineRun(buffered, Options(blank=True), versions.files)
     again.restore(3, unread)
     assert again.step(batches(BUFFERS, 4)[3]) == wanted
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
     again.close()
+
+
+def test_what_no_step_writes_is_made_again(frozen: Program) -> None:
+    """Frozen parameters are copied once, for the device that saves them. Where it is lost, so are they."""
+    versions = Versions(frozen.plans)
+    run = trained(frozen, versions, 2, FROZEN)
+    wanted, unread, state = run.step(batches(FROZEN, 3)[2]), dict(run.unread), run.state_dict()
+    run.close()
+    lost = versions.holders.resting[0]
+    for descriptor in versions.descriptors[lost]:
+        os.ftruncate(descriptor, 0)
+    assert versions.newest() == 2 and not versions.whole
+    again = InlineRun(frozen, Options(), versions.files)
+    again.protect()
+    assert versions.whole
+    again.restore(2, unread)
+    assert again.step(batches(FROZEN, 3)[2]) == wanted
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    again.close()
+    versions.close()
 
 
 def test_a_version_is_of_the_state_that_a_step_begins_with(buffered: Program, versions: Versions) -> None:
@@ -143,7 +168,7 @@ def test_a_version_is_of_the_state_that_a_step_begins_with(buffered: Program, ve
                 os.pwrite(descriptor, bytes(8), SPAN)
         assert versions.newest() == (1 if device == 0 else 0)
     versions.forget(lambda step: True)
-    assert versions.newest() is None and not versions.whole
+    assert versions.newest() is None
 
 
 def sections_bytes(versions: Versions) -> int:

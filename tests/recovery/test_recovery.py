@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from piper.callbacks import Callback, Running
 from piper.checkpoint.folder import verify
+from piper.checkpoint.json_state import decode
+from piper.checkpoint.metadata import DamagedError
+from piper.checkpoint.target import UnwrittenError
 from piper.compiler import Program, compile
-from piper.errors import LaunchError, WorkerError
+from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
@@ -118,6 +122,10 @@ class Counting:
 
     def write(self, path: Path, data: object, *, wait: bool, keep: int | None) -> None:
         self.script.do(f"save {path} after {self.done}")
+
+    def settle(self) -> None:
+        if self.script.fails.get("settle"):
+            raise self.script.fails["settle"].pop(0)
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         self.script.do(f"set {group} {key} {value}")
@@ -234,7 +242,9 @@ def test_a_straggler_is_replaced_once_if_asked() -> None:
     for asked in (True, False):
         script = Script()
         run, events = scripted(script, retries=1, replace_stragglers=asked)
-        run.program = cast(ProgramLike, SimpleNamespace(plans=[SimpleNamespace(devices=(0, 1, 2))]))
+        run.program = cast(
+            ProgramLike, SimpleNamespace(plans=[SimpleNamespace(devices=(0, 1, 2))], job=run.program.job)
+        )
         run.stragglers = Stragglers(run.program.plans)
         run.begin()
         for number in range(1, 50):
@@ -336,7 +346,7 @@ def test_where_memory_is_lost_the_newest_checkpoint_is_taken() -> None:
     script = Script(fails={"step 9": [lost()]}, kept=False)
     disk = Disk(
         folder=Path("run"),
-        newest=lambda: Path("saved"),
+        past=lambda last: [Path("saved")],
         batches=lambda found: iter([batch(n) for n in range(found.step + 1, 99)]),
     )
     run, events = scripted(script, disk=disk)
@@ -344,10 +354,138 @@ def test_where_memory_is_lost_the_newest_checkpoint_is_taken() -> None:
     assert train(run, 8, 10) == [8.0, 9.0, 10.0]
     assert script.log == [
         "start", "load here", "forget", "step 8", "step 9", "end",
-        "forget", "start blank", "load saved", "step 8", "step 9", "step 10",
+        "start blank", "forget", "load saved", "step 8", "step 9", "step 10",
     ]  # fmt: skip
     (_, recovery) = events
     assert (recovery.version, recovery.replayed, recovery.source) == (7, 1, "saved")
+
+
+def test_a_checkpoint_is_taken_only_up_to_the_step_that_is_done(tmp_path: Path) -> None:
+    """The newest is damaged, and one before it is of a step that is repeated: a save of it is made again."""
+    script = Script(
+        fails={"step 9": [lost(place=1), lost(place=1)], "load bad": [DamagedError(Path("bad"), "bits")]}
+    )
+    asked: list[int] = []
+
+    def past(last: int) -> list[Path]:
+        asked.append(last)
+        return [Path("bad"), Path("saved")]
+
+    batches = [batch(n) for n in range(8, 99)]
+    run, _ = scripted(
+        script, disk=Disk(folder=tmp_path, past=past, batches=lambda found: iter(batches)), retries=9
+    )
+    script.kept = False
+    run.load("here")
+    train(run, 8, 8)
+    run.save(tmp_path / "step-8", wait=False)
+    with pytest.raises(WorkerError) as caught:
+        train(run, 9, 9)
+    assert caught.value.place == 1, "the same failure of step 9, though step 8 was repeated in between"
+    assert script.log[-8:] == [
+        "end", "start blank", "forget", "load bad", "load saved", "step 8",
+        f"save {tmp_path / 'step-8'} after 8", "step 9", "end",
+    ][-8:]  # fmt: skip
+    assert asked == [8]
+
+
+def test_a_checkpoint_that_was_dropped_since_is_replaced_by_another() -> None:
+    """What no step writes was lost with a machine, and is the same in every checkpoint of the run."""
+    script = Script(fails={"step 9": [lost()]})
+    run, _ = scripted(
+        script, disk=Disk(folder=Path(), past=lambda last: [Path("newer")], batches=lambda _: iter(()))
+    )
+    run.load("here")
+    train(run, 8, 8)
+    script.whole = False
+    script.fails["load here"] = [ConfigError("there is no complete checkpoint here", by="load", hint="none")]
+    assert train(run, 9, 9) == [9.0]
+    assert script.log[-6:] == ["start", "load here", "load newer", "forget", "restore 8", "step 9"]
+
+
+def test_a_save_that_cannot_be_made_again_is_an_error_of_the_save(tmp_path: Path) -> None:
+    """The disk is full: training goes on, and the next call that waits for the save says so."""
+    script = Script(fails={"step 3": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    run.save(tmp_path / "saved", wait=False)
+    script.fails[f"save {tmp_path / 'saved'} after 2"] = [UnwrittenError("full", by="save", hint="none")]
+    assert train(run, 3, 3) == [3.0]
+    with pytest.raises(UnwrittenError):
+        run.settle()
+    run.settle()
+    script.fails["settle"] = [UnwrittenError("full", by="save", hint="none")]
+    with pytest.raises(UnwrittenError):
+        run.settle()
+    assert run.saving is None
+
+
+def test_a_loaded_run_forgets_what_was_set_before(tmp_path: Path) -> None:
+    script = Script()
+    run, _ = scripted(script)
+    train(run, 1, 8)
+    run.set_optimizer_option(0, "lr", 0.5)
+    run.save(tmp_path / "saved", wait=False)
+    run.load("here")
+    script.fails["step 9"] = [lost()]
+    train(run, 8, 9)
+    assert script.log[-4:] == ["start blank", "forget", "restore 8", "step 9"]
+
+
+def test_nan_is_no_other_result() -> None:
+    script = Script(fails={"step 3": [lost()]})
+    run, events = scripted(script)
+    run.step({"x": torch.tensor(float("nan"))})
+    run.step({"x": torch.tensor(float("nan"))})
+    script.memory = {1: 1}
+    train(run, 3, 3)
+    assert [e.event for e in events] == ["failure", "recovery"] and events[1].replayed == 1
+
+
+def test_a_run_that_counts_its_steps_trains_on_the_data_of_its_job() -> None:
+    run, _ = scripted(Script())
+    run.program.job.data, run.program.job.evaluate = lambda: [batch(n) for n in range(1, 9)], None  # type: ignore[misc]
+    assert [result.loss for result in run.train(3)] == [1.0, 2.0, 3.0] and run.done == 3
+
+
+class Counter(Callback):
+    """Counts the steps that it has seen."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, run: Running, step: int, result: object) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {"steps": self.steps}
+
+
+def test_what_is_flushed_holds_complete_steps_only(programs: dict[str, Program], tmp_path: Path) -> None:
+    """The evaluation after step 3 takes too long. Step 2 is saved: its callbacks, position and options."""
+    counter = Counter()
+    program = replace(programs[str(PAIR)], job=replace(programs[str(PAIR)].job, callbacks=(counter,)))
+    first, second, third = batches(PAIR, 3)
+    with recovering(program, "inline", Options(), retries=1) as run:
+        for number, given in enumerate((first, second, third), start=1):
+            result = run.step(given)
+            counter.on_step(run, number, result)
+            if number == 2:
+                run.set_optimizer_option(0, "lr", 0.125)
+                run.complete()
+        assert run.versions.newest() == 3
+        assert run.flush(tmp_path, {2: "here", 3: "there"}) == 2
+    saved = tmp_path / "step-00000002"
+    record = verify(saved)
+    assert record.step == 2
+    assert decode(record.data) == {"piper callbacks": {"Counter": {"steps": 2}}, "data": "here"}
+    with launch_inline(programs[str(PAIR)]) as whole, launch_inline(programs[str(PAIR)]) as resumed:
+        whole.step(first)
+        whole.step(second)
+        whole.set_optimizer_option(0, "lr", 0.125)
+        resumed.read(saved)
+        assert resumed.optimizer_groups()[0]["lr"] == 0.125
+        assert resumed.step(third) == whole.step(third)
 
 
 def test_a_repeated_step_that_differs_is_an_alarm() -> None:

@@ -112,7 +112,7 @@ def test_a_driver_that_prints_into_memory_is_not_forked() -> None:
 
 def progress(done: int) -> Progress:
     return Progress(
-        done=done, ended=False, left=3, good=done, results={}, options={}, size=None, saving=None, states=None
+        done=done, ended=False, left=3, results={}, options={}, layout=None, saving=None, states=None
     )
 
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
-from time import monotonic
+from time import monotonic, sleep
 
 from piper.errors import LaunchError
 from piper.launchers.processes import StopWatch, gone, stopped
@@ -42,6 +42,7 @@ MOST = 8  # descriptors that a worker may be given
 START = 120.0  # seconds that importing torch may take
 END = 2.0  # seconds that the fork server may take to end by itself
 LOOK = 0.1  # seconds between two looks at processes
+SOON = 0.005  # seconds between two looks at a process that was killed
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -62,7 +63,9 @@ class ForkConnection:
         """Start a worker that owns these descriptors. Return its process id."""
         self.warm()
         socket.send_fds(self.end, [FORK], descriptors)
-        return self._notice(FORKED)[0]
+        process = self._notice(FORKED)[0]
+        self.exits.pop(process, None)  # of an earlier process with the same number
+        return process
 
     def _notice(self, wanted: int) -> tuple[int, int]:
         """Return the next notice of a kind. The ends of processes that come before it are remembered."""
@@ -113,6 +116,21 @@ class ForkConnection:
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
             wait([self.end], LOOK)
+
+    def clear(self) -> None:
+        """Wait until no worker of an earlier connection is left; a server that cannot say so is killed."""
+        try:
+            self.warm()
+        except (LaunchError, OSError):
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the fork server, with which its workers end. Idempotent."""
+        until = monotonic() + END
+        if not gone(self.server):
+            os.kill(self.server, signal.SIGKILL)
+        while not gone(self.server) and monotonic() < until:
+            sleep(SOON)
 
     def close(self) -> None:
         """End every process that was started through this connection."""

@@ -46,7 +46,7 @@ from piper.launchers.transport.version_sections import (
 )
 from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
-from piper.plan.plan import Plans
+from piper.plan.plan import Bucket, Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
 from piper.protection import Protection
 from piper.runtime.worker import Worker
@@ -62,6 +62,7 @@ class Holders:
         self.devices = [device for plan in plans for device in plan.devices]
         self.state = ProtectedState(plans) if plans.protection is not None else None
         self.sections = () if self.state is None else self.state.sections
+        self.resting = [d for d in self.devices if self.state is not None and any(rest_of(plans, d))]
 
     def numbers(self, device: int) -> list[int]:
         """Return the numbers of all sections in the memory of a device."""
@@ -69,8 +70,8 @@ class Holders:
 
     def rest(self, files: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]] | None:
         """Return where everything lies that no step writes, as (device, descriptor, section). None: lost."""
-        found = [(d, file, REST) for d in self.devices for file in files[d][:1] if step_in(file) is not None]
-        return found if len(found) == len(self.devices) else None
+        found = [(d, file, REST) for d in self.resting for file in files[d][:1] if step_in(file) is not None]
+        return found if len(found) == len(self.resting) else None
 
     def of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
         """Return where a version lies, each element once, as (device, descriptor, section). None: nowhere."""
@@ -185,11 +186,7 @@ class WorkerVersions:
 
     def _rest(self) -> Copied:
         """Return what this device is the one to save and no instruction copies."""
-        plans, device = self.worker.setup.plans, self.worker.device
-        copied = copied_slots(plans)
-        buckets = [b for b in saved_buckets(plans, device) if SlotId("param", b.name) not in copied]
-        shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
-        buffers = [name for name in saved_buffers(shares, device) if SlotId("buffer", name) not in copied]
+        buckets, buffers = rest_of(self.worker.setup.plans, self.worker.device)
         found = copy_parts(self.worker, buckets, buffers, Trainer(), same)
         return replace(found, step=0)  # it is the same after every step
 
@@ -320,6 +317,15 @@ def version_bytes(plans: Plans, device: int) -> int:
             low, high = owned_range(bucket, device)
             total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
     return GENERATIONS * (total + INDEX)
+
+
+def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
+    """Return the buckets and buffers that a device is the one to save and no instruction copies."""
+    copied = copied_slots(plans)
+    buckets = [b for b in saved_buckets(plans, device) if SlotId("param", b.name) not in copied]
+    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
+    buffers = [name for name in saved_buffers(shares, device) if SlotId("buffer", name) not in copied]
+    return buckets, buffers
 
 
 def copied_slots(plans: Plans) -> set[SlotId]:
