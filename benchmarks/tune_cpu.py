@@ -1,16 +1,18 @@
 """Does the tuned strategy win on real processes? Two workers, a small decoder, on an idle machine.
 
-    python benchmarks/tune_cpu.py [--rounds 15] [--cpu-time]
+    python benchmarks/tune_cpu.py [--rounds 15] [--measure 5] [--cpu-time]
 
 Measures the links of the machine, and the costs of the model in two profiled runs with microbatches of 8 and
-2 samples, tunes with them, and then runs the tuned strategy and others that were written by hand in turns,
-one step each in every round. It refuses to judge where a loop of fixed work takes more than 1.1 times its
-best: other work on the machine would decide. Prints the median step of each, how the tuned one compares with
-the best of the others (at most 1.02), and on how many of the pairs more than 5 % apart the predicted order
-agrees (at least 90 %).
+2 samples, tunes with them as `piper tune --measure 5` does, and then runs the tuned strategy and others that
+were written by hand in turns: one step each in every round, in an order that changes, with new processes
+after every five rounds. A tuned strategy that is one of those written by hand runs once. It refuses to judge
+where a loop of fixed work takes more than 1.1 times its best: other work on the machine would decide. Prints
+the median step of each, how the tuned one compares with the best of the others (at most 1.02), and on how
+many of the pairs more than 5 % apart the predicted order agrees (at least 90 %).
 
-`--cpu-time` is for a machine with other work on it. It compares the CPU time of the workers in a step with
-the time for which they occupy a core by the same costs. That says nothing about bubbles.
+`--cpu-time` is for a machine with other work on it, and the tuned strategy is then the best by prediction. It
+compares the CPU time of the workers in a step with the time for which they occupy a core by the same costs.
+That says nothing about bubbles.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -39,10 +42,12 @@ from piper.simulate.costs import Costs
 from piper.simulate.dependencies import InstructionCosts, weave
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.simulate import simulate
+from piper.tuning.result import Tuned
 from piper.tuning.space import Space
+from piper.tuning.trial_runs import LOADED, stretch
 
 LAYERS, SAMPLES, LENGTH = 8, 16, 64
-LOADED = 1.1
+ROUNDS_OF_A_START = 5  # equal processes differ by some percent for as long as they live
 CONFIG = decoder.Config(
     vocab=512, dim=128, layers=LAYERS, heads=4, kv_heads=4, head_dim=32, hidden=384, stages=LAYERS
 )
@@ -89,22 +94,6 @@ WRITTEN: dict[str, list[Directive]] = {
     "zero-bubble, 8 microbatches": pipeline("zero-bubble", 8),
     "1f1b, uneven": pipeline("1f1b", 8, first=6),
 }
-
-
-def fixed_work() -> float:
-    """Time a loop of fixed work."""
-    begin = time.perf_counter()
-    total = 0
-    for number in range(2_000_000):
-        total += number
-    return time.perf_counter() - begin
-
-
-def quiet(times: int = 7) -> tuple[bool, float]:
-    """Return whether the machine is idle, and by how much the median of fixed work exceeds the best."""
-    spent = [fixed_work() for _ in range(times)]
-    stretch = statistics.median(spent) / min(spent)
-    return stretch <= LOADED, stretch
 
 
 def measured_costs(folder: Path, *, links: bool) -> tuple[Path, Path | str]:
@@ -170,18 +159,25 @@ def workers_clock() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--measure", type=int, default=5, help="how many candidates the search runs")
     parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, on a loaded machine")
     asked = parser.parse_args()
-    calm, stretch = quiet()
-    if not calm and not asked.cpu_time:
-        sys.exit(
-            f"the machine is loaded: fixed work takes {stretch:.2f} times its best, so nothing is judged"
-        )
+    if not asked.cpu_time:
+        refuse_load("is")
     with tempfile.TemporaryDirectory() as name:
         costs, machine = measured_costs(Path(name), links=not asked.cpu_time)
-        found = piper.tune(job(), machine, 2, costs=costs, space=Space(recompute=Space().recompute[:1]))
+        found = piper.tune(
+            job(),
+            machine,
+            2,
+            costs=costs,
+            space=Space(recompute=Space().recompute[:1]),
+            measure=None if asked.cpu_time else asked.measure,
+        )
         priced = MeasuredOn(read_costs(costs), load_cluster(machine))
-    candidates = {"tuned": list(found.best.strategy), **WRITTEN}
+    print_search(found)
+    same = next((label for label, strategy in WRITTEN.items() if strategy == found.strategy), None)
+    candidates = WRITTEN if same is not None else {"tuned": list(found.best.strategy), **WRITTEN}
     base = job()
     programs: dict[str, Program] = {}
     for label, strategy in candidates.items():
@@ -192,29 +188,44 @@ def main() -> None:
     priced_by = core_seconds if asked.cpu_time else step_seconds
     predicted = {label: priced_by(program, priced) for label, program in programs.items()}
     spent: dict[str, list[float]] = {label: [] for label in programs}
-    with ExitStack() as held:
-        runs = {label: held.enter_context(piper.launch(p, on="local")) for label, p in programs.items()}
-        for run in runs.values():
-            run.step(batch)
-        for _ in range(asked.rounds):
-            for label, run in runs.items():
-                begin = clock()
+    for begun in range(0, asked.rounds, ROUNDS_OF_A_START):
+        with ExitStack() as held:
+            runs = {label: held.enter_context(piper.launch(p, on="local")) for label, p in programs.items()}
+            for run in runs.values():
                 run.step(batch)
-                spent[label].append(clock() - begin)
-    calm, stretch = quiet()
-    if not calm and not asked.cpu_time:
-        sys.exit(
-            f"the machine became loaded: fixed work takes {stretch:.2f} times its best; nothing is judged"
-        )
-    judge({label: statistics.median(times) for label, times in spent.items()}, predicted)
+            for number in range(begun, min(begun + ROUNDS_OF_A_START, asked.rounds)):
+                for label in Random(number).sample(list(runs), len(runs)):
+                    begin = clock()
+                    runs[label].step(batch)
+                    spent[label].append(clock() - begin)
+    if not asked.cpu_time:
+        refuse_load("became")
+    judge({label: statistics.median(times) for label, times in spent.items()}, predicted, same or "tuned")
 
 
-def judge(medians: dict[str, float], predicted: dict[str, float]) -> None:
-    """Print the figures, and end with 1 where one misses its limit."""
+def print_search(found: Tuned) -> None:
+    """Print what the search measured."""
+    for one in found.ranked[: 1 if found.trial is None else len(found.trial.runs)]:
+        took = found.measured(one)
+        text = "" if took is None else f"{took * 1e3:8.1f} ms measured "
+        print(f"{text}{one.step * 1e3:8.1f} ms predicted  {one.choice.label}: {found.reason(one)}")
+    print()
+
+
+def refuse_load(since: str) -> None:
+    """End where other work on the machine would decide."""
+    load = stretch()
+    if load > LOADED:
+        sys.exit(f"the machine {since} loaded: fixed work takes {load:.2f} times its best; nothing is judged")
+
+
+def judge(medians: dict[str, float], predicted: dict[str, float], tuned: str) -> None:
+    """Print the figures, and end with 1 where one misses its limit. tuned: the label of that strategy."""
     for label in sorted(medians, key=lambda one: medians[one]):
-        print(f"{medians[label] * 1e3:8.1f} ms measured {predicted[label] * 1e3:8.1f} ms predicted  {label}")
+        name = f"{label} (tuned)" if label == tuned != "tuned" else label
+        print(f"{medians[label] * 1e3:8.1f} ms measured {predicted[label] * 1e3:8.1f} ms predicted  {name}")
     best = min(spent for label, spent in medians.items() if label != "tuned")
-    ratio = medians["tuned"] / best
+    ratio = medians[tuned] / best
     apart = [
         (one, other)
         for one, other in combinations(medians, 2)

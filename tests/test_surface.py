@@ -174,10 +174,12 @@ def test_verbs_and_flags() -> None:
         ],
         "tune": [
             "--cluster",
+            "--compile",
             "--costs",
             "--devices",
             "--extrapolate",
             "--json",
+            "--measure",
             "--memory",
             "--out",
             "--page",

@@ -188,6 +188,11 @@ class Capturing:
     folder: Path | None = None  # of the cache that was asked for
     servers: CompileServers = field(default_factory=CompileServers)
 
+    @property
+    def complete(self) -> Recordings:
+        """Return recordings of the whole model, from which programs that run can be compiled."""
+        return self.recordings
+
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""
         known = self.recordings

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.divide.request import Request
-from piper.capture.recordings import Capturing, division_of, merged
+from piper.capture.recordings import Capturing, Recordings, division_of, merged
 from piper.capture.repeat import Filled, filled, skipped_blocks
 from piper.capture.trace.equal_blocks import equal_blocks
 from piper.capture.trace.repeated_layers import find_layers
@@ -35,6 +35,11 @@ class ShortCapturing(Capturing):
     short: Capturing  # of the shorter model
     whole: Capturing  # of all blocks, for what cannot be filled in
     made: dict[tuple[object, ...], Filled | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def complete(self) -> Recordings:
+        """Return recordings of the whole model, from which programs that run can be compiled."""
+        return self.whole.recordings
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
         """Return the model for slices of `rows` samples, divided as `requests` ask."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.options import AsJson, CostsFile, Recipe
+from piper.cli.options import AsJson, Compile, CostsFile, Recipe
 
 
 def tune(
@@ -39,10 +39,16 @@ def tune(
     workers: Annotated[
         int | None, typer.Option(help="Processes that evaluate candidates; else one a core.", metavar="N")
     ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(help="Run the best K on this machine too, and choose the fastest.", metavar="K"),
+    ] = None,
+    compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Search for the strategy of a recipe with the shortest simulated step that fits in memory.
 
+    With --measure the best few then run on this machine, and the fastest of them is chosen.
     Ctrl-C ends the search and gives the best strategy so far.
     """
     from piper.cli.tune_report import print_tuned, progress_on, read_size, tuned_report
@@ -69,8 +75,10 @@ def tune(
             trials=trials,
             start=first,
             extrapolate=extrapolate,
+            compile=compiled,
             progress=progress,
             workers=workers,
+            measure=measure,
         )
     if out is not None:
         refuse_existing(out)

@@ -54,6 +54,8 @@ def progress_on(console: Console, trials: int) -> "Iterator[Report]":
             text = f"{count(len(search.evaluated), 'candidate')} compiled"
             if best is not None:
                 text += f", best {seconds(best)}"
+            if search.measuring:
+                text += f", measuring {search.measuring}"
             bar.update(task, completed=len(search.evaluated), description=text)
 
         yield report
@@ -63,12 +65,14 @@ def print_tuned(found: "Tuned", console: Console, recipe: str, out: Path | None)
     """Print the best strategy, the ranked candidates, the front, and why the others lost."""
     best = found.best
     console.print(
-        f"Best: {seconds(best.step)} a step on {count(found.devices, 'device')} of {found.machine}, at most "
+        f"Best: {found.step_text} a step on {count(found.devices, 'device')} of {found.machine}, at most "
         f"{size(best.peak)} of {size(found.limit)} each",
         style="bold",
     )
     console.print(f"  {best.choice.label}")
     console.print(f"  {verdict(found)}")
+    if found.trial is not None and found.trial.warning:
+        console.print(f"  Warning: {found.trial.warning}")
     console.print()
     print_ranked(found, console)
     print_front(found, console)
@@ -83,6 +87,8 @@ def print_tuned(found: "Tuned", console: Console, recipe: str, out: Path | None)
 def verdict(found: "Tuned") -> str:
     """Say how far the best strategy can be from the shortest of the space."""
     compiled = f"{count(len(found.evaluated), 'candidate')} compiled in {found.seconds:.1f} s"
+    if found.trial is not None:
+        compiled += f", {len(found.trial.runs)} of them measured"
     if found.interrupted:
         return f"{compiled}; interrupted, so a shorter one may be left"
     if found.complete:
@@ -94,11 +100,14 @@ def verdict(found: "Tuned") -> str:
 def print_ranked(found: "Tuned", console: Console) -> None:
     """Print the candidates that were compiled, the shortest first, with the reason why each lost."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("step", "bound", "bubble", "exposed", "peak", "strategy", "reason"):
+    steps = ("step",) if found.trial is None else ("measured", "predicted")
+    for heading in (*steps, "bound", "bubble", "exposed", "peak", "strategy", "reason"):
         left = heading in ("strategy", "reason")
         table.add_column(heading, justify="left" if left else "right", no_wrap=not left)
     for one in found.ranked[:MOST_RANKED]:
+        measured = found.measured(one)
         table.add_row(
+            *(() if found.trial is None else ("" if measured is None else seconds(measured),)),
             seconds(one.step),
             seconds(one.bound),
             percent(one.bubble, 1),
@@ -144,6 +153,7 @@ def tuned_report(found: "Tuned") -> dict[str, object]:
     return {
         "best": {
             "step_s": found.best.step,
+            "measured_s": found.measured(found.best),
             "peak_bytes": found.best.peak,
             "label": found.best.choice.label,
             "strategy": json.loads(found.json),
@@ -153,10 +163,12 @@ def tuned_report(found: "Tuned") -> dict[str, object]:
         "complete": found.complete,
         "interrupted": found.interrupted,
         "limit_bytes": found.limit,
+        "load": None if found.trial is None else found.trial.load,
         "traced": list(found.recorded),
         "ranked": [
             {
                 "step_s": one.step,
+                "measured_s": found.measured(one),
                 "bound_s": one.bound,
                 "peak_bytes": one.peak,
                 "label": one.choice.label,

@@ -21,6 +21,7 @@ class Talk:
     level: int = 0  # of the network: communications of one device on one level share its bandwidth
     slows: float = 0.0  # the part of its members' speed that it takes from their computing meanwhile
     cores: float = 0.0  # that it occupies for each member, from its beginning to its end
+    copies: bool = False  # gradients that lie apart are copied into one buffer before, which is not counted
 
 
 class Costs(Protocol):
@@ -138,6 +139,7 @@ class Roofline:
             level=level,
             slows=slows,
             cores=cluster.links[level].cores,
+            copies=op == "reduce_scatter" and cluster.cores > 0,  # those who compute share cores, not devices
         )
 
 

@@ -5,7 +5,7 @@ part in it: a send with its receive, a collective with all members of its groups
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from piper.devices import Devices
 from piper.ir.chunk import Chunk, Phase
@@ -106,7 +106,7 @@ class InstructionCosts:
     def __init__(self, web: DependencyGraph, chunks: Mapping[str, Chunk], costs: Costs) -> None:
         self.web, self.chunks, self.costs = web, chunks, costs
         self.computes: dict[tuple[Phase, str], float] = {}
-        self.talks: dict[tuple[str, str, int], Talk] = {}
+        self.talks: dict[tuple[str, str, int, int], Talk] = {}
         self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
 
     def seconds(self, number: int) -> float:
@@ -123,9 +123,13 @@ class InstructionCosts:
         """Return the cost of a communication in the slowest of its groups."""
         ins = self.web.instrs[number]
         assert ins.comm is not None
-        key = (ins.travels_as, ins.comm, ins.nbytes)
+        apart = gradient_bytes(self.web.plans.plans[self.web.program[number]], ins)
+        key = (ins.travels_as, ins.comm, ins.nbytes, apart)
         if key not in self.talks:
-            self.talks[key] = self.costs.talk(ins.travels_as, ins.nbytes, self._slowest(ins, ins.comm))
+            talk = self.costs.talk(ins.travels_as, ins.nbytes, self._slowest(ins, ins.comm))
+            if talk.copies and apart:
+                talk = replace(talk, latency=talk.latency + self.costs.touch("accumulate", 2 * apart))
+            self.talks[key] = talk
         return self.talks[key]
 
     def _slowest(self, ins: Instr, comm: str) -> Devices:
@@ -138,6 +142,13 @@ class InstructionCosts:
 
             self.slowest[ins.travels_as, comm] = max(self.web.plans.comms[comm].groups, key=cost)
         return self.slowest[ins.travels_as, comm]
+
+
+def gradient_bytes(plan: Plan, ins: Instr) -> int:
+    """Return the bytes of a backward's gradients that an instruction reads, before any sum of them."""
+    if ins.op != "reduce_scatter":
+        return 0
+    return sum(plan.slots[name].nbytes for name in ins.reads if name.kind == "gradient")
 
 
 def touched(plan: Plan, ins: Instr) -> int:

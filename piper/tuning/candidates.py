@@ -105,13 +105,6 @@ class Queue:
         return [entry for *_, entry in sorted(self.entries)]
 
 
-def captured_for(choice: StrategyChoice) -> tuple[object, ...]:
-    """Return what decides how a model is captured for a candidate."""
-    divided = (choice.tensor, choice.context, choice.between, choice.ranks, choice.sizes)
-    plain = (choice.rows, choice.recompute, choice.experts)
-    return (*plain, *divided) if choice.divided else plain
-
-
 def discarded(entry: CandidateGroup | Leaf) -> Discard:
     """Return the record of a candidate whose bound is above the best step."""
     return Discard(choice=entry.choice, bound=entry.bound, grouped=isinstance(entry, CandidateGroup))

@@ -137,6 +137,13 @@ class StrategyChoice:
         return ", ".join(words)
 
     @property
+    def captured_for(self) -> tuple[object, ...]:
+        """Return what decides how a model is captured for it."""
+        divided = (self.tensor, self.context, self.between, self.ranks, self.sizes)
+        plain = (self.rows, self.recompute, self.experts)
+        return (*plain, *divided) if self.tensor * self.context > 1 else plain
+
+    @property
     def key(self) -> tuple[object, ...]:
         """Return what orders candidates of one bound: plain ones first."""
         return (

@@ -2,20 +2,37 @@
 
 from collections.abc import Sequence
 
+from piper.compiler import strategy_of
 from piper.directives import Directive
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.shard_axis import ShardAxis
 from piper.errors import ConfigError
+from piper.job import Job, directives_for
 from piper.tuning.choice import GIVEN, Divide, StrategyChoice
 from piper.tuning.shorter import split_of
 
 BY = "tune"
 
 
+def own_strategy(job: Job, devices: int) -> list[Directive] | None:
+    """Return the strategy that a job has. None: it has none, or one for more devices."""
+    if job.elastic is not None:
+        fewest, most = job.elastic
+        return list(directives_for(job, devices)) if fewest <= devices <= most else None
+    strategy = strategy_of(job)
+    used = {device for group in placed_on(strategy) for device in group}
+    return strategy if used and max(used) < devices else None
+
+
+def placed_on(strategy: Sequence[Directive]) -> set[tuple[int, ...]]:
+    """Return the sets of devices on which a strategy places regions."""
+    return {directive.devices for directive in strategy if isinstance(directive, Place | Replicate)}
+
+
 def given_choice(strategy: Sequence[Directive], devices: int, samples: int, layers: int) -> StrategyChoice:
     """Return the entry of a given strategy among the candidates. Refuse one for more devices."""
-    placed = {directive.devices for directive in strategy if isinstance(directive, Place | Replicate)}
+    placed = placed_on(strategy)
     used = {device for group in placed for device in group}
     if not used or max(used) >= devices:
         raise ConfigError(

@@ -27,7 +27,7 @@ def tuning_page(found: Tuned, title: str) -> str:
 {MARK}
 <html lang="en"><meta charset="utf-8"><title>piper tune {escape(title)}</title><style>{STYLE}</style>
 <h1>{escape(title)} on {found.devices} devices of {escape(found.machine)}</h1>
-<p><b>{escape(best.choice.label)}</b>: {seconds(best.step)} a step, at most {size(best.peak)} of
+<p><b>{escape(best.choice.label)}</b>: {found.step_text} a step, at most {size(best.peak)} of
 {size(found.limit)} on each device. {len(found.evaluated)} candidates were compiled, proven and simulated.</p>
 {picture(found)}
 <p>Each point is a candidate. The line joins those that no other beats in both time and memory; the dashed

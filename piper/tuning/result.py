@@ -11,6 +11,7 @@ from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import Discard
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.strategy_search import StrategySearch
+from piper.tuning.trial_runs import TrialRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Tuned:
     recorded: tuple[int, ...]  # microbatch sizes that were traced
     interrupted: bool
     seconds: float
+    trial: TrialRuns | None = None  # on this machine. None: the best is the best by simulation
 
     @property
     def strategy(self) -> list[object]:
@@ -45,11 +47,24 @@ class Tuned:
         lines = "\n".join(f"    {directive!r}," for directive in self.best.strategy)
         verbs = sorted({directive.verb for directive in self.best.strategy})
         return (
-            f'"""{self.best.choice.label}: {seconds(self.best.step)} a step on {self.devices} devices of '
+            f'"""{self.best.choice.label}: {self.step_text} a step on {self.devices} devices of '
             f'{self.machine}, at most {size(self.best.peak)} each."""\n\n'
             f"from piper import at, {', '.join(verbs)}\n\n"
             f"STRATEGY = [\n{lines}\n]\n"
         )
+
+    @property
+    def step_text(self) -> str:
+        """Return the step of the best strategy for people: `23.8 ms`, or as measured and as predicted."""
+        measured = self.measured(self.best)
+        if measured is None:
+            return seconds(self.best.step)
+        return f"{seconds(measured)} (measured; {seconds(self.best.step)} predicted)"
+
+    def measured(self, found: Evaluation) -> float | None:
+        """Return the median step of a candidate on this machine. None: it was not measured."""
+        run = None if self.trial is None else self.trial.of(found)
+        return run.step if run is not None and run.times else None
 
     @property
     def complete(self) -> bool:
@@ -58,8 +73,14 @@ class Tuned:
 
     @property
     def ranked(self) -> list[Evaluation]:
-        """Return what was evaluated: those that fit first, the shortest step first."""
-        return sorted(self.evaluated, key=lambda one: (one.needs > self.limit, one.step, one.choice.label))
+        """Return what was evaluated: those that fit first, then those measured, the shortest step first."""
+
+        def rank(one: Evaluation) -> tuple[object, ...]:
+            measured = self.measured(one)
+            by = (True, one.step) if measured is None else (False, measured)
+            return (one.needs > self.limit, *by, one.choice.label)
+
+        return sorted(self.evaluated, key=rank)
 
     @property
     def front(self) -> list[Evaluation]:
@@ -72,10 +93,17 @@ class Tuned:
 
     def reason(self, loser: Evaluation) -> str:
         """Return why a candidate that was evaluated lost."""
+        run, shortest = (None if self.trial is None else self.trial.of(loser)), self.measured(self.best)
         if loser is self.best:
-            return "best"
+            return "best" if shortest is None else "best, measured"
+        if run is not None and run.failed:
+            return f"failed when it was measured: {run.failed}"
+        if run is not None and run.times and shortest:
+            return f"measured {run.step / shortest:.3f} of the best"
         if loser.needs > self.limit:
             return f"does not fit: {size(loser.needs)} of {size(self.limit)}"
+        if self.trial is not None and loser.step <= self.best.step:
+            return "not measured"
         more = {
             "bubble": loser.idle - self.best.idle,
             "exposed communication": loser.exposed - self.best.exposed,

@@ -28,7 +28,6 @@ from piper.tuning.candidates import (
     Discard,
     Leaf,
     Queue,
-    captured_for,
     discarded,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
@@ -72,24 +71,40 @@ class StrategySearch:
     grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
     lowest: float = float("inf")  # the lowest bound that is left, where trials ran out
-    best: Evaluation | None = None  # of the last or present run
+    wanted: int = 1  # how many of the shortest are searched for
+    measuring: int = 0  # how many run on this machine now
+    shortest: list[Evaluation] = field(default_factory=list)  # as many that fit, of the last or present run
+
+    @property
+    def best(self) -> Evaluation | None:
+        """Return the shortest step so far that fits. None: none fits."""
+        return self.shortest[0] if self.shortest else None
+
+    def is_beaten(self, bound: float, gap: float) -> bool:
+        """Return whether a candidate cannot be shorter, by the fraction `gap`, than those that are wanted."""
+        return len(self.shortest) == self.wanted and bound >= self.shortest[-1].step * (1 - gap)
+
+    def keep(self, found: Evaluation) -> None:
+        """Keep an evaluation that fits if it is among the shortest strategies that are wanted."""
+        if all(found.strategy != one.strategy for one in self.shortest):
+            self.shortest = sorted([*self.shortest, found], key=lambda one: one.step)[: self.wanted]
 
     def run(
-        self, limit: int, trials: int, *, divided: bool = False, best: Evaluation | None = None
+        self, limit: int, trials: int, *, divided: bool = False, further: bool = False
     ) -> Evaluation | None:
         """Return the shortest step that fits; at most `trials` candidates are evaluated. None: none fits.
 
         divided: only candidates with tensor or context parallelism, else only those without.
-        best: the best so far.
+        further: begin with the shortest so far.
         """
-        self.discarded, self.lowest, self.best = [], float("inf"), best
+        self.discarded, self.lowest, self.shortest = [], float("inf"), self.shortest if further else []
         self.expanded.clear()
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
         syntheses = SYNTHESES * trials
         while queue.entries:
             entry = queue.pop()
-            if self.best is not None and entry.bound >= self.best.step * (1 - self.gap):
+            if self.is_beaten(entry.bound, self.gap):
                 self.discarded.append(discarded(entry))
             elif isinstance(entry, CandidateGroup):
                 leaves, unfit = self.leaves(entry, limit)
@@ -128,17 +143,16 @@ class StrategySearch:
             queue = list(self.synthesised(Leaf(choice=choice, bound=bound, held=held), limit, trials))
             while queue:
                 leaf = queue.pop()
-                if self.best is not None and leaf.bound >= self.best.step:
+                if self.is_beaten(leaf.bound, 0.0):
                     continue
                 found = None if leaf.key in self.evaluated else self.evaluate(leaf)
                 if found is not None:
                     queue += self.take(leaf, found, limit, trials)
 
     def take(self, leaf: Leaf, found: Evaluation, limit: int, trials: int | None = None) -> Iterator[Leaf]:
-        """Keep an evaluation if it is the best. Yield a schedule that holds less if it does not fit."""
+        """Keep an evaluation if it fits. Yield a schedule that holds less if it does not fit."""
         if found.needs <= limit:
-            if self.best is None or found.step < self.best.step:
-                self.best = found
+            self.keep(found)
         elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
             before = leaf.beyond or (0,) * len(found.held)
             all_ranks = (leaf.tries - 1) * (found.needs - limit)  # an order for less may need more elsewhere
@@ -148,14 +162,15 @@ class StrategySearch:
             ]
             yield from self.synthesised(replace(leaf, beyond=tuple(beyond)), limit, trials)
 
-    def begin(self, strategy: Sequence[Directive], limit: int) -> Evaluation | None:
-        """Evaluate a given strategy. None: it does not fit."""
+    def begin(self, strategy: Sequence[Directive], limit: int) -> None:
+        """Evaluate a given strategy."""
         shapes = self.shapes
         choice = given_choice(strategy, shapes.devices, shapes.samples, shapes.layers)
         found = evaluate_strategy(self.model, choice, strategy)
         self.evaluated[choice, None] = found
+        if found.needs <= limit:
+            self.keep(found)
         self.report(self, found)
-        return found if found.needs <= limit else None
 
     def evaluate(self, leaf: Leaf, following: Iterable[Leaf] = ()) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
@@ -173,7 +188,7 @@ class StrategySearch:
                 self.model.capture(one.choice)  # what a forked process captures is lost with it
             made = made_together([partial(attempt, self.model, one.choice, one.grid) for one in leaves])
             self.ahead |= {one.key: found for one, found in zip(leaves, made, strict=True) if found}
-            self.captured.add(captured_for(leaf.choice))
+            self.captured.add(leaf.choice.captured_for)
         found = self.ahead.pop(leaf.key)
         if isinstance(found, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
@@ -187,7 +202,7 @@ class StrategySearch:
 
         Groups are expanded on the way, once for this and for the search.
         """
-        until = float("inf") if self.best is None else self.best.step * (1 - self.gap)
+        until = self.shortest[-1].step * (1 - self.gap) if len(self.shortest) == self.wanted else float("inf")
         return queue.upcoming(until, lambda group: self.leaves(group, limit)[0])
 
     def can_be_ahead(self, leaf: Leaf, first: Leaf) -> bool:
@@ -200,8 +215,8 @@ class StrategySearch:
             return False
         if leaf.key in self.evaluated or leaf.key in self.ahead or leaf.key == first.key:
             return False
-        asked = captured_for(leaf.choice)
-        return not leaf.choice.divided or asked in self.captured or asked != captured_for(first.choice)
+        asked = leaf.choice.captured_for
+        return not leaf.choice.divided or asked in self.captured or asked != first.choice.captured_for
 
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""

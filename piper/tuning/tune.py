@@ -2,8 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -11,26 +13,35 @@ from torch import Tensor
 from piper.capture.recordings import Capturing, Recordings
 from piper.capture.short import short_capturing
 from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
+from piper.compiler import compile as compile_job
 from piper.directives import Directive, apply, place
 from piper.errors import ConfigError, PiperError
 from piper.gc_pause import no_collection
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.job import Batch, Job
+from piper.launchers.launch import launch
 from piper.lower.state import Settings
 from piper.models.tensor_plan import tensor_plan
 from piper.runtime.setup import device_kind
-from piper.simulate.cluster import load_cluster
+from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
 from piper.tuning.bounds import State
-from piper.tuning.choice import Divide
+from piper.tuning.choice import GIVEN, Divide
 from piper.tuning.evaluate import Evaluation, verify
-from piper.tuning.given import divided_as
+from piper.tuning.given import divided_as, own_strategy
 from piper.tuning.model import BY, Model, layers_of
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Shapes, Space, rows_of
 from piper.tuning.strategy_search import StrategySearch
+from piper.tuning.trial_runs import (
+    Step,
+    TrialRuns,
+    check_runs_here,
+    fit_together,
+    run_candidates,
+)
 
 TRIALS = 80
 GAP = 0.005
@@ -61,6 +72,7 @@ def tune(
     compile: bool = False,
     progress: Progress | None = None,
     workers: int | None = None,
+    measure: int | None = None,
 ) -> Tuned:
     """Search for the strategy of a job with the shortest simulated step whose peak memory fits.
 
@@ -73,12 +85,17 @@ def tune(
     start: a strategy that you have. It is evaluated first, and if it fits, none is chosen that takes longer.
     Tensor and context parallelism divide the weights and fields that it divides.
     extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
-    compile: the chunks will be compiled, so operations that Inductor fuses cost one kernel.
+    compile: the chunks are or will be compiled, so operations that Inductor fuses cost one kernel.
     workers: processes that evaluate candidates. None: one for each core, up to eight. The result is the same.
+    measure: how many of the shortest run on this machine, which must be one of the cluster, with `start` or
+    else the job's own strategy. The one whose steps are the shortest here is chosen. None: none runs.
     """
     started = time.perf_counter()
     machine = load_cluster(cluster)
-    check_counts(devices=devices, trials=trials, memory=memory, workers=workers)
+    check_counts(devices=devices, trials=trials, memory=memory, workers=workers, measure=measure)
+    if measure is not None:
+        check_runs_here(machine, devices)
+        start = own_strategy(job, devices) if start is None else start
     limit = int(machine.usable(0) if memory is None else memory)
     measured = None if costs is None else read_costs(Path(costs))
     priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
@@ -97,10 +114,13 @@ def tune(
             synthesis_trials=SYNTHESIS_TRIALS,
             report=progress or (lambda search, found: None),
             workers=workers or min(MOST_WORKERS, len(os.sched_getaffinity(0))),
+            wanted=measure or 1,
         )
         interrupted = False
         try:
-            run_all(search, limit, trials, None if start is None else search.begin(start, limit))
+            if start is not None:
+                search.begin(start, limit)
+            run_all(search, limit, trials)
         except KeyboardInterrupt:
             interrupted = True
             if search.best is None:
@@ -110,9 +130,12 @@ def tune(
         discarded, lowest = tuple(search.discarded), search.lowest
         if front and not interrupted:
             interrupted = widen_front(search, search.best)
-        best = verified(search, limit)
+        chosen = verified(search, limit, measure)
+    trial = None
+    if measure is not None and not interrupted:
+        trial = measured_here(search, chosen, machine, devices, limit)
     return Tuned(
-        best=best,
+        best=trial.runs[0].found if trial is not None else chosen[0],
         evaluated=tuple(search.evaluated.values()),
         discarded=discarded,
         limit=limit,
@@ -121,18 +144,19 @@ def tune(
         tag=model.tag,
         lowest=lowest,
         recorded=tuple(model.recorded),
-        interrupted=interrupted,
+        interrupted=interrupted or (trial is not None and trial.interrupted),
+        trial=trial,
         seconds=time.perf_counter() - started,
     )
 
 
-def run_all(search: StrategySearch, limit: int, trials: int, first: Evaluation | None = None) -> None:
+def run_all(search: StrategySearch, limit: int, trials: int) -> None:
     """Search without tensor and context parallelism, then with them where that may be worth it.
 
     To divide a model takes seconds for each degree, so that is done where the space asks for it, where
-    nothing else fits, or where it might shorten the best step by `WORTH`. first: a strategy to beat.
+    nothing else fits, or where it might shorten the best step by `WORTH`.
     """
-    best = search.run(limit, trials, best=first)
+    best = search.run(limit, trials, further=True)
     if best is not None and best.choice.ranks > 1:
         search.refine(limit, REFINING_TRIALS)
         best = search.best
@@ -142,7 +166,7 @@ def run_all(search: StrategySearch, limit: int, trials: int, first: Evaluation |
         return
     before, lowest = search.discarded, search.lowest
     few = best is not None and not asked
-    search.run(limit, min(trials, DIVIDED_TRIALS) if few else trials, divided=True, best=best)
+    search.run(limit, min(trials, DIVIDED_TRIALS) if few else trials, divided=True, further=True)
     search.discarded = [*before, *search.discarded]
     search.lowest = min(lowest, search.lowest)
 
@@ -177,7 +201,7 @@ def captured_model(
     for rows in sizes[1:2]:
         capturing.traced(rows)
     first = Model(
-        job=replace(job, strategy=[]),
+        job=replace(job, strategy=[], elastic=None),
         capturing=capturing,
         costs=costs,
         tag=tag,
@@ -244,24 +268,57 @@ def shapes_of(model: Model, devices: int) -> Shapes:
     )
 
 
-def verified(search: StrategySearch, limit: int) -> Evaluation:
-    """Return the best strategy that the job's optimizer can train, and whose plans are proven once more."""
+def verified(search: StrategySearch, limit: int, measure: int | None) -> list[Evaluation]:
+    """Return the shortest strategies that the job's optimizer can train, their plans proven once more.
+
+    measure: how many, and a given strategy that fits besides. None: one.
+    """
     fitting = [found for found in search.evaluated.values() if found.needs <= limit]
     fitting.sort(key=lambda found: found.step)  # of equal ones the first that was evaluated
+    chosen: list[Evaluation] = []
     refused: PiperError | None = None
     for found in fitting:
+        enough = len(chosen) >= (measure or 1)
+        besides = measure is not None and found.choice.schedule == GIVEN
+        if (enough and not besides) or any(found.strategy == one.strategy for one in chosen):
+            continue
         try:
             verify(search.model, found.strategy)
         except PiperError as error:
             refused = refused or error
             continue
-        return found
-    assert refused is not None, "there is a best"
-    raise refused
+        chosen.append(found)
+    if not chosen:
+        assert refused is not None, "there is a best"
+        raise refused
+    return chosen
+
+
+def measured_here(
+    search: StrategySearch, chosen: Sequence[Evaluation], machine: Cluster, devices: int, limit: int
+) -> TrialRuns:
+    """Run candidates on this machine in turns."""
+    model, recordings = search.model, search.model.capturing.complete
+
+    @cache
+    def program(number: int) -> Program:
+        job = replace(model.job, strategy=list(chosen[number].strategy))
+        return compile_job(job, compile=recordings.compiled, captured=recordings)
+
+    @contextmanager
+    def started(number: int) -> Iterator[Step]:
+        with launch(program(number), on="local") as run:
+            yield lambda: run.step(model.capturing.batch)
+
+    search.measuring = len(chosen)
+    search.report(search, chosen[0])
+    starts = [partial(started, number) for number in range(len(chosen))]
+    return run_candidates(chosen, starts, together=fit_together(chosen, machine, devices, limit))
 
 
 def widen_front(search: StrategySearch, best: Evaluation) -> bool:
     """Look for strategies that need less memory than the best. Return whether the user interrupted that."""
+    search.wanted = 1
     try:
         for share in FRONT:
             search.run(int(best.peak * share), FRONT_TRIALS)

@@ -22,7 +22,7 @@ from piper.plan.ops import Op
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.simulate.cluster import Cluster, Link, load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk
-from piper.simulate.dependencies import touched
+from piper.simulate.dependencies import InstructionCosts, touched, weave
 from piper.simulate.measured import Measured, MeasuredOn
 from piper.simulate.products import attention_seconds, product_seconds
 from piper.simulate.simulate import simulate, simulate_alone
@@ -234,6 +234,20 @@ def test_a_reduction_of_shards_lays_gradients_in_one_buffer_first() -> None:
     quick = Roofline(replace(SMALL, memory_bandwidth=400.0)).talk("reduce_scatter", 40, (0, 1))
     assert quick.slows == pytest.approx(0.25 + 160 / 400 / 4)
     assert Roofline(SMALL).talk("all_reduce", 40, (0, 1)).slows == 0.25
+
+
+@pytest.mark.parametrize(("cores", "read", "latency"), [(2, "g", 14.625), (2, "grad", 1.5), (0, "g", 1.5)])
+def test_on_a_host_gradients_that_lie_apart_are_copied_before_they_are_reduced(
+    cores: int, read: str, latency: float
+) -> None:
+    """120 bytes are read and written: 1 s and 0.125 s to begin, 12 s at 20 bytes/s. A sum is one buffer."""
+    source = slot(f"PP=0/0.{read}")
+    instr = Instr(op="reduce_scatter", node="r", stream="reduce", comm="c", nbytes=60, reads=(source,))
+    plan = Plan(devices=(0, 1), instrs=(instr,), slots={source: Slot(nbytes=120)}, residents={})
+    comms = {"c": Comm(name="c", kind="groups", groups=((0, 1),))}
+    plans = Plans(plans=(plan,), comms=comms, buckets={}, seed=1.0, weighted=False)
+    talk = InstructionCosts(weave(plans), {}, Roofline(replace(SMALL, cores=cores))).talk(0)
+    assert (talk.latency, talk.seconds) == (latency, 6.0)
 
 
 MEASURED = Measured(

@@ -19,7 +19,7 @@ from piper.simulate.simulate import simulate
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import CandidateGroup, Leaf, Queue
 from piper.tuning.choice import Recompute, StrategyChoice
-from piper.tuning.evaluate import attempt
+from piper.tuning.evaluate import Evaluation, attempt
 from piper.tuning.forked_calls import made_together
 from piper.tuning.space import even
 from piper.tuning.strategy_search import StrategySearch, grid_found
@@ -63,6 +63,17 @@ def test_the_search_finds_the_best_of_all(whole: Everything) -> None:
     best = whole.search.run(ALL, len(whole.found))
     assert best is not None
     assert best.step == min(found.step for found in whole.found)
+
+
+def test_the_search_finds_the_best_few_of_all(whole: Everything) -> None:
+    whole.search.wanted = 5
+    whole.search.run(ALL, len(whole.found))
+    whole.search.wanted = 1
+    few: list[Evaluation] = []
+    for found in sorted(whole.found, key=lambda one: one.step):
+        if all(found.strategy != one.strategy for one in few):
+            few.append(found)
+    assert [one.step for one in whole.search.shortest] == [one.step for one in few[:5]]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])

@@ -1,0 +1,18 @@
+"""Candidates that run on a GPU, in turns."""
+
+import pytest
+
+import piper
+from piper.tuning.space import Space
+from tests.tuning.models import tower
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_best_few_run_on_the_gpu_that_is_there() -> None:
+    space = Space(rows=(2, 4, 8), recompute=Space().recompute[:1])
+    found = piper.tune(tower(), "h200", 1, space=space, front=False, measure=2)
+    assert found.trial is not None
+    assert [len(run.times) for run in found.trial.runs] == [15, 15]
+    assert found.best is found.trial.runs[0].found
+    assert not any(run.failed for run in found.trial.runs)

@@ -1,0 +1,408 @@
+"""Candidates that run on this machine, in turns."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import piper
+from piper import strategies
+from piper.compiler import Program
+from piper.errors import ConfigError, WorkerError
+from piper.launchers.base import Run
+from piper.simulate.cluster import load_cluster
+from piper.tuning import trial_runs
+from piper.tuning.choice import StrategyChoice
+from piper.tuning.evaluate import Evaluation
+from piper.tuning.given import own_strategy
+from piper.tuning.result import Tuned
+from piper.tuning.space import Space
+from piper.tuning.trial_runs import Step, TrialRun, TrialRuns, Turns, fit_together, run_candidates
+from tests.tuning.models import JOB, tower
+
+
+def evaluation(step: float, devices: int = 2, peak: int = 100) -> Evaluation:
+    return Evaluation(
+        choice=StrategyChoice(ranks=1, replicas=devices, rows=8, microbatches=1, sizes=(4,)),
+        strategy=tuple(strategies.ddp(devices)),
+        step=step,
+        peak=peak,
+        held=(peak,),
+        busy=step,
+        exposed=0.0,
+        bound=0.0,
+    )
+
+
+@dataclass(slots=True)
+class Machine:
+    """Runs whose steps take the seconds that they are given, one after another; then the last again."""
+
+    seconds: list[list[float]]
+    now: float = 0.0
+    taken: list[int] = field(default_factory=list)  # whose step it was
+    started: list[int] = field(default_factory=list)
+    running: int = 0
+    most: int = 0  # runs at one time
+    instead: dict[int, BaseException] = field(default_factory=dict)  # by the number of a step
+
+    def clock(self) -> float:
+        return self.now
+
+    @contextmanager
+    def start(self, one: int) -> Iterator[Step]:
+        self.started.append(one)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        yield partial(self.step, one)
+        self.running -= 1
+
+    def step(self, one: int) -> None:
+        number, left = len(self.taken), self.seconds[one]
+        self.taken.append(one)
+        if number in self.instead:
+            raise self.instead[number]
+        self.now += left.pop(0) if len(left) > 1 else left[0]
+
+    def turns(self, *, together: bool = True) -> Turns:
+        starts = [partial(self.start, one) for one in range(len(self.seconds))]
+        return Turns(starts=starts, together=together, clock=self.clock)
+
+
+def test_runs_take_turns_in_changing_order_and_warm_steps_do_not_count() -> None:
+    machine = Machine([[9.0, 9.0, 1.0], [8.0, 8.0, 2.0], [7.0, 7.0, 3.0]])
+    turns = machine.turns()
+    turns.take()
+    assert turns.times == [[1.0] * 15, [2.0] * 15, [3.0] * 15]
+    assert machine.taken[:6] == [0, 0, 1, 1, 2, 2]
+    rounds = [tuple(machine.taken[first : first + 3]) for first in range(6, 51, 3)]
+    assert all(sorted(one) == [0, 1, 2] for one in rounds)
+    assert len(set(rounds)) > 3
+    assert (machine.started, machine.most) == ([0, 1, 2], 3)
+
+
+def test_long_steps_take_fewer_rounds() -> None:
+    turns = Machine([[20.0], [21.0]]).turns()
+    turns.take()
+    assert turns.times == [[20.0] * 3, [21.0] * 3]
+
+
+def test_runs_that_do_not_fit_together_are_started_for_each_turn() -> None:
+    machine = Machine([[5.0, 5.0, 1.0], [2.0]])
+    turns = machine.turns(together=False)
+    turns.take()
+    assert turns.times == [[1.0] * 12, [2.0] * 12]
+    assert (sorted(machine.started), machine.most) == ([0, 0, 0, 1, 1, 1], 1)
+
+
+def trial(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> TrialRuns:
+    """Run two candidates, the first predicted to be faster."""
+    monkeypatch.setattr(trial_runs, "stretch", lambda: 1.0)
+    monkeypatch.setattr(trial_runs, "perf_counter", machine.clock)
+    starts = machine.turns().starts
+    candidates = [evaluation(1.0 + one) for one in range(len(starts))]
+    monkeypatch.setattr(trial_runs, "Turns", partial(Turns, clock=machine.clock))
+    return run_candidates(candidates, starts, together=True)
+
+
+def test_the_fastest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trial(Machine([[3.0], [2.0, 2.0, 1.0, 8.0, 2.0]]), monkeypatch)
+    assert [(run.found.step, run.step) for run in found.runs] == [(2.0, 2.0), (1.0, 3.0)]
+    assert found.warning == ""
+
+
+def failure(kind: str = "lost") -> WorkerError:
+    return WorkerError(f"the worker is {kind}", by="device 0", hint="look")
+
+
+@pytest.mark.parametrize("step", [1, 6])  # while it warms up, and in a turn
+def test_a_candidate_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    machine = Machine([[1.0], [2.0]], instead={step: failure()})
+    found = trial(machine, monkeypatch)
+    failed = machine.taken[step]
+    assert [(run.found.step, bool(run.times)) for run in found.runs] == [
+        (2.0 - failed, True),
+        (1.0 + failed, False),
+    ]
+    assert found.runs[1].failed == "device 0: the worker is lost"
+
+
+def test_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine([[1.0], [2.0]], instead={0: failure("lost"), 1: failure("late")})
+    with pytest.raises(WorkerError, match="device 0: the worker is lost"):
+        trial(machine, monkeypatch)
+
+
+@pytest.mark.parametrize(("step", "steps", "best"), [(1, 0, 1.0), (5, 0, 1.0), (6, 1, 2.0), (9, 2, 2.0)])
+def test_ctrl_c_gives_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, step: int, steps: int, best: float
+) -> None:
+    machine = Machine([[3.0], [2.0]], instead={step: KeyboardInterrupt()})
+    found = trial(machine, monkeypatch)
+    assert found.interrupted
+    assert (len(found.runs[0].times), found.runs[0].found.step) == (steps, best)
+
+
+def test_other_work_is_named() -> None:
+    found = TrialRuns(runs=(), load=1.3)
+    assert found.warning == (
+        "other work slowed this machine down: a loop took 1.30 times its best, so candidates that are close may be "
+        "in the wrong order"
+    )
+
+
+def test_candidates_run_together_if_they_fit() -> None:
+    few, cpu = [evaluation(1.0, peak=2**20)] * 3, load_cluster("cpu")
+    assert fit_together(few, cpu, 2, limit=1)  # the limit of a device is not the memory of the host
+    assert not fit_together([evaluation(1.0, peak=2**50)], cpu, 2, limit=2**60)
+    h100 = replace(load_cluster("h100"), context=10.0)
+    assert fit_together([evaluation(1.0)] * 3, h100, 2, limit=330)
+    assert not fit_together([evaluation(1.0)] * 3, h100, 2, limit=329)
+
+
+def with_cards(monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
+    monkeypatch.setattr(trial_runs, "device_kind", lambda asked: "cuda" if cards else "cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+
+
+@pytest.mark.parametrize(
+    ("cards", "cluster", "devices", "what"),
+    [
+        (
+            0,
+            "h100",
+            2,
+            "candidates for h100 cannot be measured on this machine\n  cluster: GPUs\n  here:    no GPU",
+        ),
+        (
+            1,
+            "cpu",
+            1,
+            "candidates for cpu cannot be measured on this machine\n  cluster: processes of a host",
+        ),
+        (
+            2,
+            "h100",
+            4,
+            "candidates for 4 devices cannot be measured on this machine\n  asked: 4\n  here:  2 GPUs",
+        ),
+    ],
+)
+def test_another_machine_is_refused_before_the_search(
+    monkeypatch: pytest.MonkeyPatch, cards: int, cluster: str, devices: int, what: str
+) -> None:
+    with_cards(monkeypatch, cards)
+    with pytest.raises(ConfigError) as raised:
+        piper.tune(JOB, cluster, devices, measure=2)
+    assert str(raised.value).startswith(f"tune --measure: {what}")
+
+
+@pytest.mark.parametrize(("cards", "cluster", "devices"), [(0, "cpu", 64), (2, "h100", 2)])
+def test_this_machine_is_measured(
+    monkeypatch: pytest.MonkeyPatch, cards: int, cluster: str, devices: int
+) -> None:
+    with_cards(monkeypatch, cards)
+    trial_runs.check_runs_here(load_cluster(cluster), devices)
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cards(monkeypatch, 0)
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="this one belongs to a job of torchrun"):
+        piper.tune(JOB, "cpu", 2, measure=2)
+
+
+def test_how_many_is_a_whole_number() -> None:
+    with pytest.raises(ConfigError, match="measure=0"):
+        piper.tune(JOB, "cpu", 2, measure=0)
+
+
+def test_the_strategy_that_a_job_has() -> None:
+    assert own_strategy(JOB, 2) is None
+    four = replace(JOB, strategy=strategies.ddp(4))
+    assert own_strategy(four, 2) is None
+    assert own_strategy(four, 4) == strategies.ddp(4)
+    either = replace(JOB, strategy=lambda devices: strategies.ddp(len(devices)), elastic=(2, 3))
+    assert [own_strategy(either, devices) for devices in (2, 3, 4)] == [
+        strategies.ddp(2),
+        strategies.ddp(3),
+        None,
+    ]
+
+
+def tuned(runs: tuple[TrialRun, ...], evaluated: tuple[Evaluation, ...]) -> Tuned:
+    return Tuned(
+        best=runs[0].found,
+        evaluated=evaluated,
+        discarded=(),
+        limit=1000,
+        machine="cpu",
+        devices=2,
+        tag="LAYER",
+        lowest=float("inf"),
+        recorded=(8,),
+        interrupted=False,
+        seconds=1.0,
+        trial=TrialRuns(runs=runs, load=1.0),
+    )
+
+
+def test_a_table_has_measured_before_predicted_steps() -> None:
+    first, second, third, fourth, fifth = evaluated = tuple(
+        evaluation(step) for step in (1.0, 2.0, 3.0, 4.0, 2.0)
+    )
+    found = tuned(
+        (
+            TrialRun(found=second, times=(2.5, 2.0, 9.0)),
+            TrialRun(found=first, times=(3.0,)),
+            TrialRun(found=third, times=(), failed="device 0: the worker is lost"),
+        ),
+        evaluated,
+    )
+    assert list(map(id, found.ranked)) == list(map(id, (second, first, fifth, third, fourth)))
+    assert [found.measured(one) for one in found.ranked] == [2.5, 3.0, None, None, None]
+    assert [found.reason(one) for one in found.ranked] == [
+        "best, measured",
+        "measured 1.200 of the best",
+        "not measured",
+        "failed when it was measured: device 0: the worker is lost",
+        "computes 2 s longer",
+    ]
+    assert found.step_text == "2.5 s (measured; 2 s predicted)"
+
+
+TWO = Space(ranks=(1,), rows=(8,), zeros=(0, 1, 2), recompute=Space().recompute[:1])
+
+
+def test_the_best_of_a_search_is_the_one_measured_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+
+    @contextmanager
+    def launched(program: Program, on: str) -> Iterator[Run]:
+        assert on == "local"
+        ran.append(program.job.strategy)
+        with piper.launch(program, on="inline") as run:
+            yield run
+
+    def slower_first(turns: Turns) -> None:
+        """Take a step of each for real, and find the first the slowest."""
+        for start in turns.starts:
+            with start() as step:
+                step()
+        turns.times = [[3.0], [1.0], [2.0]]
+
+    monkeypatch.setattr("piper.tuning.tune.launch", launched)
+    monkeypatch.setattr(trial_runs, "stretch", lambda: 1.0)
+    monkeypatch.setattr(Turns, "take", slower_first)
+    own = strategies.ddp(2, microbatches=4)
+    job = replace(
+        tower(), strategy=lambda devices: strategies.ddp(len(devices), microbatches=4), elastic=(1, 2)
+    )
+    seen: list[tuple[int, int]] = []
+    found = piper.tune(
+        job,
+        "cpu",
+        2,
+        space=TWO,
+        front=False,
+        workers=1,
+        measure=2,
+        progress=lambda search, one: seen.append((search.wanted, search.measuring)),
+    )
+    assert seen == [*[(2, 0)] * 4, (2, 3)]
+    assert found.trial is not None
+    by_prediction = sorted(found.evaluated, key=lambda one: one.step)
+    assert ran == [list(one.strategy) for one in (*by_prediction[:2], by_prediction[-1])]
+    assert ran[2] == own
+    assert found.best is by_prediction[1]
+    assert found.strategy == ran[1]
+    assert found.ranked[:3] == [by_prediction[1], by_prediction[-1], by_prediction[0]]
+    assert found.complete
+    json.loads(found.json)
+
+
+RECIPE = """
+from dataclasses import replace
+from piper import strategies
+from piper.compiler import Program
+from tests.tuning.models import tower
+
+def job():
+    return replace(tower(), strategy=strategies.ddp(2, microbatches=8))
+"""
+
+
+def piper_tune(folder: Path, *words: str, before: str = "") -> "subprocess.Popen[str]":
+    (folder / "net.py").write_text(RECIPE, encoding="utf-8")
+    asked = ["tune", "net.py:job", "--cluster", "cpu", "--devices", "2", "--trials", "4", "--json", *words]
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{before}\nfrom piper.cli import main\nmain()", *asked],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,  # a process group of its own
+    )
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine_are_measured(tmp_path: Path) -> None:
+    started = piper_tune(tmp_path, "--measure", "2", "--out", "best.json")
+    printed, errors = started.communicate(timeout=110)
+    assert (started.returncode, errors) == (0, "")
+    found = json.loads(printed)
+    steps = [one["measured_s"] for one in found["ranked"]]
+    assert all(step > 0 for step in steps[:3])
+    assert steps[:3] == sorted(steps[:3])
+    assert not any(steps[3:])
+    assert found["best"]["measured_s"] == steps[0]
+    assert found["best"]["label"] == found["ranked"][0]["label"]
+    assert found["best"]["strategy"] == json.loads((tmp_path / "best.json").read_text(encoding="utf-8"))
+    assert "the given strategy" in [one["label"] for one in found["ranked"][:3]]
+    assert found["load"] >= 1
+
+
+TERMINAL = """
+import os, signal
+from piper.tuning.trial_runs import Turns
+
+turn = Turns._turn
+taken = []
+
+def interrupted(turns, one, step):
+    taken.append(one)
+    if len(taken) == 8:
+        os.killpg(0, signal.SIGINT)  # what a terminal does
+    turn(turns, one, step)
+
+Turns._turn = interrupted
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_ends_all_runs(tmp_path: Path) -> None:
+    started = piper_tune(tmp_path, "--measure", "3", before=TERMINAL)
+    printed, errors = started.communicate(timeout=110)
+    assert (started.returncode, errors) == (0, "")
+    found = json.loads(printed)
+    assert found["interrupted"]
+    assert found["best"]["measured_s"] > 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.pid, 0)
