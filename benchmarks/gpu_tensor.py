@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import gpu_peer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,17 +52,7 @@ WEIGHTS = {
     "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
     "*attention.out|*ffn.down": 1,
 }
-LARGE = decoder.Config(
-    vocab=151_936,
-    dim=4096,
-    layers=12,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    hidden=12_288,
-    qk_norm=True,
-    rope_base=1_000_000.0,
-)
+LARGE = replace(gpu_peer.LARGE, layers=12, stages=1)
 SMALL = decoder.Config(vocab=512, dim=64, layers=2, heads=8, kv_heads=8, head_dim=8, hidden=128, qk_norm=True)
 FREE = """
 memory = 141e9

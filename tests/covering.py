@@ -52,6 +52,18 @@ def covering(
     return chosen
 
 
+def covering_each(
+    cells: Collection[CellT],
+    *descriptions: Callable[[CellT], Choices],
+    given: Iterable[CellT] = (),
+) -> list[CellT]:
+    """Select cells in which every two choices of each description meet, for one description after the other."""
+    chosen: list[CellT] = []
+    for choices in descriptions:
+        chosen += covering(cells, choices, given=[*given, *chosen])
+    return chosen
+
+
 def selected(
     cells: Iterable[CellT], chosen: Collection[CellT], group: Callable[[CellT], str] | None = None
 ) -> list[object]:

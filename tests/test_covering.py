@@ -8,7 +8,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests import zoo
-from tests.covering import Choices, covering, selected
+from tests.covering import Choices, covering, covering_each, selected
 from tests.lower import compositions
 from tests.recovery import test_recovery_matrix as recoveries
 from tests.runtime import divided as strategies
@@ -33,6 +33,19 @@ def test_values_that_meet_elsewhere_are_left_out() -> None:
     first = [("a", "c", "e"), ("a", "d", "f"), ("b", "c", "f")]
     assert covering(PLAIN, axes, given=first) == [("b", "d", "e")]
     assert covering(PLAIN, axes, given=PLAIN) == []
+
+
+def test_cells_for_one_description_count_for_the_next() -> None:
+    def ends(cell: tuple[str, str, str]) -> Choices:
+        return {"x": cell[0], "z": cell[2]}
+
+    def begin(cell: tuple[str, str, str]) -> Choices:
+        return {"x": cell[0], "y": cell[1]}
+
+    chosen = covering(PLAIN, ends)
+    assert chosen == [("a", "c", "e"), ("a", "c", "f"), ("b", "c", "e"), ("b", "c", "f")]
+    assert covering_each(PLAIN, ends, begin) == [*chosen, ("a", "d", "e"), ("b", "d", "e")]
+    assert covering_each(PLAIN, ends, begin, given=PLAIN) == []
 
 
 def test_values_that_never_meet_are_not_asked_for() -> None:
@@ -65,10 +78,10 @@ def meet(cells: Sequence[Any], choices: Callable[[Any], Choices], together: int)
         (compositions.every(), compositions.pairwise(), compositions.choices, 2),
         (compositions.every(), compositions.by_threes(), compositions.choices, 3),
         ([*matrix.cells(), *matrix.both_ways()], matrix.chosen(), matrix.choices, 2),
-        ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.chosen()], divided.division, 2),
-        ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.chosen()], divided.composition, 2),
-        ([*ring.FEW, *ring.ALL], [*ring.FEW, *ring.chosen()], ring.division, 2),
-        ([*ring.FEW, *ring.ALL], [*ring.FEW, *ring.chosen()], ring.composition, 2),
+        ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.CHOSEN], divided.division, 2),
+        ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.CHOSEN], divided.composition, 2),
+        ([*ring.FEW, *ring.ALL], [*ring.FEW, *ring.CHOSEN], ring.division, 2),
+        ([*ring.FEW, *ring.ALL], [*ring.FEW, *ring.CHOSEN], ring.composition, 2),
         (recoveries.ALL, [*recoveries.DEFAULT, *recoveries.chosen()], recoveries.choices, 2),
         (recoveries.DIVIDED_WAYS, recoveries.chosen_divided(), recoveries.choices_of_divided, 2),
     ],

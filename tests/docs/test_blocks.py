@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.blocks import blocks_of, pages
 from tests.docs.running import Reader
+from tests.runtime.sharing import Shared
 
 ROOT = Path(__file__).parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in pages(ROOT)}
@@ -34,8 +35,9 @@ def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     reader = Reader(Path(page).name)
-    for block in blocks_of(PAGES[page], Path(page).name):
-        reader.follow(block)
+    with Shared().capturing():  # commands of a page read its recipes again, and compile the same models
+        for block in blocks_of(PAGES[page], Path(page).name):
+            reader.follow(block)
     reader.finish()
 
 

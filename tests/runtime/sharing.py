@@ -10,6 +10,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -63,9 +64,10 @@ class Shared:
             built: Any,  # noqa: ANN401
             **more: Any,  # noqa: ANN401
         ) -> Traced:
-            key = (model, loss, rows, *rest, *more.items())
+            made, fields = same(model), recordings.fields_of(batch)
+            key = (made, same(loss), rows, *rest, *more.items(), *fields.items())
             if key not in self.captures:
-                if any(known[0] is not model for known in self.captures):  # type: ignore[index]
+                if any(known[0] != made for known in self.captures):  # type: ignore[index]
                     self.captures.clear()  # cells come model by model, and graphs are large
                     self.divisions.clear()
                     self.codes.clear()
@@ -105,9 +107,8 @@ class Shared:
         self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], made_by: Mapping[str, str]
     ) -> Probe:
         """What an optimizer does on some buckets; the rest of a strategy does not matter to it."""
-        same = tuple(replace(bucket, origin=()) for bucket in buckets)
-        code = getattr(make, "__code__", make)
-        key = (code, *recordings.captured_values(make), tuple(sizes.items()), same)
+        alike = tuple(replace(bucket, origin=()) for bucket in buckets)
+        key = (same(make), tuple(sizes.items()), alike)
         if key not in self.probes:
             self.probes[key] = probe_optimizer(make, sizes, buckets, made_by)
         return self.probes[key]
@@ -127,6 +128,14 @@ class Shared:
         with no_collection():  # there are large graphs to look through, and nothing of them to collect
             program = self.compile(cell)
             return check(program, launch, given, options=options, wanted=self.wanted(cell, program))
+
+
+def same(function: Any) -> Hashable:  # noqa: ANN401
+    """What two functions share that are one function, or one made again: by another import of its file, or bound."""
+    if isinstance(function, partial):
+        return (same(function.func), function.args, *function.keywords.items())
+    code = getattr(function, "__code__", None)
+    return function if code is None else (code, code.co_filename, *recordings.captured_values(function))
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Divided models give the numbers of one device: tensor, sequence and context parallelism, and all with the rest."""
 
 from dataclasses import asdict
-from functools import cache
 
 import pytest
 
 from piper.errors import CaptureError
 from piper.launchers.local import launch_local
-from tests.covering import Choices, covering, selected
+from tests.covering import Choices, covering_each, selected
 from tests.runtime.divided import AXES, MODELS, STRATEGIES, checked, job
 from tests.runtime.sharing import Shared
 
@@ -61,11 +60,7 @@ def composition(cell: tuple[str, str]) -> Choices:
     return asdict(AXES[cell[1]])
 
 
-@cache
-def chosen() -> list[tuple[str, str]]:
-    """Return cells in which every two choices of the division meet, and every two of the composition."""
-    first = covering(ALL, division, given=FEW)
-    return [*first, *covering(ALL, composition, given=[*FEW, *first])]
+CHOSEN = covering_each(ALL, division, composition, given=FEW)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +85,7 @@ def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "strategy"), selected(ALL, chosen(), group))
+@pytest.mark.parametrize(("model", "strategy"), selected(ALL, CHOSEN, group))
 def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
     report = checked(job(model, strategy), shared)
     assert report.ok, report

@@ -28,7 +28,7 @@ from piper.runtime.context import Bound, Env
 from piper.runtime.debug.check import check
 from piper.runtime.debug.localise import Launch
 from piper.schedules import one_f_one_b, zbv
-from tests.covering import Choices, covering, selected
+from tests.covering import Choices, covering_each, selected
 from tests.runtime.divided import FIELDS, MODELS, Model, batches, checked, context, job_of
 from tests.runtime.sharing import Shared
 
@@ -122,11 +122,7 @@ def composition(cell: tuple[str, str]) -> Choices:
     return asdict(AXES[cell[1]])
 
 
-@cache
-def chosen() -> list[tuple[str, str]]:
-    """Return cells in which every two choices of the division meet, and every two of the composition."""
-    first = covering(ALL, division, given=FEW)
-    return [*first, *covering(ALL, composition, given=[*FEW, *first])]
+CHOSEN = covering_each(ALL, division, composition, given=FEW)
 
 
 def group(cell: tuple[str, str]) -> str:
@@ -158,7 +154,7 @@ def test_a_ring_has_the_numbers_of_one_device(shared: Shared, model: str, strate
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "strategy"), selected(ALL, chosen(), group))
+@pytest.mark.parametrize(("model", "strategy"), selected(ALL, CHOSEN, group))
 def test_every_model_in_every_ring(shared: Shared, model: str, strategy: str) -> None:
     agrees(job(model, strategy), shared)
 
