@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from threading import RLock
 from time import monotonic, sleep
 from typing import Any
 
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_watch import AgentWatch, WarmAgent
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import Run
 from piper.launchers.driver import RemoteRun
@@ -25,8 +27,12 @@ SLOWEST = 10.0  # seconds without progress that a job is given at least, because
 class AgentStarter(ABC):
     """Starts the workers of a program again and again, through agents on the machines that are left.
 
-    A bundle has an agent for each device of a machine. Agents of spares import torch too.
+    A bundle has an agent for each device of a machine. Agents of spares import torch too, and so do those of
+    machines that join later: a thread looks for them once the first workers run. The driver and this thread
+    hold `lock` while they read or change the agents.
     """
+
+    waited = 0.0  # seconds of the last start until the agents that it uses were warm
 
     def __init__(self, program: ProgramLike, versions: Versions | None, calls: AgentCalls) -> None:
         assert versions is None or isinstance(versions, AgentVersions)
@@ -39,10 +45,46 @@ class AgentStarter(ABC):
         self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
         self.used: dict[int, int] = {}  # the bundle of each machine
         self.avoided: set[int] = set()  # bundles that are used only if there are no others
+        self.lock = RLock()
+        self.taken: dict[int, float] = {}  # since when the agents of a bundle start
+        self.fresh: list[WarmAgent] = []  # those that have become warm and are not reported
+        self.watch = AgentWatch(self._notice)
 
     @abstractmethod
     def _hire(self) -> None:
         """Take agents into bundles that have none."""
+
+    def _take(self, bundle: int, agents: tuple[Agent, ...]) -> None:
+        """Take new agents into a bundle, as a spare: they hold nothing that the ones before them held."""
+        self.agents[bundle] = agents
+        self.warm[bundle] = [agent.actor.warm.remote() for agent in agents]
+        self.taken[bundle] = monotonic()
+        self.used = {machine: used for machine, used in self.used.items() if used != bundle}
+
+    def _notice(self) -> bool:
+        """Take agents of machines that have joined. Return whether agents still start."""
+        with self.lock:
+            self._hire()
+            for bundle, since in [*self.taken.items()]:
+                if bundle not in self.agents:
+                    del self.taken[bundle]
+                elif self.calls.finished(self.warm[bundle]):
+                    del self.taken[bundle]
+                    if bundle not in self.used.values():
+                        self._report(bundle, monotonic() - since)
+            return bool(self.taken)
+
+    def _report(self, bundle: int, seconds: float) -> None:
+        """Note that the agents of a bundle are warm, unless they are lost."""
+        answered = self.calls.answers(dict(enumerate(self.warm[bundle])), REACH)
+        if len(answered) == len(self.warm[bundle]):
+            self.fresh.append(WarmAgent(address=self.agents[bundle][0].address, seconds=seconds))
+
+    def warmed(self) -> list[WarmAgent]:
+        """Return the spares that have become warm since the last call, one for each machine."""
+        with self.lock:
+            found, self.fresh = self.fresh, []
+        return found
 
     @abstractmethod
     def _lacking(self) -> Exception:
@@ -51,8 +93,9 @@ class AgentStarter(ABC):
     @property
     def near(self) -> bool:
         """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
-        self._hire()
-        return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
+        with self.lock:
+            self._hire()
+            return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
 
     def start(self, options: Options) -> RemoteRun:
         """Start a worker for each device."""
@@ -70,13 +113,16 @@ class AgentStarter(ABC):
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
         self.packed = group.packed
+        if self.versions is not None:
+            self.watch.begin()
         return run
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
         assert isinstance(versions, AgentVersions)
         self.program, self.versions = program, versions
-        self.machines, self.apart = machines_of(program.plans)
+        with self.lock:
+            self.machines, self.apart = machines_of(program.plans)
         self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
 
     def avoid(self, device: int | None) -> None:
@@ -86,33 +132,46 @@ class AgentStarter(ABC):
                 self.avoided = {bundle}
 
     def _agents(self) -> dict[int, Agent]:
-        """Return an agent for each device. Those that still answer are used again, then warm ones."""
-        until = monotonic() + GROUP
+        """Return an agent for each device, once they are warm. Those that still answer are used again."""
+        began, self.waited = monotonic(), 0.0
         while True:
-            self._hire()
-            ranks = self._ranks(len(self.machines))
-            before = {bundle: machine for machine, bundle in self.used.items()}
-            usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in before, ranks[b], b))
-            if len(usable) >= len(self.machines):
-                chosen = usable[: len(self.machines)]
-                kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
-                free = iter(bundle for bundle in chosen if bundle not in kept.values())
-                self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
-                return {
-                    device: agent
-                    for machine, bundle in self.used.items()
-                    for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
-                }
-            if monotonic() > until:
-                raise self._lacking()
-            sleep(LOOK)
+            with self.lock:
+                self._hire()
+                ranks = self._ranks(len(self.machines))
+                usable = sorted(
+                    ranks, key=lambda b: (b in self.avoided, b not in self.used.values(), ranks[b], b)
+                )
+                chosen, late = usable[: len(self.machines)], monotonic() > began + GROUP
+                starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
+                if len(chosen) == len(self.machines) and (late or not starting):
+                    return self._use(chosen)
+            if len(chosen) < len(self.machines):
+                if late:
+                    raise self._lacking()
+                sleep(LOOK)
+                continue
+            waits = monotonic()
+            self.calls.wait(starting, max(0.0, began + GROUP - waits))
+            self.waited += monotonic() - waits
+
+    def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
+        """Return the agents of chosen bundles by device. A machine stays in its bundle if that is chosen."""
+        kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
+        free = iter(bundle for bundle in chosen if bundle not in kept.values())
+        self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
+        return {
+            device: agent
+            for machine, bundle in self.used.items()
+            for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
+        }
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can be started now; `warm`: by agents that have torch."""
         until = monotonic() + (0.0 if warm else SETTLE)
         while True:
-            self._hire()
-            found = self._ranks(len(self.agents))
+            with self.lock:
+                self._hire()
+                found = self._ranks(len(self.agents))
             count = sum(not (warm and starting) for starting in found.values())
             if count >= len(self.machines) or monotonic() > until:
                 return self.width * count

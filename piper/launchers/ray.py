@@ -205,10 +205,10 @@ class RayStarter(AgentStarter):
                 made = ray.remote(AgentProcess).options(
                     num_cpus=1, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0
                 )
-                self.agents[bundle] = tuple(
+                agents = [
                     Agent(actor=made.remote(), node=node, address=alive[node]) for _ in range(self.width)
-                )
-                self.warm[bundle] = [agent.actor.warm.remote() for agent in self.agents[bundle]]
+                ]
+                self._take(bundle, tuple(agents))
 
     def _lacking(self) -> Exception:
         return lacking(len(self.machines), self.bundle, apart=self.apart)
@@ -219,4 +219,5 @@ class RayStarter(AgentStarter):
 
     def close(self) -> None:
         """End the agents, give the resources back, and end a Ray of our own."""
+        self.watch.close()
         self.held.close()

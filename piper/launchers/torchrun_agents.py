@@ -314,8 +314,7 @@ class TorchrunStarter(AgentStarter):
         self.agents = {bundle: found for bundle, found in self.agents.items() if bundle in bundles}
         for bundle, agents in bundles.items():
             if self.agents.get(bundle) != agents:
-                self.agents[bundle] = agents
-                self.warm[bundle] = [agent.actor.warm.remote() for agent in agents]
+                self._take(bundle, agents)
 
     def _lacking(self) -> Exception:
         return LaunchError(
@@ -336,4 +335,5 @@ class TorchrunStarter(AgentStarter):
 
     def close(self) -> None:
         """End the agents. Their ranks wait for the end of this one."""
+        self.watch.close()
         self.held.close()

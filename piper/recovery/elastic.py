@@ -29,6 +29,7 @@ from piper.launchers.transport.nameless_files import MEMORY
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import REFILL, RecoveringRun
+from piper.recovery.retrying import Phases
 from piper.recovery.run_events import Event, failure
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
@@ -107,7 +108,7 @@ class ElasticRun(RecoveringRun):
         with self._folder() as state:
             self._call(lambda run: run.write(state, None, wait=True, keep=None))
             self._end()
-            self.failed_at, self.phases = monotonic(), {}
+            self.failed_at, self.phases = monotonic(), Phases()
             self._move(state, self.done, program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = devices < self.sizes.most and self.shrunk

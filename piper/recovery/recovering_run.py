@@ -23,8 +23,8 @@ from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retried_calls import RetriedCalls
-from piper.recovery.retrying import Disk, Failed, Saving, StepTimes, failed, first_intact, no_version
-from piper.recovery.run_events import Notify, failure, mismatch, recovery
+from piper.recovery.retrying import Disk, Failed, Phases, Saving, StepTimes, failed, first_intact, no_version
+from piper.recovery.run_events import Notify, failure, mismatch, recovery, warm
 from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
@@ -75,7 +75,7 @@ class RecoveringRun(RetriedCalls):
         self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
         self.last: Failed | None = None
         self.failed_at: float | None = None  # since when no worker runs
-        self.phases: dict[str, float] = {}
+        self.phases = Phases()
         self.good = 0
         self.times = StepTimes()
         self.stragglers, self.replaces = Stragglers(program.plans), replace_stragglers
@@ -127,12 +127,14 @@ class RecoveringRun(RetriedCalls):
                 self.notify(replace(event, what=f"{event.what}; replacing it") if new else event)
                 if new:
                     self._replace(event.device)
+        for agent in self.starter.warmed():
+            self.notify(warm(agent, self.done))
 
     def _replace(self, device: int | None) -> None:
         """End all workers. The next call starts them again, that of this device elsewhere if it can be."""
         self.replaced.add(device)
-        self.failed_at, self.phases = monotonic(), {}
-        with self._phase("end"):
+        self.failed_at, self.phases = monotonic(), Phases()
+        with self.phases.timed("end"):
             self._end()
         self.starter.avoid(device)
         self.stragglers = Stragglers(self.program.plans)
@@ -171,10 +173,9 @@ class RecoveringRun(RetriedCalls):
             self._start_from_disk()
             return
         blank = not fresh and self.versions.whole
-        with self._phase("start"):
-            self.run = self.starter.start(replace(options, blank=True) if blank else options)
+        self.run = self._launch(replace(options, blank=True) if blank else options)
         self.starter.expect(self.run, self.given_stall or self.options.timeout)
-        with self._phase("load"):
+        with self.phases.timed("load"):
             if path is not None and not blank:
                 older = () if fresh else self._past()  # what no step writes is the same in all of them
                 first_intact(self.run.read, [Path(path), *older])
@@ -195,9 +196,8 @@ class RecoveringRun(RetriedCalls):
         past = self._past()
         if self.disk is None or not past:
             raise no_version(self.done)
-        with self._phase("start"):
-            self.run = self.starter.start(replace(self.options, blank=True))
-        with self._phase("load"):
+        self.run = self._launch(replace(self.options, blank=True))
+        with self.phases.timed("load"):
             self.versions.forget(lambda step: True)  # also what new agents have held before
             path, found = first_intact(self.run.read, past)
             self.unread, self.protected = dict(self.run.unread), False
@@ -205,6 +205,13 @@ class RecoveringRun(RetriedCalls):
         self._replay(self.run, found.step, lambda step: next(batches))
         self.source = str(path)
         self._recovered(found.step)
+
+    def _launch(self, options: Options) -> Recoverable:
+        """Start all workers."""
+        with self.phases.timed("start"):
+            run = self.starter.start(options)
+        self.phases.part("start", "warm", self.starter.waited)
+        return run
 
     def _origin(self) -> tuple[Path | str | None, int, Options]:
         """Return what workers begin with where there is no version: a checkpoint, its step, and options."""
@@ -229,7 +236,7 @@ class RecoveringRun(RetriedCalls):
     def _replay(self, run: Recoverable, version: int, batch: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Repeat the steps after a version, and the save that was under way."""
         under_way = self.at  # steps that are repeated are named by their own numbers
-        with self._phase("replay"):
+        with self.phases.timed("replay"):
             for step in range(version, self.done + 1):
                 if step > version:
                     self._repeat(run, step, batch(step))
@@ -249,20 +256,12 @@ class RecoveringRun(RetriedCalls):
         if before is not None and repr(again) != repr(before):  # NaN equals NaN
             self.notify(mismatch(step, before, again))
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        began = monotonic()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + monotonic() - began
-
     def _failed(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Raise the error if it is not to be tried again."""
         if self.failed_at is None:
-            self.failed_at, self.phases = monotonic(), {}
+            self.failed_at, self.phases = monotonic(), Phases()
         self.good = 0
-        with self._phase("end"):
+        with self.phases.timed("end"):
             self._end()
         now = failed(error, self.at)
         if self.left < 1 or (now is not None and now == self.last):

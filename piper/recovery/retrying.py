@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import monotonic
 
 from torch import Tensor
 
@@ -57,6 +58,25 @@ def failed(error: WorkerError | LaunchError, step: int) -> Failed | None:
         return None
     device = None if error.kind == "error" else error.device
     return Failed(step=step, device=device, what=error.what, place=error.place)
+
+
+class Phases(dict[str, float]):
+    """The seconds that each phase of a recovery has taken so far."""
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the time inside the block as one of a phase."""
+        began = monotonic()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + monotonic() - began
+
+    def part(self, whole: str, name: str, seconds: float) -> None:
+        """Count some seconds of a phase as one of another phase, if there are any."""
+        if seconds:
+            self[whole] -= seconds
+            self[name] = self.get(name, 0.0) + seconds
 
 
 class StepTimes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from piper.errors import LaunchError, WorkerError
+from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import StepResult
 
 
@@ -13,10 +14,11 @@ class Event:
     """Something that happened to a run's workers.
 
     failure: a worker was lost, and the step ended. recovery: all workers run again. mismatch: a repeated step
-    gave another result than before. resize: the run goes on with another number of devices.
+    gave another result than before. resize: the run goes on with another number of devices. warm: the agent
+    of a spare can start a worker at once.
     """
 
-    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption", "resize"]
+    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption", "resize", "warm"]
     step: int
     device: int | None = None
     who: str | None = None
@@ -25,7 +27,7 @@ class Event:
     version: int | None = None  # the step whose state was taken
     source: str | None = None  # where it was taken from
     replayed: int | None = None  # steps that were repeated
-    seconds: float | None = None  # from the failure, once it had a name
+    seconds: float | None = None  # from the failure, once it had a name; of an agent, since it was started
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds of each
     left: int | None = None  # retries
 
@@ -76,3 +78,8 @@ def recovery(
         phases={name: round(took, 3) for name, took in phases.items()},
         left=left,
     )
+
+
+def warm(agent: WarmAgent, step: int) -> Event:
+    """Return the event of an agent that can start a worker at once."""
+    return Event(event="warm", step=step, who=f"agent on {agent.address}", seconds=round(agent.seconds, 3))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from piper.errors import LaunchError
 from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
@@ -44,6 +45,10 @@ class Starter(Protocol):
     """Starts the workers of a program, again and again."""
 
     @property
+    def waited(self) -> float:
+        """Return the seconds of the last start until every machine that it uses could fork workers."""
+
+    @property
     def near(self) -> bool:
         """Return whether all workers are on the driver's machine, and see its memory."""
 
@@ -62,6 +67,9 @@ class Starter(Protocol):
     def avoid(self, device: int | None) -> None:
         """Start the worker of a device on a spare next time, if there is one."""
 
+    def warmed(self) -> Sequence[WarmAgent]:
+        """Return the spares whose agents have become warm since the last call."""
+
     def close(self) -> None:
         """End what outlives workers."""
 
@@ -78,7 +86,7 @@ class Kept:
 class InlineStarter:
     """Starts workers as threads. What hangs in a thread cannot be ended."""
 
-    near = True
+    near, waited = True, 0.0
 
     def __init__(self, program: ProgramLike, versions: Versions) -> None:
         self.program, self.versions = program, versions
@@ -101,6 +109,10 @@ class InlineStarter:
     def avoid(self, device: int | None) -> None:
         """Do nothing: every start makes new threads."""
 
+    def warmed(self) -> Sequence[WarmAgent]:
+        """Return nothing: there are no spares."""
+        return ()
+
     def close(self) -> None:
         """Do nothing: threads end with their run."""
 
@@ -108,7 +120,7 @@ class InlineStarter:
 class LocalStarter:
     """Starts workers as processes, from one fork server that stays warm."""
 
-    near = True
+    near, waited = True, 0.0
 
     def __init__(self, program: ProgramLike, versions: Versions, forks: ForkConnection | None = None) -> None:
         """Prepare to start workers. forks: of a supervisor. None: it starts its own fork server."""
@@ -160,6 +172,10 @@ class LocalStarter:
 
     def avoid(self, device: int | None) -> None:
         """Do nothing: every start forks new processes."""
+
+    def warmed(self) -> Sequence[WarmAgent]:
+        """Return nothing: there are no spares."""
+        return ()
 
     def _drop(self, *, broken: bool = False) -> None:
         if self.forks is not None:

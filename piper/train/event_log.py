@@ -12,6 +12,7 @@ from piper.recovery.run_events import Event
 from piper.train.run_folder import unwritable
 
 EVENTS = "events.jsonl"
+SHOWN = 0.1  # seconds of waiting for agents that the display shows
 
 
 class EventLog:
@@ -47,10 +48,14 @@ def described(event: Event) -> str:
             where = "" if event.instruction is None else f", at {event.instruction}"
             left = f"{event.left} {'retry' if event.left == 1 else 'retries'} left"
             return f"Step {event.step}: {event.who}: {event.what}{where}. Recovering, {left}"
+        case "warm":
+            return f"Step {event.step}: the {event.who} is warm after {event.seconds:.1f} s, as a spare"
         case "recovery":
             again = f"{event.replayed} {'step' if event.replayed == 1 else 'steps'} repeated"
+            cold = event.phases.get("warm", 0.0)
+            waited = f", of which {cold:.1f} s until agents were warm," if cold >= SHOWN else ""
             return (
-                f"Step {event.step}: recovered in {event.seconds:.1f} s from the state after step "
+                f"Step {event.step}: recovered in {event.seconds:.1f} s{waited} from the state after step "
                 f"{event.version} in {event.source}, {again}"
             )
         case "mismatch":

@@ -35,8 +35,8 @@ def steps(folder: Path) -> list[int]:
 
 
 def events(run: Path) -> list[tuple[object, ...]]:
-    """Return what happened to a run: each event, and where its state came from."""
-    return [(e["event"], e.get("source")) for e in written(run, "events.jsonl")]
+    """Return what happened to a run: each event, and where its state came from. Not which spares are warm."""
+    return [(e["event"], e.get("source")) for e in written(run, "events.jsonl") if e["event"] != "warm"]
 
 
 def wait_for_events(run: Path, count: int, driver: subprocess.Popen[str]) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import cleandoc
@@ -17,6 +17,7 @@ pytest.importorskip("ray")
 
 import ray
 from ray.cluster_utils import Cluster
+from torch import Tensor
 
 from piper.compiler import Program, compile
 from piper.directives import Directive, protect, replicate
@@ -154,10 +155,44 @@ def test_a_lost_node_is_replaced_by_a_spare(
         again = {location.node for location in group_of(run).locations.values()}
     assert got == wanted
     assert len(again) == 2 and lost not in again
-    assert [(e.event, e.device, e.source) for e in events] == [
+    assert [(e.event, e.device, e.source) for e in events if e.event != "warm"] == [
         ("failure", 1, None),
         ("recovery", None, "memory"),
     ]
+
+
+def test_a_node_that_joins_is_warm_before_it_is_needed(copied: Program, nodes: Cluster) -> None:
+    """The second loss is of a node whose place the one takes that has joined since, without waiting for torch."""
+    events: list[Event] = []
+    given = batches(PAIR, 6)
+    with recovering(copied, "ray", Options(), retries=3, notify=events.append, spares=1) as run:
+        got = [run.step(given[0])]
+        train_until_warm(run, events, 1, given, got)
+        for loss in (1, 2):
+            lose(nodes, run, 1)
+            while sum(e.event == "recovery" for e in events) < loss:
+                got.append(run.step(given[len(got) % 6]))
+            if loss == 1:
+                nodes.add_node(num_cpus=1)
+                train_until_warm(run, events, 2, given, got)
+    recoveries = [e for e in events if e.event == "recovery"]
+    assert [(e.source, "warm" in e.phases) for e in recoveries] == 2 * [("memory", False)], events
+    with launch_inline(copied) as whole:
+        assert got == [whole.step(given[number % 6]) for number in range(len(got))]
+
+
+def train_until_warm(
+    run: RecoveringRun,
+    events: Sequence[Event],
+    count: int,
+    given: Sequence[Mapping[str, Tensor]],
+    got: list[StepResult],
+) -> None:
+    """Train until so many spares have become warm."""
+    until = time.monotonic() + 120
+    while sum(e.event == "warm" for e in events) < count:
+        assert time.monotonic() < until, events
+        got.append(run.step(given[len(got) % len(given)]))
 
 
 def test_a_lost_node_without_copies_is_said(program: Program, nodes: Cluster) -> None:

@@ -23,6 +23,7 @@ from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UnwrittenError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
+from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
@@ -34,6 +35,7 @@ from piper.recovery.starters import LocalStarter, Recoverable
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.train.event_log import described
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -58,6 +60,8 @@ class Script:
     kept: bool = True  # whether versions are written
     stalls: list[float] = field(default_factory=list)
     near: bool = True
+    waited: float = 0.0  # until agents are warm, at each start
+    warm: list[WarmAgent] = field(default_factory=list)  # agents that become warm before the next step ends
     unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 
     def do(self, what: str) -> None:
@@ -80,6 +84,10 @@ class Script:
 
     def avoid(self, device: int | None) -> None:
         self.log.append(f"avoid {device}")
+
+    def warmed(self) -> list[WarmAgent]:
+        found, self.warm = self.warm, []
+        return found
 
     def close(self) -> None:
         self.log.append("closed")
@@ -176,6 +184,23 @@ def test_a_lost_worker_costs_one_restart_and_the_step() -> None:
     ]
     assert (events[1].version, events[1].replayed, events[1].source) == (2, 0, "memory")
     assert [*events[1].phases] == ["end", "start", "load", "replay"]
+
+
+def test_an_agent_that_becomes_warm_and_one_that_is_waited_for_are_in_the_events() -> None:
+    """The first between two steps, as an event of its own; the second as a phase of the recovery."""
+    script = Script(fails={"step 3": [lost()]}, waited=5.0)
+    run, events = scripted(script)
+    script.warm.append(WarmAgent(address="10.0.0.3", seconds=12.3456))
+    train(run, 1, 1)
+    assert events == [Event(event="warm", step=1, who="agent on 10.0.0.3", seconds=12.346)]
+    assert described(events[0]) == "Step 1: the agent on 10.0.0.3 is warm after 12.3 s, as a spare"
+    train(run, 2, 4)
+    assert [e.event for e in events] == ["warm", "failure", "recovery"]
+    assert events[2].phases["warm"] == 5.0 and events[2].phases["start"] < 0.0, "the script waits for nothing"
+    shown = described(replace(events[2], seconds=7.0))
+    assert shown.startswith(
+        "Step 3: recovered in 7.0 s, of which 5.0 s until agents were warm, from the state"
+    )
 
 
 def test_a_step_whose_answer_is_lost_is_repeated_from_the_version_before_it() -> None:

@@ -1,0 +1,215 @@
+"""Machines that join a running job: their agents are warm before one of them is needed."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import cast
+
+import pytest
+
+from piper.errors import LaunchError
+from piper.launchers import agent_starter, agent_watch
+from piper.launchers.agent_calls import Agent
+from piper.launchers.agent_starter import AgentStarter
+from piper.launchers.agent_watch import AgentWatch
+from piper.launchers.processes import RankEnvironment
+from piper.launchers.torchrun_agents import AgentLostError, RankCalls
+from tests.runtime.grid import Cell, compiled
+
+PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
+WORLD = RankEnvironment(rank=0, size=3, local=0, nearby=3, address="127.0.0.1", port=1)
+BOUND = 20.0  # seconds that a thread may take to do what it is about to do
+
+
+class Actor:
+    """An agent that becomes warm when the test says so, and answers until it is lost."""
+
+    def __init__(self) -> None:
+        self.importing: Future[None] = Future()
+        self.alive = True
+
+    @property
+    def warm(self) -> "Method":
+        return Method(lambda: self.importing)
+
+    @property
+    def look(self) -> "Method":
+        return Method(self._look)
+
+    def _look(self) -> "Future[None]":
+        seen: Future[None] = Future()
+        if self.alive:
+            seen.set_result(None)
+        else:
+            seen.set_exception(AgentLostError("the machine is lost"))
+        return seen
+
+
+class Method:
+    def __init__(self, begin: "Callable[[], Future[None]]") -> None:
+        self.begin = begin
+
+    def remote(self) -> "Future[None]":
+        return self.begin()
+
+
+class Cluster(AgentStarter):
+    """Agents of machines that a test adds and takes away."""
+
+    def __init__(self) -> None:
+        super().__init__(compiled(PAIR), None, RankCalls(WORLD))
+        self.there: dict[int, Agent] = {}  # by bundle
+
+    def join(self, bundle: int, *, warm: bool = False) -> Actor:
+        actor = Actor()
+        if warm:
+            actor.importing.set_result(None)
+        self.there[bundle] = Agent(actor=actor, node=f"node {bundle}", address=f"10.0.0.{bundle}")
+        return actor
+
+    def _hire(self) -> None:
+        self.agents = {b: agents for b, agents in self.agents.items() if agents == (self.there.get(b),)}
+        for bundle in self.there.keys() - self.agents.keys():
+            self._take(bundle, (self.there[bundle],))
+
+    def _lacking(self) -> Exception:
+        return LaunchError("too few", by="test", hint="none")
+
+    def close(self) -> None:
+        self.watch.close()
+
+    def chosen(self) -> list[str]:
+        """Return where the devices would start now."""
+        return [agent.address for _, agent in sorted(self._agents().items())]
+
+
+def reported(cluster: Cluster) -> list[str]:
+    return [agent.address for agent in cluster.warmed()]
+
+
+def test_an_agent_of_a_machine_that_joins_is_reported_once_it_is_warm() -> None:
+    cluster = Cluster()
+    cluster.join(0, warm=True)
+    cluster.join(1, warm=True)
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"]
+    assert not cluster._notice() and reported(cluster) == [], "those that have workers are no spares"
+    joined = cluster.join(2)
+    assert cluster._notice(), "it imports torch"
+    assert reported(cluster) == []
+    joined.importing.set_result(None)
+    assert not cluster._notice()
+    (found,) = cluster.warmed()
+    assert found.address == "10.0.0.2" and found.seconds > 0
+    assert not cluster._notice() and reported(cluster) == []
+
+
+def test_an_agent_that_is_lost_before_it_is_warm_is_not_reported() -> None:
+    cluster = Cluster()
+    lost, gone = cluster.join(0), cluster.join(1)
+    assert cluster._notice()
+    lost.importing.set_exception(AgentLostError("the machine is lost"))
+    del cluster.there[1]
+    assert not cluster._notice() and reported(cluster) == []
+    assert not gone.importing.done()
+
+
+def test_a_loss_uses_the_warm_agent_of_a_machine_that_joined() -> None:
+    """Also where another one, which still imports torch, is in the bundle of the machine that was lost."""
+    cluster = Cluster()
+    for bundle in range(3):
+        cluster.join(bundle, warm=True)
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"]
+    cluster.join(1)  # its machine is lost, and another one is there instead
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.2"]
+    assert cluster.waited == 0.0
+
+
+def test_a_machine_keeps_its_bundle_when_another_one_is_lost() -> None:
+    cluster = Cluster()
+    for bundle in range(3):
+        cluster.join(bundle, warm=True)
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"]
+    cluster.there.pop(0)
+    assert cluster.chosen() == ["10.0.0.2", "10.0.0.1"]
+    cluster.join(0, warm=True)
+    assert cluster.chosen() == ["10.0.0.2", "10.0.0.1"], "it is a spare now"
+
+
+def test_a_start_waits_for_an_agent_that_is_not_warm_and_says_how_long() -> None:
+    cluster = Cluster()
+    cluster.join(0, warm=True)
+    late = cluster.join(1)
+    timer = threading.Timer(0.2, late.importing.set_result, (None,))
+    timer.start()
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"]
+    assert late.importing.done() and cluster.waited > 0
+    timer.join()
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"] and cluster.waited == 0.0
+
+
+def test_an_agent_that_is_lost_while_it_is_waited_for_gives_way_to_another() -> None:
+    cluster = Cluster()
+    cluster.join(0, warm=True)
+    late = cluster.join(1)
+
+    def lose() -> None:
+        cluster.join(2, warm=True)
+        del cluster.there[1]
+        late.importing.set_exception(AgentLostError("the machine is lost"))
+
+    timer = threading.Timer(0.2, lose)
+    timer.start()
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.2"]
+    timer.join()
+
+
+def test_agents_that_never_become_warm_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they raise when they are to start a worker says more than that they are late."""
+    monkeypatch.setattr(agent_starter, "GROUP", 0.1)
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.join(1)
+    assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"]
+    del cluster.there[1]
+    monkeypatch.setattr(agent_starter, "LOOK", 0.05)
+    with pytest.raises(LaunchError, match="too few"):
+        cluster.chosen()
+
+
+def drain(seen: threading.Semaphore) -> None:
+    while seen.acquire(blocking=False):
+        continue
+
+
+def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK", "SOON"):
+        monkeypatch.setattr(agent_watch, name, 0.01)
+    cluster, seen = Cluster(), threading.Semaphore(0)
+    hire = cluster._hire
+
+    def look() -> None:
+        hire()
+        seen.release()
+
+    monkeypatch.setattr(cluster, "_hire", look)
+    cluster.watch.begin()
+    thread = cast(threading.Thread, cluster.watch.thread)
+    cluster.watch.begin()
+    assert cluster.watch.thread is thread, "there is one"
+    cluster.join(7, warm=True)
+    drain(seen)
+    for _ in range(2):  # the first look may have begun before it joined
+        assert seen.acquire(timeout=BOUND)
+    cluster.close()
+    assert not thread.is_alive()
+    assert reported(cluster) == ["10.0.0.7"]
+    drain(seen)
+    cluster.close()
+    assert not seen.acquire(timeout=0.05), "nobody looks any more"
+
+
+def test_a_watch_that_never_began_can_be_closed() -> None:
+    watch = AgentWatch(lambda: pytest.fail("it looks"))
+    watch.close()
+    watch.begin()
+    cast(threading.Thread, watch.thread).join(BOUND)
