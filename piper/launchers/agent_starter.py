@@ -32,7 +32,7 @@ class AgentStarter(ABC):
     hold `lock` while they read or change the agents.
     """
 
-    waited = 0.0  # seconds of the last start until the agents that it uses were warm
+    waited = 0.0  # seconds that the last start has waited for machines, and for their agents to be warm
 
     def __init__(self, program: ProgramLike, versions: Versions | None, calls: AgentCalls) -> None:
         assert versions is None or isinstance(versions, AgentVersions)
@@ -46,7 +46,7 @@ class AgentStarter(ABC):
         self.used: dict[int, int] = {}  # the bundle of each machine
         self.avoided: set[int] = set()  # bundles that are used only if there are no others
         self.lock = RLock()
-        self.taken: dict[int, float] = {}  # since when the agents of a bundle start
+        self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
         self.fresh: list[WarmAgent] = []  # those that have become warm and are not reported
         self.watch = AgentWatch(self._notice)
 
@@ -70,8 +70,7 @@ class AgentStarter(ABC):
                     del self.taken[bundle]
                 elif self.calls.finished(self.warm[bundle]):
                     del self.taken[bundle]
-                    if bundle not in self.used.values():
-                        self._report(bundle, monotonic() - since)
+                    self._report(bundle, monotonic() - since)
             return bool(self.taken)
 
     def _report(self, bundle: int, seconds: float) -> None:
@@ -143,15 +142,18 @@ class AgentStarter(ABC):
                 )
                 chosen, late = usable[: len(self.machines)], monotonic() > began + GROUP
                 starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
-                if len(chosen) == len(self.machines) and (late or not starting):
+                enough = len(chosen) == len(self.machines)
+                if enough and (late or not starting):
                     return self._use(chosen)
-            if len(chosen) < len(self.machines):
-                if late:
-                    raise self._lacking()
-                sleep(LOOK)
-                continue
+                for bundle in chosen:
+                    self.taken.pop(bundle, None)  # no spare any more
+            if late:
+                raise self._lacking()
             waits = monotonic()
-            self.calls.wait(starting, max(0.0, began + GROUP - waits))
+            if enough:
+                self.calls.wait(starting, max(0.0, began + GROUP - waits))
+            else:
+                sleep(LOOK)
             self.waited += monotonic() - waits
 
     def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
@@ -159,6 +161,7 @@ class AgentStarter(ABC):
         kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
         free = iter(bundle for bundle in chosen if bundle not in kept.values())
         self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
+        self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
         return {
             device: agent
             for machine, bundle in self.used.items()

@@ -173,8 +173,11 @@ def lost_leader(world: RankEnvironment) -> LaunchError:
     return LaunchError(
         "rank 0 is gone, or cannot be reached any more",
         by=f"rank {world.rank}",
-        facts={"at": f"{world.address}:{world.port}"},
-        hint="look at what rank 0 says; start all ranks again with --resume to go on from a checkpoint",
+        facts={
+            "at": f"{world.address}:{world.port}",
+            "lost": "the steps since the newest checkpoint: rank 0 drives, and no other rank takes its place",
+        },
+        hint="look at what rank 0 says; start all ranks again with --resume to go on from that checkpoint",
     )
 
 

@@ -5,6 +5,7 @@ sees the ranks only, so a worker that is lost does not end them. When a machine 
 and agents of other machines take their place. A rank whose link was down connects again, as a spare.
 """
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -30,6 +31,7 @@ from piper.launchers.rendezvous import (
     check_key,
     given_key,
     key_of,
+    lost_leader,
     new_launch,
     next_launch,
     offered_key,
@@ -42,6 +44,7 @@ from piper.launchers.transport.serialize import Codec
 from piper.launchers.worker_server import crowded
 from piper.runtime.setup import ProgramLike
 
+log = logging.getLogger("piper")
 AWAY = 120.0  # seconds for which a rank tries to reach the driver again
 AGAIN = 1.0  # seconds between two tries
 METHODS = frozenset(name for name in vars(MachineAgent) if not name.startswith("_"))  # that a driver may call
@@ -100,16 +103,22 @@ class RankAgent(MachineAgent):
 
 
 def serve_agent(world: RankEnvironment, address: DriverAddress) -> None:
-    """Be the agent of this rank until the driver has ended. Connect again after the link was down."""
+    """Be the agent of this rank until the driver has ended. Connect again after the link was down.
+
+    Raise LaunchError if the driver's machine cannot be reached for `AWAY` seconds.
+    """
     key = key_of(world, address)
-    until = monotonic() + AWAY
+    until, said = monotonic() + AWAY, False
     while monotonic() < until:
         try:
             channel = connect((address.host, address.port), key, world.rank, PATIENCE, CODEC)
             channel.send(AgentPlace(address=own_address(world), local=world.local))
         except (ConnectionRefusedError, ClosedError):
             return  # the driver does not listen any more
-        except OSError:
+        except OSError as error:
+            if not said:
+                log.warning("rank %d cannot reach rank 0, and tries for %g s: %s", world.rank, AWAY, error)
+                said = True
             sleep(AGAIN)
             continue
         agent = RankAgent(key)
@@ -118,10 +127,11 @@ def serve_agent(world: RankEnvironment, address: DriverAddress) -> None:
                 name, arguments = cast("tuple[str, list[object]]", channel.recv())
                 channel.send(sent(agent.answer(name, [*map(received, arguments)])))
         except (ClosedError, OSError):
-            until = monotonic() + AWAY
+            until, said = monotonic() + AWAY, False
         finally:
             channel.close()
             agent.close()
+    raise lost_leader(world)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Disturb runs for some minutes, and print what it cost: `python -m tests.chaos --minutes 60 --seed 17`."""
+"""Disturb runs for some minutes, and print what it cost: `python -m tests.chaos --minutes 60 --seed 17`.
+
+Times are from an event to the next step. Where an agent had to become warm first, they are from then on, and `warm s`
+has the longest time that one took.
+"""
 
 import argparse
 import signal
@@ -20,12 +24,13 @@ HEADS = (
     "p50 s",
     "p95 s",
     "max s",
+    "warm s",
     "identical",
     "orphans",
     "in /dev/shm",
     "min",
 )
-WIDE = (16, 6, 7, 10, 7, 7, 7, 10, 8, 12, 6)
+WIDE = (16, 6, 7, 10, 7, 7, 7, 7, 10, 8, 12, 6)
 
 
 def row(cells: Sequence[object]) -> None:
@@ -44,7 +49,7 @@ def at(times: list[float], part: float) -> str:
 def cells(name: str, events: int, seen: Seen, minutes: float) -> list[object]:
     return [
         name, events, seen.events, seen.recovered, at(seen.seconds, 0.5), at(seen.seconds, 0.95), at(seen.seconds, 1),
-        "yes" if seen.identical else "NO", seen.orphans, len(seen.left), f"{minutes:.1f}",
+        at(seen.warm, 1), "yes" if seen.identical else "NO", seen.orphans, len(seen.left), f"{minutes:.1f}",
     ]  # fmt: skip
 
 
@@ -67,10 +72,10 @@ def main() -> int:
         try:
             seen = measure(part.act, events=events, minutes=left * part.minutes / shares, seed=asked.seed)
         except pytest.skip.Exception as skipped:
-            row([name, events, *["-"] * 8, f"skipped: {skipped}"])
+            row([name, events, *["-"] * 9, f"skipped: {skipped}"])
         except Exception:  # noqa: BLE001  it is shown, and the other parts are as interesting
             traceback.print_exc()
-            row([name, events, "FAILED", *["-"] * 8])
+            row([name, events, "FAILED", *["-"] * 9])
             good = False
         else:
             row(cells(name, events, seen, (time.monotonic() - began) / 60))

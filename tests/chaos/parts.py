@@ -81,6 +81,7 @@ class Seen:
     events: int = 0
     recovered: int = 0
     seconds: list[float] = field(default_factory=list)  # from an event to the next step, or to the end
+    warm: list[float] = field(default_factory=list)  # until the agent of a machine that joined was warm
     identical: bool = False
     orphans: int = 0
     left: list[str] = field(default_factory=list)  # in shared memory

@@ -39,7 +39,7 @@ PARTS = {
     "sigterm-local": Sized(act=partial(preempted, "local"), events=20, minutes=5, p95=30, most=30),
     "sigterm-torchrun": Sized(act=partial(preempted, "torchrun"), events=20, minutes=6, p95=30, most=30),
     "sigterm-ray": Sized(act=partial(preempted, "ray"), events=20, minutes=10, p95=30, most=30),
-    "ray-nodes": Sized(act=ray_nodes, events=20, minutes=6, p95=30, most=60),
+    "ray-nodes": Sized(act=ray_nodes, events=20, minutes=12, p95=10, most=10),
     "torchrun-hosts": Sized(act=torchrun_hosts, events=20, minutes=20, p95=30, most=60),
     "ray-hosts": Sized(act=ray_hosts, events=20, minutes=25, p95=30, most=60),
     "kills": Sized(act=partial(signalled, signal.SIGKILL), events=1000, minutes=35, p95=5, most=10),

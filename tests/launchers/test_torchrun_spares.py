@@ -1,5 +1,6 @@
 """Ranks of torchrun more than devices: each has an agent that starts workers, or waits as a spare."""
 
+import errno
 import os
 import signal
 import socket
@@ -102,6 +103,31 @@ def test_a_lost_agent_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
         for lost in (hung, again.look.remote()):
             with pytest.raises((AgentLostError, CancelledError)):
                 calls.get(lost, 20)
+
+
+def test_a_rank_whose_driver_stays_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so at once, and what is lost once it gives up."""
+    monkeypatch.setenv("PIPER_KEY", KEY)
+    monkeypatch.setattr("piper.launchers.torchrun_agents.AWAY", 0.3)
+    monkeypatch.setattr("piper.launchers.torchrun_agents.AGAIN", 0.01)
+
+    def unreachable(*_: object) -> Channel:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr("piper.launchers.torchrun_agents.connect", unreachable)
+    with pytest.raises(LaunchError) as caught:
+        serve_agent(WORLD, DriverAddress(host="127.0.0.1", port=1, launch="", width=1, agents=True))
+    assert caplog.messages == [
+        "rank 2 cannot reach rank 0, and tries for 0.3 s: [Errno 113] No route to host"
+    ]
+    assert str(caught.value) == cleandoc("""
+        rank 2: rank 0 is gone, or cannot be reached any more
+          at:   127.0.0.1:1
+          lost: the steps since the newest checkpoint: rank 0 drives, and no other rank takes its place
+          hint: look at what rank 0 says; start all ranks again with --resume to go on from that checkpoint
+    """)
 
 
 def test_processes_for_spares() -> None:
