@@ -64,9 +64,9 @@ def cluster() -> Iterator[Sequence[Host]]:
         yield made
 
 
-def train(head: Host, job: str, run: Path, *words: str) -> subprocess.Popen[str]:
-    """Train on the cluster; the driver and device 0 are on the first host."""
-    return head.start(
+def train(head: Host, job: str, run: Path, *words: str, driver: Host | None = None) -> subprocess.Popen[str]:
+    """Train on the cluster; the driver is on the first host if no other one is given."""
+    return (driver or head).start(
         *("piper", "train", f"{RECIPE}:{job}", "--on", "ray", "--out", str(run), *words),
         env={**RAY, "RAY_ADDRESS": f"{head.address}:{PORT}"},
         folder=ROOT,

@@ -65,6 +65,8 @@ def test_a_lost_host_ends_the_run_and_resume_goes_on(
             "no sign of life for 8 s: the process is stopped, or cannot be reached",
             "the process cannot be reached any more",
         )
+    if lost == 0:
+        assert "error: rank 1: rank 0 is gone, or cannot be reached any more\n" in ends[1][1], ends
     with hosts(2) as made:
         again = started([*made], run, "--resume")
         assert [ended(process)[0] for process in again] == [0, 0]
