@@ -14,6 +14,7 @@ from piper.launchers.base import Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.machines import machines_of, not_started
 from piper.launchers.transport.versions import Versions
+from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -121,8 +122,12 @@ class AgentStarter(ABC):
         assert isinstance(versions, AgentVersions)
         self.program, self.versions = program, versions
         with self.lock:
-            self.machines, self.apart = machines_of(program.plans)
+            self._arrange(program.plans)
         self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
+
+    @abstractmethod
+    def _arrange(self, plans: Plans) -> None:
+        """Divide the devices of another program among machines."""
 
     def avoid(self, device: int | None) -> None:
         """Start the worker of a device on a spare next time, if there is one, with others of its machine."""

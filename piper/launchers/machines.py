@@ -62,3 +62,23 @@ def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
     if asked is None or not asked.copies or asked.apart == "device":
         return [(device,) for device in devices], False
     return [*asked.domains(devices).values()], True
+
+
+def packed_machines(plans: Plans, width: int) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the same for machines that have workers for `width` devices each, whatever the plan needs."""
+    machines, apart = machines_of(plans)
+    if not apart:  # any devices can share a machine
+        devices = [device for machine in machines for device in machine]
+        return [tuple(devices[n : n + width]) for n in range(0, len(devices), width)], False
+    most = max(map(len, machines))
+    if most > width:
+        raise LaunchError(
+            "machines have too few workers for this number of devices",
+            by="launch",
+            facts={
+                "needs": f"{most} devices on a machine, for {sum(map(len, machines))} devices",
+                "has": f"{width}, as the strategy of the most devices says",
+            },
+            hint="let protect have the same devices_per_machine for every number of devices",
+        )
+    return machines, True

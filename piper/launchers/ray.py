@@ -26,8 +26,9 @@ from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.driver import RemoteRun
 from piper.launchers.machine_agent import AgentProcess
-from piper.launchers.machines import no_room
+from piper.launchers.machines import no_room, packed_machines
 from piper.launchers.transport.versions import Versions
+from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
@@ -209,6 +210,9 @@ class RayStarter(AgentStarter):
                     Agent(actor=made.remote(), node=node, address=alive[node]) for _ in range(self.width)
                 ]
                 self._take(bundle, tuple(agents))
+
+    def _arrange(self, plans: Plans) -> None:
+        self.machines, self.apart = packed_machines(plans, self.width)  # bundles stay as they were claimed
 
     def _lacking(self) -> Exception:
         return lacking(len(self.machines), self.bundle, apart=self.apart)

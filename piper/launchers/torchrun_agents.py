@@ -23,7 +23,7 @@ from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.driver import devices_of
 from piper.launchers.machine_agent import MachineAgent
-from piper.launchers.machines import no_room
+from piper.launchers.machines import machines_of, no_room
 from piper.launchers.messages import PATIENCE
 from piper.launchers.processes import ProcessStatus, RankEnvironment, SharedFile, check_size
 from piper.launchers.rendezvous import (
@@ -42,6 +42,7 @@ from piper.launchers.rendezvous import (
 from piper.launchers.transport.channel import Channel, ClosedError, Listener, connect
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.worker_server import crowded
+from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 
 log = logging.getLogger("piper")
@@ -325,6 +326,10 @@ class TorchrunStarter(AgentStarter):
         for bundle, agents in bundles.items():
             if self.agents.get(bundle) != agents:
                 self._take(bundle, agents)
+
+    def _arrange(self, plans: Plans) -> None:
+        self.machines, self.apart = machines_of(plans)
+        self.width = max(map(len, self.machines))
 
     def _lacking(self) -> Exception:
         return LaunchError(

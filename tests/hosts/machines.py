@@ -162,6 +162,13 @@ class Host:
         for process in self.started:
             process.wait(BOUND)
 
+    def restart(self) -> None:
+        """Give a killed host its power again, with the same name and address and without what was on it."""
+        # The system removes the cable of a host that has ended some time later.
+        command(*self.switch.enter("sh", "-c", f"ip link delete {self.port} 2>&1 || true"))
+        self.inside = Namespaces(*KINDS)
+        self.connect()
+
     def end(self) -> None:
         """End the host, and what the test holds of it."""
         self.kill()

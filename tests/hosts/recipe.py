@@ -1,7 +1,7 @@
 """A recipe for tests on several hosts: two stages in double precision, and steps that take a tenth of a second."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from piper.data.batches import Batch
 from piper.data.shuffle import Places
 
 STEPS = 40
+LONG = 1500  # steps in which a host that was lost comes back
 
 
 class Net(nn.Module):
@@ -63,6 +64,22 @@ def copied() -> piper.Job:
 def slowly() -> piper.Job:
     """The same, with time for hosts that find each other again."""
     return replace(copied(), data=lambda: Slower(rows(), batch=8, seed=1))
+
+
+def replicas(devices: Sequence[int]) -> list[piper.Directive]:
+    """Replicas of the whole model. Those of two machines have the state of each other."""
+    copies = [piper.protect(piper.at(), copies=1, devices_per_machine=2)] if len(devices) > 2 else []
+    return [piper.replicate(piper.at(), devices, zero=1), *copies]
+
+
+def elastic() -> piper.Job:
+    """Four devices, or two while one of two machines is lost. It trains until it is ended."""
+    return replace(job([]), strategy=replicas, elastic=(2, 4), steps=LONG)
+
+
+def long() -> piper.Job:
+    """The same on one device, without pauses."""
+    return replace(alone(), data=lambda: Samples(rows(), batch=8, seed=1), steps=LONG, checkpoint=None)
 
 
 def alone() -> piper.Job:

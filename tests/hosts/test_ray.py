@@ -42,13 +42,13 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
-def join(host: Host, head: Host) -> None:
-    """Start Ray on a host, as docs/multi-node.md says, with room for one worker."""
+def join(host: Host, head: Host, workers: int = 1) -> None:
+    """Start Ray on a host, as docs/multi-node.md says, with room for some workers."""
     words = ["--address", f"{head.address}:{PORT}"]
     if host is head:
         words = ["--head", "--port", PORT, "--include-dashboard=false", "--disable-usage-stats"]
     host.run(
-        *("ray", "start", *words, "--node-ip-address", host.address, "--num-cpus", "1"),
+        *("ray", "start", *words, "--node-ip-address", host.address, "--num-cpus", str(workers)),
         *("--temp-dir", f"/mnt/{host.name}", "--object-store-memory", "80000000"),
         env=RAY,
         folder=ROOT,

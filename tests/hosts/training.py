@@ -66,14 +66,14 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-def on_one_device(folder: Path) -> list[float]:
-    """Return the losses of the recipe on one device, without any host."""
+def on_one_device(folder: Path, job: str = "alone") -> list[float]:
+    """Return the losses of a job of the recipe on one device, without any host."""
     words = [
         sys.executable,
         "-m",
         "piper",
         "train",
-        f"{RECIPE}:alone",
+        f"{RECIPE}:{job}",
         "--on",
         "inline",
         "--out",

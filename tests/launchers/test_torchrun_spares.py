@@ -239,6 +239,23 @@ def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """)
 
 
+def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of two ranks take a device each, or one of them takes both devices of a smaller layout."""
+    monkeypatch.setattr("piper.launchers.machine_agent.MachineAgent.warm", lambda _: None)
+    monkeypatch.setattr("piper.launchers.agent_starter.machines_of", lambda plans: ([(0, 1)], True))
+    monkeypatch.setattr("piper.launchers.agent_starter.SETTLE", 0.0)
+    program = compiled(PAIR)
+    with starting(monkeypatch, program, [0, 0, 2, 2]) as made:
+        assert made.room() == 4 and len(made._agents()) == 2
+        for rank in (2, 3):
+            made.ranks[rank].actor.gone = True
+        assert made.room() == 2
+        assert made.versions is not None
+        made.use(program, made.versions, [0, 1])
+        assert made.room() == 2
+        assert [agent.node for agent in made._agents().values()] == ["0", "0"]
+
+
 def test_a_spare_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("piper.launchers.torchrun_agents.PATIENCE", 0.5)
     with (

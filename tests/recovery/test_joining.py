@@ -14,6 +14,7 @@ from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_watch import AgentWatch
 from piper.launchers.processes import RankEnvironment
 from piper.launchers.torchrun_agents import AgentLostError, RankCalls
+from piper.plan.plan import Plans
 from tests.runtime.grid import Cell, compiled
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -71,6 +72,9 @@ class Cluster(AgentStarter):
         self.agents = {b: agents for b, agents in self.agents.items() if agents == (self.there.get(b),)}
         for bundle in self.there.keys() - self.agents.keys():
             self._take(bundle, (self.there[bundle],))
+
+    def _arrange(self, plans: Plans) -> None:
+        raise AssertionError("no test resizes")
 
     def _lacking(self) -> Exception:
         return LaunchError("too few", by="test", hint="none")
