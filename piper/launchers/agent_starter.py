@@ -65,7 +65,10 @@ class AgentStarter(ABC):
     def _notice(self) -> bool:
         """Take agents of machines that have joined. Return whether agents still start."""
         with self.lock:
-            self._hire()
+            try:
+                self._hire()
+            except self.calls.lost:
+                return True  # the cluster does not answer now; a start that needs agents asks it again
             for bundle, since in [*self.taken.items()]:
                 if bundle not in self.agents:
                     del self.taken[bundle]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -87,10 +87,11 @@ def folder_of_ray() -> Iterator[str]:
     """Make a folder that another process removes after the block, or when this process is killed."""
     folder = tempfile.mkdtemp(prefix="piper-ray-")
     words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True) as remover:
-        try:
-            yield folder
-        finally:
+    remover = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield folder
+    finally:
+        with suppress(subprocess.TimeoutExpired):  # then it goes on by itself
             remover.communicate("now", timeout=END)
 
 

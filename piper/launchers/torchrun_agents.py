@@ -48,6 +48,7 @@ from piper.runtime.setup import ProgramLike
 log = logging.getLogger("piper")
 AWAY = 120.0  # seconds for which a rank tries to reach the driver again
 AGAIN = 1.0  # seconds between two tries
+PLACE = 5.0  # seconds in which an agent that has connected says where it runs
 METHODS = frozenset(name for name in vars(MachineAgent) if not name.startswith("_"))  # that a driver may call
 
 
@@ -258,7 +259,7 @@ class TorchrunStarter(AgentStarter):
         launch = "" if given is not None else new_launch()
         calls.key = given if given is not None else self.held.enter_context(offered_key(launch))
         self.held.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
-        self.listener = self.held.enter_context(Listener(calls.own, calls.key, None, CODEC))
+        self.listener = self.held.enter_context(Listener(calls.own, calls.key, PLACE, CODEC))
         host, port = self.listener.address
         address = DriverAddress(host=host, port=port, launch=launch, width=1, agents=True)
         publish_address(self.world, next_launch(self.world), address)
@@ -283,6 +284,7 @@ class TorchrunStarter(AgentStarter):
         except (ClosedError, TimeoutError):
             place = None
         if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
+            channel.limit(None)  # calls may take long, and each has a timeout of its own
             self._admit(rank, place, partial(over, channel), partial(leave, channel))
         else:
             channel.close()

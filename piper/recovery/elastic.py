@@ -48,7 +48,7 @@ class ElasticRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ElasticLayout:
     """The layout of an elastic run, as the driver that goes on with it needs it."""
 
     size: int  # devices
@@ -122,7 +122,7 @@ class ElasticRun(RecoveringRun):
             self.resize(size)
             self.left = self.good = 0  # a device that fails soon has not come back
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: ElasticLayout) -> None:
         """Begin with the layout in which a driver before this one has left the state."""
         if (layout.size, layout.turn) != (len(self.places), self.turn):
             self._use(self.sizes.program(layout.size), range(layout.size), layout.turn)
@@ -131,17 +131,17 @@ class ElasticRun(RecoveringRun):
             self.moved = Path(layout.moved[0]), layout.moved[1]
             self.folders.add(self.moved[0].parent)
 
-    def layout(self) -> Layout:
+    def layout(self) -> ElasticLayout:
         """Return the layout. The state that has moved is needed until there is a version."""
         moved = self.moved if self.moved is not None and self._newest() is None else None
-        return Layout(
+        return ElasticLayout(
             size=len(self.places),
             turn=self.turn,
             shrunk=self.shrunk,
             moved=None if moved is None else (str(moved[0]), moved[1]),
         )
 
-    def noted(self, layout: Layout) -> None:
+    def noted(self, layout: ElasticLayout) -> None:
         """Take note that the driver after this one would go on with a layout."""
         self.safe = layout.turn
         self._drop(None if layout.moved is None else Path(layout.moved[0]))

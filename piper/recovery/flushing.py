@@ -34,17 +34,17 @@ def write_version(
     """
     target = target_of(path)
     plain = encode(data, "data")
-    partial = begin(target)
     parts: dict[str, list[TensorRange]] = {
-        f"device-{device:05}": found for device, found in versions.parts(step).items()
+        f"device-{device:05}": part for device, part in versions.parts(step).items()
     }
     parts["driver"] = [*whole_parts(unread_kept(program, unread))]
+    found = versions.shelf(step, program.job.seed).record
+    partial = begin(target)  # when nothing can be lost any more with a machine that holds the version
     try:
-        written = [write_parts(partial, name, found) for name, found in parts.items()]
+        written = [write_parts(partial, name, part) for name, part in parts.items()]
     except StorageError as error:
         discard(target)
         raise unwritten(target, str(error)) from error
-    found = versions.shelf(step, program.job.seed).record
     record = replace(
         found,
         trainer=replace(found.trainer, groups=with_options(found.trainer.groups, options)),

@@ -18,7 +18,7 @@ from piper.errors import ConfigError
 from piper.launchers.base import StepResult
 from piper.launchers.transport.nameless_files import nameless_file
 from piper.launchers.transport.serialize import Codec
-from piper.recovery.elastic import ElasticRun, Layout
+from piper.recovery.elastic import ElasticLayout, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
 
 HEAD = struct.Struct("=qq")  # the number of the note, or 0 while it is written, and its bytes
@@ -45,7 +45,7 @@ class Progress:
     left: int  # retries
     results: Mapping[int, StepResult]  # of the last steps
     options: Mapping[int, list[tuple[int, str, float]]]  # of the optimizer, that were set, by step
-    layout: Layout | None  # of an elastic run
+    layout: ElasticLayout | None  # of an elastic run
     saving: tuple[int, str, int | None] | None  # the step, the path and the `keep` of a save under way
     states: object  # encoded: positions of the data by step, states of callbacks, the data of the save
 

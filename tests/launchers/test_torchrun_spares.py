@@ -33,7 +33,7 @@ from piper.launchers.torchrun_agents import (
     over,
     serve_agent,
 )
-from piper.launchers.transport.channel import Channel, Listener
+from piper.launchers.transport.channel import Channel, ClosedError, Listener, connect
 from piper.train.session import TrainOptions, check_seconds
 from tests.hosts.training import events
 from tests.launchers.family import family, free_port
@@ -237,6 +237,26 @@ def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
           has:   2 with that room
           hint:  add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")
     """)
+
+
+def test_a_rank_that_connects_and_says_nothing_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is stopped just then."""
+    monkeypatch.setattr("piper.launchers.torchrun_agents.PLACE", 0.1)
+    with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
+        known, came = made.ranks[1], list[Channel]()
+
+        def arrive() -> None:
+            came.append(connect(made.listener.address, KEY.encode(), 1, 20, CODEC))
+
+        silent = threading.Thread(target=arrive, daemon=True)
+        silent.start()
+        assert made._accept(20.0)
+        silent.join(20)
+        with pytest.raises(ClosedError):
+            came[0].recv()
+        came[0].close()
+        assert made.ranks[1] is known and not known.actor.gone
+        assert made.ranks[1].actor.look.remote().result(20) == ProcessStatus(process=0)
 
 
 def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("ray")
 import ray
 
 from piper.compiler import compile
+from piper.launchers import ray as launcher
 from piper.launchers.launch import launch
 from tests.launchers.family import command_of, family
 from tests.runtime.grid import Cell, batches, job
@@ -53,11 +54,24 @@ def test_a_ray_of_our_own_is_on_loopback_and_ends() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.ray
+def test_a_folder_that_takes_long_to_remove_does_not_fail_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "END", 0.1)
+    monkeypatch.setattr(launcher, "REMOVER", f"import time; time.sleep(1){launcher.REMOVER}")
+    with launcher.folder_of_ray() as name:
+        assert Path(name).is_dir()
+    until = time.monotonic() + 60
+    while Path(name).exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 DRIVER = """
 import os, sys, time
 from pathlib import Path
 import ray
 from piper.compiler import compile
+from piper.launchers import ray as launcher
 from piper.launchers.launch import launch
 from tests.ray.test_own import CELL
 from tests.runtime.grid import batches, job

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.inline import InlineRun, launch_inline
 from piper.launchers.processes import RankEnvironment
 from piper.launchers.torchrun_agents import RankAgent, RankCalls, RemoteAgent
+from piper.recovery.flushing import write_version
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
 
@@ -68,8 +70,11 @@ def test_a_device_that_changes_its_agent_brings_its_versions(hired: Hired, lost:
             assert [whole.step(batch) for batch in given][3] == result
 
 
-def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired) -> None:
-    """What it held is looked for again: a failure as any other, which is not the same as the one before it."""
+def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired, tmp_path: Path) -> None:
+    """What it held is looked for again: a failure as any other, which is not the same as the one before it.
+
+    A checkpoint of that version is not begun.
+    """
     versions, (first, second, _) = hired.versions, hired.agents
     versions.place({0: first, 1: second})
     run = InlineRun(compiled(PAIR), Options(), versions.files_of(0))
@@ -78,8 +83,13 @@ def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired) -> None:
     assert versions.newest() == 0
     group = AgentWorkerGroup(compiled(PAIR), Options(), {0: first, 1: second}, versions.calls, versions)
     second.actor.close()
-    for act in (lambda: versions.share(0), lambda: versions.parts(0), group.sharing(0).__enter__):
+
+    def write() -> None:
+        write_version(compiled(PAIR), versions, 0, tmp_path / "step-00000000", unread={}, data=None)
+
+    for act in (lambda: versions.share(0), lambda: versions.parts(0), group.sharing(0).__enter__, write):
         with pytest.raises(LaunchError) as caught:
             act()
         assert caught.value.what == "the state after step 0 is lost with a machine that held it"
     assert versions.newest() is None
+    assert not [*tmp_path.iterdir()]

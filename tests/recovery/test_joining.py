@@ -180,6 +180,22 @@ def test_agents_that_never_become_warm_are_used_as_they_are(monkeypatch: pytest.
         cluster.chosen()
 
 
+def test_a_cluster_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    cluster.join(0, warm=True)
+    hire, silent = cluster._hire, [True]
+
+    def ask() -> None:
+        if silent.pop():
+            raise TimeoutError
+        hire()
+
+    monkeypatch.setattr(cluster, "_hire", ask)
+    assert cluster._notice() and reported(cluster) == []
+    silent.append(False)
+    assert not cluster._notice() and reported(cluster) == ["10.0.0.0"]
+
+
 def drain(seen: threading.Semaphore) -> None:
     while seen.acquire(blocking=False):
         continue

@@ -84,11 +84,16 @@ class Channel:
 
         keys: the keys of a channel over a network. None: a pair of sockets that only the two processes have.
         """
-        self.end, self.codec, self.keys, self.timeout = end, codec, keys, timeout
+        self.end, self.codec, self.keys = end, codec, keys
         self.sent = self.received = 0  # frames
         self.sending = threading.Lock()
         self.lost: Callable[[], bool] = lambda: False  # whether to give up before the timeout
-        end.settimeout(None if timeout is None else min(timeout, SLICE))
+        self.limit(timeout)
+
+    def limit(self, timeout: float | None) -> None:
+        """Let one call wait for so many seconds from now on. None: without limit."""
+        self.timeout = timeout
+        self.end.settimeout(None if timeout is None else min(timeout, SLICE))
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
