@@ -89,7 +89,7 @@ def _refused_by(step: LossModule, batch: dict[str, Tensor]) -> PiperError | None
         step(batch)
     except PiperError as error:
         return error
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001  Dynamo's report is raised instead
         return None
     return None
 
