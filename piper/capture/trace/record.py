@@ -26,7 +26,7 @@ from piper.capture.trace.recording import (
     Recording,
     number_regions,
 )
-from piper.errors import CaptureError
+from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
@@ -69,7 +69,7 @@ def record(
             # Torch raises these when there is no operation, or when the loss returns no result of one.
             if "backend_input" in str(error) or isinstance(error, SyntaxError):
                 raise _not_a_loss("it returns no tensor") from error
-            raise loss_failed(error, batch) from error
+            raise _refused_by(step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
@@ -77,6 +77,21 @@ def record(
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
     return replace(recording, checkpoints=tuple(checkpoints))
+
+
+def _refused_by(step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
+    """Return the error of ours that a loss raises, such as one of `piper.losses`. None: it raises none.
+
+    Dynamo cannot trace how such an error is made, and reports that instead. So the loss runs without it, on
+    the same fakes. Any other exception is left to Dynamo's report, which has the line of the user's code.
+    """
+    try:
+        step(batch)
+    except PiperError as error:
+        return error
+    except Exception:  # noqa: BLE001  Dynamo's report is raised instead
+        return None
+    return None
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
