@@ -1,0 +1,128 @@
+"""Compiled backwards write gradients where they are reduced from, and add those of later microbatches there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from piper.capture.autodiff.code import GraphCode
+from piper.capture.compile.flat_gradients import FlatPhase, write_in_place
+from piper.compiler import Program, compile
+from piper.directives import remat
+from piper.ir.select import at
+from piper.launchers.inline import launch_inline
+from piper.plan.instr import Instr
+from piper.plan.plan import Plans
+from piper.runtime.debug.check import check
+from tests.runtime.grid import Cell, batches, job, strategy
+
+WRITTEN = [
+    Cell(case="mlp", schedule="zero-bubble", dp=2, zero=3),
+    Cell(case="moe", schedule="1f1b", dp=2, ways=2, zero=2),  # a table's gradient is copied into its place
+]
+ADDED = [
+    *(Cell(case="mlp", schedule="gpipe", dp=2, zero=zero, parts=3) for zero in (0, 1, 2, 3)),
+    Cell(case="mlp", schedule="1f1b", parts=3),  # nothing is reduced
+    Cell(case="decoder", schedule="zero-bubble", dp=2, zero=1, clip=0.1),  # a tied table; halves of backwards
+    Cell(case="decoder_untied", schedule="interleaved-1f1b", dp=2, zero=3, bucket_mb=0.01),
+    Cell(case="moe", schedule="1f1b", dp=2, ways=2, zero=1),
+    Cell(case="mlp", schedule="dualpipe", zero=1, parts=4),  # microbatches on different devices
+    Cell(case="frozen", schedule="1f1b", dp=2),
+    Cell(case="sum_weight", schedule="none", dp=2, zero=3),
+]
+
+
+class Listed:
+    """A graph that takes its arguments in a list, as compiled code does."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        return self.boxed(list(arguments))
+
+    def boxed(self, arguments: list[Tensor]) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = self.module(*arguments)
+        arguments.clear()
+        return results
+
+
+def as_compiled(program: Program) -> list[FlatPhase]:
+    """Let a program run the graphs that a compiler would get; return those that write gradients in place."""
+    found = []
+    for captured in program.codes.values():
+        for key, code in captured.codes.items():
+            assert isinstance(code, GraphCode)
+            for phase in code.shape.phases:
+                built, places = code.build(phase), code.in_place(phase)
+                captured.built[key, phase] = built
+                if places:
+                    gradients = [built.graph.output_node().args[0][i].meta["val"] for i in places]  # type: ignore[index, union-attr]
+                    like = [(value.shape, value.dtype) for value in gradients]
+                    listed = Listed(write_in_place(built, places))
+                    found.append(FlatPhase(listed, places, like, torch.device("cpu")))
+                    captured.built[key, phase] = found[-1]
+    return found
+
+
+def instrs_of(plans: Plans) -> list[Instr]:
+    return [ins for plan in plans.plans for ins in plan.instrs]
+
+
+@pytest.mark.parametrize("cell", WRITTEN, ids=str)
+def test_gradients_are_written_where_they_are_reduced_from(cell: Cell, tmp_path: Path) -> None:
+    program = compile(job(cell), device="cpu", compile=True, cache=tmp_path)
+    assert as_compiled(program)
+    report = check(program, launch_inline, batches(cell, 2), tol=1e-9)
+    assert report.ok, report
+    plans = program.plans
+    scatters = [ins for ins in instrs_of(plans) if ins.op == "reduce_scatter"]
+    assert scatters
+    for ins in scatters:  # nothing is laid out: only the shard is held before it is added to an earlier one
+        again = ins.writes[0] in ins.reads
+        assert ins.workspace == (plans.buckets[ins.bucket].shard_nbytes if again else 0)
+
+
+@pytest.mark.parametrize("cell", ADDED, ids=str)
+def test_backwards_add_to_the_sum_of_earlier_microbatches(cell: Cell, tmp_path: Path) -> None:
+    program = compile(job(cell), device="cpu", compile=True, cache=tmp_path)
+    assert as_compiled(program)
+    report = check(program, launch_inline, batches(cell, 2), tol=1e-9)
+    assert report.ok, report
+    assert any(ins.adds_to for ins in instrs_of(program.plans))
+
+
+def test_products_leave_no_sums_to_a_pass_of_their_own(tmp_path: Path) -> None:
+    """Every gradient of this model is a product or a bias beside one."""
+    cell = Cell(case="mlp", schedule="gpipe", dp=2, zero=1, parts=4)
+    plans = compile(job(cell), device="cpu", compile=True, cache=tmp_path).plans
+    sums = [ins.writes[0].kind for ins in instrs_of(plans) if ins.op == "accumulate"]
+    assert sums and "grad" not in sums
+    for plan in plans.plans:
+        backwards = [ins for ins in plan.instrs if ins.run is not None and ins.run.phase == "B"]
+        computed = [ins for ins in backwards if ins.op == "compute"]
+        assert [len(ins.adds_to) for ins in computed] == [0, 1, 1, 1]
+
+
+def test_sums_take_less_memory_than_gradients_beside_them(tmp_path: Path) -> None:
+    cell = Cell(case="mlp", schedule="gpipe", dp=2, zero=1, parts=4)
+    added = compile(job(cell), device="cpu", compile=True, cache=tmp_path).plans
+    apart = compile(job(cell), device="cpu").plans
+    for plan, other in zip(added.plans, apart.plans, strict=True):
+        kinds = [slot.kind for slot in plan.slots]
+        assert "gradient" in [slot.kind for slot in other.slots] and "gradient" not in kinds
+
+
+def test_one_microbatch_has_nothing_to_add_to(tmp_path: Path) -> None:
+    cell = Cell(case="mlp", schedule="none", dp=2, zero=1, parts=1)
+    assert as_compiled(compile(job(cell), device="cpu", compile=True, cache=tmp_path)) == []
+
+
+def test_sums_compose_with_recomputed_activations(tmp_path: Path) -> None:
+    cell = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=1)
+    asked = [*strategy(cell), remat(at(), budget=0.0)]
+    program = compile(job(cell, strategy=asked), device="cpu", compile=True, cache=tmp_path)
+    assert as_compiled(program)
+    report = check(program, launch_inline, batches(cell, 2), tol=1e-9)
+    assert report.ok, report
