@@ -34,5 +34,4 @@ def test_compiled_runs_give_the_numbers_of_one_device(cell: Cell, on: str, cache
     used = [code for captured in program.codes.values() for code in captured.built.values()]
     assert any(isinstance(code, Compiled) for code in used)
     assert any(isinstance(code, FlatPhase) for code in used)
-    added = any(ins.adds_to for plan in program.plans.plans for ins in plan.instrs)
-    assert added == (cell.zero < 2), "each backward of this schedule is a run of its own"
+    assert any(ins.adds_to for plan in program.plans.plans for ins in plan.instrs)
