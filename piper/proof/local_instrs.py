@@ -64,6 +64,11 @@ class Local:
             )
             return
         self.follow(program, place, ins, expected)
+        in_place = self.spec.chunks[found[1]].phases[found[0]].in_place
+        for slot in ins.adds_to:
+            bucket = self.state.plans.buckets.get(slot.owner)
+            if bucket is None or not any(piece.name in in_place for piece in bucket.pieces):
+                self.state.complain(program, place, f"adds to {slot}, which its code cannot")
         if found[0] == "F" and ins.again and expected.mutated:
             self.state.complain(program, place, "runs a second time and writes buffers a second time")
 
