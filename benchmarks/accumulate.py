@@ -24,6 +24,7 @@ import torch
 
 import piper
 from piper.attributes import replaced
+from piper.compiler import Program
 from piper.launchers.single_rank import launch_single_rank
 from piper.lower.reductions import Weaving
 from piper.models import decoder
@@ -45,7 +46,7 @@ def side_of(side: str) -> Iterator[None]:
         yield
 
 
-def program_of(side: str, zero: int, length: int, cache: str) -> piper.compiler.Program:
+def program_of(side: str, zero: int, length: int, cache: str) -> Program:
     """Return one side's program. Microbatches hold one sample of so many tokens."""
     tokens = torch.randint(VOCABULARY, (REPLICAS * PARTS, length))
     batch = {"tokens": tokens, "labels": tokens}
