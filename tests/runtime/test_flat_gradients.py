@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from piper.compiler import compile
-from piper.directives import remat
+from piper.directives import Directive, offload, precision, protect, remat
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Instr
@@ -83,10 +83,23 @@ def test_one_microbatch_has_nothing_to_add_to(tmp_path: Path) -> None:
     assert as_compiled(compile(job(cell), device="cpu", compile=True, cache=tmp_path)) == []
 
 
-def test_sums_compose_with_recomputed_activations(tmp_path: Path) -> None:
-    cell = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=1)
-    asked = [*strategy(cell), remat(at(), budget=0.0)]
+@pytest.mark.parametrize(
+    "beside",
+    [
+        remat(at(), budget=0.0),
+        remat(at(), budget=0.0, across="PP"),
+        offload(at(), least_mb=0),
+        offload(at(), what="optimizer"),
+        protect(at(), copies=1, devices_per_machine=2),
+        precision(at(PP=0), "fp8"),  # products of another kind: their gradients are added apart
+    ],
+    ids=str,
+)
+def test_sums_compose_with_other_directives(beside: Directive, tmp_path: Path) -> None:
+    cell = Cell(case="mlp", schedule="gpipe", dp=2, zero=1, parts=4)
+    asked = [*strategy(cell), beside]
     program = compile(job(cell, strategy=asked), device="cpu", compile=True, cache=tmp_path)
     assert as_compiled(program)
     report = check(program, launch_inline, batches(cell, 2), tol=1e-9)
     assert report.ok, report
+    assert any(ins.adds_to for ins in instrs_of(program.plans))
