@@ -127,6 +127,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "zero 3, added": lambda: program(
         models.Dense, [*stages([0, 1], [2, 3], zero=3), *schedules.gpipe(2, 2)], adding=True
     ),
+    "tied on one set, added": lambda: program(models.Tied, stages([0, 1], [0, 1]), adding=True),
     "both ways": lambda: program(models.Tied, both_ways(), clip=0.1),
     "both ways, zero 3": lambda: program(models.Dense, both_ways(zero=3)),
 }

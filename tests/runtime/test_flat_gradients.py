@@ -1,16 +1,20 @@
 """Compiled backwards write gradients where they are reduced from, and add those of later microbatches there."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from piper.compiler import compile
-from piper.directives import Directive, offload, precision, protect, remat
+from piper.directives import Directive, offload, precision, protect, remat, replicate, split
 from piper.ir.select import at
+from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.debug.check import check
+from tests.proof import models
 from tests.runtime.as_compiled import as_compiled
 from tests.runtime.grid import Cell, batches, job, strategy
 
@@ -103,3 +107,27 @@ def test_sums_compose_with_other_directives(beside: Directive, tmp_path: Path) -
     report = check(program, launch_inline, batches(cell, 2), tol=1e-9)
     assert report.ok, report
     assert any(ins.adds_to for ins in instrs_of(program.plans))
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Let torch fill memory that is not initialised with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_memory")
+def test_a_backward_may_begin_one_sum_and_add_to_another(tmp_path: Path) -> None:
+    """Two stages on one set of devices share a weight: the second to run adds to it, and begins its own."""
+    asked = [*(replicate(at(PP=stage), [0, 1]) for stage in range(2)), split(at(), parts=2)]
+    data = [models.batch(16, seed) for seed in range(2)]
+    shared = Job(
+        model=models.Tied, loss=models.mean_loss, data=lambda: data, strategy=asked, precision="fp64"
+    )
+    program = compile(shared, device="cpu", compile=True, cache=tmp_path)
+    assert as_compiled(program)
+    given = [(ins, [s for s in ins.writes if s.kind == "grad"]) for ins in instrs_of(program.plans)]
+    assert any(0 < len(ins.adds_to) < len(written) for ins, written in given)
+    report = check(program, launch_inline, data, tol=1e-9)
+    assert report.ok, report
